@@ -1,6 +1,6 @@
-"""Several families of models: GQA, tied or not, all kinds of rotation.
+"""Blending, saving and loading with several model families.
 
-Their chunks can be blended, and what they computed is stored and loaded.
+They differ in GQA, tied embeddings and the kind of rotation.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ REFUSED = "mistral, sliding window"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What ``tests.helpers.families_inside`` says of each."""
+    """The output of ``tests.helpers.families_inside``, by family."""
     folder = tmp_path_factory.mktemp("families")
     argv = [sys.executable, "-m", "tests.helpers.families_inside", str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    said: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != REFUSED])
-def test_a_familys_keys_are_moved_and_its_prompts_recomputed(
+def test_keys_of_a_family_are_rotated_and_prompts_recomputed(
     found: dict[str, dict[str, Any]], family: str
 ) -> None:
-    said = found[family]
-    assert "refused" not in said
-    assert said["whole_equals_prefill"]
-    assert said["values_equal"]
-    assert said["moved_error"] < ROUNDING
-    assert said["unmoved_error"] > 10 * ROUNDING
+    result = found[family]
+    assert "refused" not in result
+    assert result["whole_equals_prefill"]
+    assert result["values_equal"]
+    assert result["moved_error"] < ROUNDING
+    assert result["unmoved_error"] > 10 * ROUNDING
 
 
 def test_a_sliding_window_is_refused_with_a_reason(found: dict[str, dict[str, Any]]) -> None:
@@ -63,7 +63,7 @@ def test_a_sliding_window_is_refused_with_a_reason(found: dict[str, dict[str, An
 
 
 @pytest.mark.parametrize("family", ROUND_TRIPS)
-def test_what_a_family_computed_is_stored_and_loaded_and_answered_the_same(
+def test_values_of_a_family_are_saved_and_loaded_with_the_same_answer(
     tmp_path: Path, family: str
 ) -> None:
     model = tmp_path / "model"
@@ -78,7 +78,7 @@ def test_what_a_family_computed_is_stored_and_loaded_and_answered_the_same(
         platform = Platform(tmp_path, model, store, engine, space)
 
         def ask(prompt: Prompt) -> tuple[tuple[int, ...], engine_pb2.RequestRecord]:
-            """Under a salt, which hides what vLLM itself has."""
+            """Ask under a unique salt, which bypasses vLLM's own prefix cache."""
             request = uuid.uuid4().hex
             plan = plan_exact(prompt, space, "public", request)
             answer = platform.complete(prompt, plan, MAX_TOKENS, cache_salt=request)
@@ -96,7 +96,7 @@ def test_what_a_family_computed_is_stored_and_loaded_and_answered_the_same(
 
 
 def clear_prompts(url: str) -> list[Prompt]:
-    """Whose answers do not hang on how sums are rounded, and are not all the same."""
+    """Return prompts whose answers do not depend on rounding."""
     prompts: list[Prompt] = []
     for seed in itertools.count():
         rng = random.Random(f"family {seed}")

@@ -1,4 +1,4 @@
-"""Arguments that engines are refused, beside all that vLLM's server has."""
+"""The arguments that the operator refuses for engines, compared with those of vLLM's server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.helpers.operator_manifests import cache
 
 pytestmark = pytest.mark.timeout(300)
 
-# In a process of its own: importing vLLM takes long, warns, and stays.
-_ASK = """
+# In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
+_PRINT_FLAGS = """
 import json
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -24,8 +24,8 @@ print(json.dumps([*make_arg_parser(FlexibleArgumentParser())._option_string_acti
 
 @pytest.fixture(scope="module")
 def flags() -> frozenset[str]:
-    """Every flag of vLLM's server, the short ones included."""
-    argv = [sys.executable, "-c", _ASK]
+    """Return all flags of vLLM's server, including the short ones."""
+    argv = [sys.executable, "-c", _PRINT_FLAGS]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return frozenset(json.loads(done.stdout.splitlines()[-1]))
@@ -34,7 +34,7 @@ def flags() -> frozenset[str]:
 FORBIDDEN = {flag for flags in FORBIDDEN_FLAGS for flag in flags.fixes}
 
 
-def test_vllm_has_every_flag_that_is_refused(flags: frozenset[str]) -> None:
+def test_vllm_has_every_refused_flag(flags: frozenset[str]) -> None:
     assert FORBIDDEN - flags == set()
 
 

@@ -48,8 +48,8 @@ def make_prompt(name: str) -> Prompt:
 
 
 @dataclass
-class Halves:
-    """A store, an engine that computes prompts and one that goes on with them."""
+class HandoffPair:
+    """A store, an engine that computes prompts, and one that decodes them."""
 
     store: CacheStore
     prefill: Engine
@@ -59,12 +59,14 @@ class Halves:
     def compute(self, prompt: Prompt, request: str) -> None:
         self._ask(self.prefill, prompt, request, max_tokens=1)
 
-    def go_on(self, prompt: Prompt, request: str) -> tuple[Completion, engine_pb2.RequestRecord]:
+    def decode_answer(
+        self, prompt: Prompt, request: str
+    ) -> tuple[Completion, engine_pb2.RequestRecord]:
         answer = self._ask(self.decode, prompt, request, max_tokens=16)
         return answer, record_of(self.decode, request)
 
     def expected(self, prompt: Prompt) -> tuple[int, ...]:
-        """Of one engine that does both: without a plan, so that it has nothing of the store."""
+        """Return the answer of one engine alone, without a plan and so without the store."""
         return complete(self.prefill.url, prompt.token_ids, max_tokens=16).token_ids
 
     def _ask(self, engine: Engine, prompt: Prompt, request: str, max_tokens: int) -> Completion:
@@ -73,8 +75,8 @@ class Halves:
 
 
 @pytest.fixture(scope="module")
-def halves(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halves]:
-    folder = tmp_path_factory.mktemp("halves")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandoffPair]:
+    folder = tmp_path_factory.mktemp("pair")
     space = load_model_folder(str(tiny_model)).space("auto")
     settings = {**COMPUTES_PLAIN, "RAGCACHE_HANDOFF_WAIT_S": WAIT_S}
     with contextlib.ExitStack() as stack:
@@ -89,41 +91,41 @@ def halves(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             )
             stack.callback(engines[role].service.stop)
             wait_for_engine(engines[role])
-        yield Halves(store, engines["kv_producer"], engines["kv_consumer"], space)
+        yield HandoffPair(store, engines["kv_producer"], engines["kv_consumer"], space)
 
 
-def test_what_goes_on_elsewhere_is_what_one_engine_answers(halves: Halves) -> None:
+def test_a_handed_off_prompt_has_the_answer_of_one_engine(pair: HandoffPair) -> None:
     prompt = make_prompt("computed first")
-    halves.compute(prompt, "one")
-    answer, record = halves.go_on(prompt, "one")
+    pair.compute(prompt, "one")
+    answer, record = pair.decode_answer(prompt, "one")
     assert (record.loaded_tokens, record.miss) == (LENGTH - 1, "")
-    assert answer.token_ids == halves.expected(prompt)
+    assert answer.token_ids == pair.expected(prompt)
 
 
-def test_an_engine_that_decodes_waits_for_one_that_has_not_even_begun(halves: Halves) -> None:
+def test_a_decoding_engine_waits_for_a_prefill_that_has_not_started(pair: HandoffPair) -> None:
     prompt = make_prompt("asked first")
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(halves.go_on, prompt, "two")
-        halves.compute(prompt, "two")
+        asked = pool.submit(pair.decode_answer, prompt, "two")
+        pair.compute(prompt, "two")
         answer, record = asked.result()
     assert record.loaded_tokens == LENGTH - 1
-    assert answer.token_ids == halves.expected(prompt)
+    assert answer.token_ids == pair.expected(prompt)
 
 
-def test_what_nobody_computes_is_computed_after_a_while(halves: Halves) -> None:
-    prompt = make_prompt("nobody computes this")
-    answer, record = halves.go_on(prompt, uuid.uuid4().hex)
+def test_a_decoding_engine_computes_after_the_handoff_wait(pair: HandoffPair) -> None:
+    prompt = make_prompt("without a prefill")
+    answer, record = pair.decode_answer(prompt, uuid.uuid4().hex)
     assert (record.loaded_tokens, record.miss) == (0, "handoff timed out")
     assert record.queue_s >= float(WAIT_S)
-    assert answer.token_ids == halves.expected(prompt)
+    assert answer.token_ids == pair.expected(prompt)
 
 
-def test_a_store_that_dies_in_between_costs_the_computation(halves: Halves) -> None:
-    """Last: it kills the store."""
+def test_a_store_that_dies_before_the_decode_costs_the_computation(pair: HandoffPair) -> None:
+    """Last, as it kills the store."""
     prompt = make_prompt("lost")
-    halves.compute(prompt, "lost")
-    halves.store.service.kill()
-    answer, record = halves.go_on(prompt, "lost")
+    pair.compute(prompt, "lost")
+    pair.store.service.kill()
+    answer, record = pair.decode_answer(prompt, "lost")
     assert record.loaded_tokens == 0
     assert record.miss in STORE_AWAY
-    assert answer.token_ids == halves.expected(prompt)
+    assert answer.token_ids == pair.expected(prompt)

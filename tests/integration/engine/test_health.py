@@ -1,4 +1,4 @@
-"""HealthMiddleware of a real vLLM whose worker hangs."""
+"""The health of a real vLLM whose worker hangs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from bench.support.processes import running_engine
 pytestmark = pytest.mark.timeout(300)
 
 HANG_S = 2.0
+MIDDLEWARE = "ragcache_engine.telemetry.health.HealthMiddleware"
 WAIT_S = 60.0
 
 
 def worker_of(server: int) -> int:
-    """The process that computes, among those below vLLM's server."""
+    """Return the worker process below vLLM's server."""
     parents, names = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         pid, _, rest = stat.read_text().partition(" (")
@@ -40,16 +41,22 @@ def worker_of(server: int) -> int:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.1)
 
 
-def test_health_says_that_steps_do_not_end_until_one_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_health_fails_while_no_step_ends(tiny_model: Path, tmp_path: Path) -> None:
     with running_engine(
-        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
+        *(
+            tmp_path,
+            tiny_model,
+            None,
+            "--middleware",
+            "ragcache_engine.telemetry.health.HealthMiddleware",
+        ),
         settings={"RAGCACHE_HANG_S": str(HANG_S)},
     ) as engine:
 
@@ -62,18 +69,18 @@ def test_health_says_that_steps_do_not_end_until_one_does(tiny_model: Path, tmp_
         tokens: list[int] = []
         ask()
         time.sleep(HANG_S + 1)
-        assert health() == 200, "it has nothing to do"
+        assert health() == 200, "the engine is idle"
         worker = worker_of(engine.service.pid)
         os.kill(worker, signal.SIGSTOP)
         try:
             asking = threading.Thread(target=ask)
             asking.start()
-            assert health() == 200, "not yet"
-            until(lambda: health() == 503)
+            assert health() == 200, "the limit has not passed"
+            wait_until(lambda: health() == 503)
             assert httpx.get(f"{engine.url}/v1/models", timeout=10).status_code == 200
         finally:
             os.kill(worker, signal.SIGCONT)
-        until(lambda: health() == 200)
+        wait_until(lambda: health() == 200)
         asking.join(WAIT_S)
         assert tokens == [5, 5]
     assert engine.service.log.read_text().count("the engine hangs") == 1

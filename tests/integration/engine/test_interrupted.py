@@ -1,6 +1,6 @@
-"""Loads and repairs that are certain to be under way when their store dies or their client leaves.
+"""Loads and recomputations during which the store dies or the client disconnects.
 
-Values are held up on their way, and a repair is given so many steps that it cannot have ended.
+The connection to the store stalls, and a recomputation takes so many steps that it cannot end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
 from tests.helpers.clear_answers import is_clear
 from tests.helpers.stalling_connection import StallingConnection
-from tests.integration.engine.test_blend import HEAD_TOKENS, LENGTHS, prompt_of
+from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,35 +35,35 @@ pytestmark = pytest.mark.timeout(900)
 WAIT_S = 60.0
 BLOCK = 128
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 2
-"""Layers, keys and values, KV heads, head_dim, bfloat16."""
+"""Layers, keys and values, KV heads, head_dim, bytes of bfloat16."""
 
-# Of the head and the first chunk all comes, of the second one a part.
-STALL_BYTES = (HEAD_TOKENS + LENGTHS[0]) * TOKEN_BYTES + LENGTHS[1] * TOKEN_BYTES // 2
+# The template, the first chunk and a part of the second one arrive.
+STALL_BYTES = (TEMPLATE_TOKENS + LENGTHS[0]) * TOKEN_BYTES + LENGTHS[1] * TOKEN_BYTES // 2
 
-AWAY = "store unavailable"
+STORE_UNAVAILABLE = "store unavailable"
 
 
 @dataclass
 class Interrupted(Platform):
-    """Beside a decoding request, a repair has one token in each step."""
+    """Next to a decoding request, a recomputation gets one token per step."""
 
-    line: StallingConnection
+    connection: StallingConnection
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Metrics come with a step of the engine after the one that counted."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait. Metrics appear one step after the step that counted."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline, "it never came to that"
+            assert time.monotonic() < deadline, "the condition never became true"
             time.sleep(0.05)
 
     def failed(self, reason: str) -> float:
-        """Loads that did, for this reason."""
+        """Return how many loads failed for a reason."""
         lines = self.metrics("ragcache_engine_load_failures_total")
         return sum(float(one.rsplit(" ", 1)[1]) for one in lines if f'reason="{reason}"' in one)
 
-    def repairs(self) -> float:
-        """That were begun and have ended, well or not."""
-        lines = self.metrics("ragcache_engine_repair_seconds_count")
+    def recomputations(self) -> float:
+        """Return how many recomputations have ended, with or without success."""
+        lines = self.metrics("ragcache_engine_recompute_seconds_count")
         return sum(float(one.rsplit(" ", 1)[1]) for one in lines)
 
     def blocks_are_free(self) -> bool:
@@ -77,7 +77,7 @@ class Interrupted(Platform):
         return plan_blend(prompt, self.space, "public", request, 1.0)
 
     def answer(self, prompt: Prompt, plan: ReusePlan) -> tuple[int, ...]:
-        """Under a salt of its own, so that what is held comes from the store."""
+        """Ask under a unique salt, so that values come from the store."""
         return complete(
             self.engine.url,
             prompt.token_ids,
@@ -90,7 +90,7 @@ class Interrupted(Platform):
     def asking(
         self, prompt: Prompt, plan: ReusePlan | None, max_tokens: int = 2
     ) -> Iterator[http.client.HTTPConnection]:
-        """A client that leaves at the end of the block, without having waited for anything."""
+        """A client that disconnects at the end of the block, without waiting for its answer."""
         body: dict[str, Any] = {
             "model": "model",
             "prompt": list(prompt.token_ids),
@@ -110,21 +110,21 @@ class Interrupted(Platform):
 
 
 def clear_prompt(platform: Platform, *chunks: int) -> Prompt:
-    """Whose answer does not hang on how sums are rounded."""
-    prompts = (prompt_of(*chunks, question=f"interrupted {n}") for n in itertools.count())
+    """Return a prompt whose answer does not depend on rounding."""
+    prompts = (make_blend_prompt(*chunks, question=f"interrupted {n}") for n in itertools.count())
     return next(prompt for prompt in prompts if is_clear(platform.engine.url, prompt, 2))
 
 
 @pytest.fixture(scope="module")
 def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
-    """A store that holds chunks of two prompts, and an engine at the other end of a line."""
+    """A store with the chunks of two prompts, and an engine behind a connection that can stall."""
     folder = tmp_path_factory.mktemp("interrupted")
     store = start_cachestore(folder / "store", shared=False)
     engine = None
     try:
-        with StallingConnection.to(store.address) as line:
+        with StallingConnection.to(store.address) as connection:
             engine = launch_engine(
-                *(folder, tiny_model, line.address, "--max-num-batched-tokens", "384"),
+                *(folder, tiny_model, connection.address, "--max-num-batched-tokens", "384"),
                 settings={
                     **COMPUTES_PLAIN,
                     "RAGCACHE_RECOMPUTE_SLICE_TOKENS": "1",
@@ -133,9 +133,9 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             )
             wait_for_engine(engine)
             space = load_model_folder(str(tiny_model)).space("auto")
-            platform = Interrupted(folder, tiny_model, store, engine, space, line)
+            platform = Interrupted(folder, tiny_model, store, engine, space, connection)
             for chunks in ((0, 1, 2), (3, 4, 5)):
-                prompt = prompt_of(*chunks)
+                prompt = make_blend_prompt(*chunks)
                 platform.answer(prompt, platform.plan("blend", prompt))
                 platform.wait_until_stored(prompt)
             yield platform
@@ -146,90 +146,97 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("exact", (0, 1, 2)), ("blend", (0, 2, 1, 4))])
-def test_a_client_that_leaves_during_a_load_ends_it(
+def test_a_client_that_disconnects_during_a_load_ends_the_load(
     platform: Interrupted, kind: str, chunks: tuple[int, ...]
 ) -> None:
     prompt = clear_prompt(platform, *chunks)
     expected = platform.compute(prompt, max_tokens=2).token_ids
-    cancelled, repairs = platform.failed("cancelled"), platform.repairs()
+    cancelled, recomputations = platform.failed("cancelled"), platform.recomputations()
     left = platform.plan(kind, prompt)
-    platform.line.stall(STALL_BYTES)
+    platform.connection.stall(STALL_BYTES)
     with platform.asking(prompt, left):
-        platform.line.wait_until_stalled()
-    # It ends, and gives its blocks back, while the store still owes it values.
-    platform.until(lambda: platform.failed("cancelled") == cancelled + 1)
-    platform.until(lambda: not platform.unfinished_requests())
-    platform.until(platform.blocks_are_free)
-    assert platform.line.stalled == 1
-    assert platform.repairs() == repairs
+        platform.connection.wait_until_stalled()
+    # The load ends and its blocks are free, although values are still missing.
+    platform.wait_until(lambda: platform.failed("cancelled") == cancelled + 1)
+    platform.wait_until(lambda: not platform.unfinished_requests())
+    platform.wait_until(platform.blocks_are_free)
+    assert platform.connection.stalled == 1
+    assert platform.recomputations() == recomputations
     record = platform.record(left.request)
     assert (record.loaded_tokens, record.blended_tokens, record.recomputed_tokens) == (0, 0, 0)
     assert record.load_s > 0
-    platform.line.resume()
+    platform.connection.resume()
     again = platform.plan(kind, prompt)
     assert platform.answer(prompt, again) == expected
     assert platform.record(again.request).loaded_tokens == prompt.chunk_ends[-1]
 
 
-def test_clients_that_leave_during_their_repairs_end_them(platform: Interrupted) -> None:
-    """Beside a neighbour each takes a step for each token, and one is mended after the other."""
+def test_clients_that_disconnect_during_their_recomputations_end_them(
+    platform: Interrupted,
+) -> None:
+    """Each takes one step per token, and one is recomputed after the other."""
     prompt = clear_prompt(platform, 3, 2, 4, 0, 1)
     expected = platform.compute(prompt, max_tokens=2).token_ids
-    to_mend = prompt.chunk_ends[-1] - HEAD_TOKENS - LENGTHS[3]
+    num_blended = prompt.chunk_ends[-1] - TEMPLATE_TOKENS - LENGTHS[3]
     for _ in range(5):
-        cancelled, repairs = platform.failed("cancelled"), platform.repairs()
+        cancelled, recomputations = platform.failed("cancelled"), platform.recomputations()
         first, *left = [platform.plan("blend", prompt) for _ in range(7)]
         with contextlib.ExitStack() as clients:
-            clients.enter_context(platform.asking(prompt_of(), None, max_tokens=3500))
+            clients.enter_context(platform.asking(make_blend_prompt(), None, max_tokens=3500))
             asked = clients.enter_context(platform.asking(prompt, first))
             for plan in left:
                 clients.enter_context(platform.asking(prompt, plan))
-            # When one has its answer, and so is mended, the others have thousands of steps to go.
+            # When the first one has its answer, the others have thousands of steps to go.
             assert asked.getresponse().status == 200
-        platform.until(lambda: not platform.unfinished_requests())
-        platform.until(platform.blocks_are_free)
+        platform.wait_until(lambda: not platform.unfinished_requests())
+        platform.wait_until(platform.blocks_are_free)
         records = [platform.record(plan.request) for plan in left]
-        ended = platform.repairs() - repairs - 1 - sum(one.recomputed_tokens > 0 for one in records)
-        # Where this machine stands still for so long that all are mended, it is tried again.
+        ended = (
+            platform.recomputations()
+            - recomputations
+            - 1
+            - sum(one.recomputed_tokens > 0 for one in records)
+        )
+        # If the test stalls for so long that all are recomputed, try again.
         if ended > 0:
             break
     assert 0 < ended <= platform.failed("cancelled") - cancelled
-    assert all(one.blended_tokens in (0, to_mend) for one in records)
+    assert all(one.blended_tokens in (0, num_blended) for one in records)
     again = platform.plan("blend", prompt)
     assert platform.answer(prompt, again) == expected
     record = platform.record(again.request)
-    assert (record.blended_tokens, record.recomputed_tokens) == (to_mend, to_mend)
+    assert (record.blended_tokens, record.recomputed_tokens) == (num_blended, num_blended)
 
 
 def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupted) -> None:
-    """Last: it kills the store. What has come of a blend by then is used, the rest a repair's."""
+    """Last, as it kills the store. A blend uses what has arrived and recomputes the rest."""
     prompts = {
         "exact": clear_prompt(platform, 0, 1, 2),
         "blend": clear_prompt(platform, 2, 0, 4),
     }
     expected = {kind: platform.compute(p, max_tokens=2).token_ids for kind, p in prompts.items()}
     plans = {kind: platform.plan(kind, prompt) for kind, prompt in prompts.items()}
-    failed = platform.failed(AWAY)
-    platform.line.stall(STALL_BYTES)
+    failed = platform.failed(STORE_UNAVAILABLE)
+    platform.connection.stall(STALL_BYTES)
     with ThreadPoolExecutor(2) as pool:
         asked = {k: pool.submit(platform.answer, prompts[k], plans[k]) for k in prompts}
-        platform.line.wait_until_stalled(connections=2)
+        platform.connection.wait_until_stalled(connections=2)
         platform.store.service.kill()
-        platform.line.cut()
+        platform.connection.cut()
         assert {kind: one.result() for kind, one in asked.items()} == expected
-    # A load that failed, and the two chunks that a blend was mended without.
-    platform.until(lambda: platform.failed(AWAY) == failed + 3)
+    # A failed load, and two missing chunks of the blend.
+    platform.wait_until(lambda: platform.failed(STORE_UNAVAILABLE) == failed + 3)
     exact, blend = (platform.record(plans[kind].request) for kind in ("exact", "blend"))
-    assert exact.miss == AWAY
-    # Whole blocks of what had come.
-    assert exact.loaded_tokens == (HEAD_TOKENS + LENGTHS[0]) // BLOCK * BLOCK
+    assert exact.miss == STORE_UNAVAILABLE
+    # Full blocks of what had arrived.
+    assert exact.loaded_tokens == (TEMPLATE_TOKENS + LENGTHS[0]) // BLOCK * BLOCK
     assert (exact.blended_tokens, exact.recomputed_tokens) == (0, 0)
     assert blend.miss == ""
     assert blend.loaded_tokens == prompts["blend"].chunk_ends[-1]
     context = sum(LENGTHS[n] for n in (2, 0, 4))
     assert (blend.blended_tokens, blend.recomputed_tokens) == (context, context)
-    assert list(blend.missing_chunks) == [2, 3], "places of the plan's segments that never came"
-    platform.until(platform.blocks_are_free)
+    assert list(blend.missing_chunks) == [2, 3], "indexes of the segments that did not arrive"
+    platform.wait_until(platform.blocks_are_free)
     dead = platform.plan("blend", prompts["blend"])
     assert platform.answer(prompts["blend"], dead) == expected["blend"]
     record = platform.record(dead.request)

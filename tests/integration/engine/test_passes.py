@@ -1,4 +1,4 @@
-"""What the worker side is told around a forward pass, and when, where vLLM says it."""
+"""What vLLM tells the worker half around a forward pass, and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 
-# In a process of its own: importing vLLM takes long, warns, and stays.
+# In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
 _RUN = """
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ worker = SimpleNamespace(
     take_released=set, take_received=set, take_bad_blocks=set, take_counts=dict,
 )
 connector = object.__new__(RagCacheConnector)
-connector._worker, connector._scheduler, connector._handled = worker, None, None
+connector._worker, connector._scheduler, connector._outer_exception = worker, None, None
 connector.get_kv_connector_stats = nothing
 mixin.get_kv_transfer_group = lambda: connector
 mixin.get_forward_context = nothing
@@ -49,7 +49,7 @@ for error in (None, RuntimeError("out of memory"), None):
     try:
         run(error)
     except RuntimeError:
-        run(None)  # by somebody who has caught another one
+        run(None)  # by a caller that handles another exception
 print(json.dumps([ended, order[:4], connector.reset_cache()]))
 """
 
@@ -60,5 +60,5 @@ def test_the_worker_is_told_of_each_pass_and_whether_it_failed() -> None:
     assert done.returncode == 0, done.stderr
     ended, order, is_reset = json.loads(done.stdout.splitlines()[-1])
     assert ended == [False, True, False, False]
-    assert order == ["begin", "load", "pass", "write"], "what a pass can hide is fetched beside it"
-    assert is_reset is False, "what a store keeps for others stays, and vLLM is told so"
+    assert order == ["begin", "load", "pass", "write"], "loads start before the pass"
+    assert is_reset is False, "the store belongs to other engines, too"

@@ -1,4 +1,4 @@
-"""Clients that send no plan, in real vLLM servers with a real cache store."""
+"""Requests without a plan, in real vLLM servers with a real cache store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = {name: make_prompt(name) for name in ("open", "salted", "scored")}
 
 @dataclass
 class Plain:
-    """A store, and an engine that has computed nothing that the store holds."""
+    """A store, and an engine that has computed none of its values."""
 
     store: CacheStore
     engine: Engine
@@ -48,20 +48,22 @@ class Plain:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
         client = StoreClient(self.store.address)
         try:
-            found = client.lookup([LookupKey.for_variant(one.variant) for one in named], 30).variants
+            found = client.lookup(
+                [LookupKey.for_variant(one.variant) for one in named], 30
+            ).variants
             return all(variants.stored for variants in found)
         finally:
             client.close()
 
     def wait_until_stored(self, prompt: Sequence[int], salt: str | None = None) -> None:
-        """Saving happens behind the answer."""
+        """Wait: values are saved after the answer."""
         deadline = time.monotonic() + 30
         while not self.is_stored(prompt, salt):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
 
     def loaded_tokens(self) -> int:
-        """What the engine has loaded since it was started, by its own count."""
+        """Return how many tokens the engine has loaded since its start."""
         lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
         found = [line for line in lines if line.startswith("ragcache_engine_prompt_tokens_total")]
         loaded = [line for line in found if 'kind="computed"' not in line]
@@ -70,7 +72,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, tuple[int, ...]]:
-    """Tokens that the engine answered which computed PROMPTS."""
+    """Answers of the engine that computed PROMPTS."""
     return {}
 
 
@@ -80,7 +82,7 @@ def plain(
     tmp_path_factory: pytest.TempPathFactory,
     expected: dict[str, tuple[int, ...]],
 ) -> Iterator[Plain]:
-    """A store with the prefixes of PROMPTS, saved by an engine that is gone, and a fresh engine."""
+    """A store with the prefixes of PROMPTS that a stopped engine saved, and a new engine."""
     folder = tmp_path_factory.mktemp("plain")
     space = load_model_folder(str(tiny_model)).space("auto")
     with running_cachestore(folder / "store") as store:
@@ -91,14 +93,14 @@ def plain(
                 salt = "tenant" if name == "salted" else None
                 first.answer(prompt, salt)
                 first.wait_until_stored(prompt, salt)
-                # From vLLM's own prefix cache, which has the same tokens to compute.
+                # From vLLM's own prefix cache, so that the same tokens are computed.
                 expected[name] = first.answer(prompt, salt)
             assert first.loaded_tokens() == 0
         with running_engine(*arguments) as engine:
             yield Plain(store, engine, space)
 
 
-def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(
+def test_a_new_engine_loads_saved_prefixes_and_gives_the_same_answer(
     plain: Plain, expected: dict[str, tuple[int, ...]]
 ) -> None:
     before = plain.loaded_tokens()
@@ -106,7 +108,7 @@ def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(
     assert plain.loaded_tokens() - before == 3 * PIECE_TOKENS
 
 
-def test_a_prefix_is_found_with_its_own_salt_alone(
+def test_a_prefix_is_found_only_with_its_own_salt(
     plain: Plain, expected: dict[str, tuple[int, ...]]
 ) -> None:
     before = plain.loaded_tokens()
@@ -117,14 +119,14 @@ def test_a_prefix_is_found_with_its_own_salt_alone(
     assert plain.loaded_tokens() - before == 3 * PIECE_TOKENS
 
 
-def test_a_prompt_whose_logprobs_are_asked_for_is_computed_and_not_stored(plain: Plain) -> None:
+def test_a_prompt_with_logprobs_is_computed_and_not_stored(plain: Plain) -> None:
     before = plain.loaded_tokens()
     new = make_prompt("never asked before")
     for prompt in (PROMPTS["scored"], new):
         body = {"model": "model", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 1}
         reply = httpx.post(f"{plain.engine.url}/v1/completions", json=body, timeout=120)
         assert reply.status_code == 200, reply.text
-    # What is asked for afterwards is saved afterwards, and by then that would have been.
+    # Saves are in order, so the prompts above would have been saved before this one.
     marker = make_prompt("marker")
     plain.answer(marker)
     plain.wait_until_stored(marker)

@@ -1,4 +1,4 @@
-"""A gateway precomputes in a real vLLM server with a real cache store, and gives way to others."""
+"""A gateway precomputes in a real vLLM server with a real cache store, behind other requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LONG = " ".join(f"item {number} of the long list" for number in range(120))
 
 @dataclass
 class Site:
-    """What runs behind the gateway."""
+    """The services that the gateway uses."""
 
     store: CacheStore
     engine: Engine
     client: httpx.AsyncClient
 
     async def counted(self, *names: str) -> list[int]:
-        """What vLLM counts, as of its last step."""
+        """Return vLLM's counters as of its last step."""
         lines = (await self.client.get("/metrics")).text.splitlines()
         return [
             sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name + "{"))
@@ -110,7 +110,7 @@ async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
         yield world
 
 
-async def until(happened: Callable[[], Awaitable[bool]]) -> None:
+async def wait_until(happened: Callable[[], Awaitable[bool]]) -> None:
     deadline = time.monotonic() + 120
     while not await happened():
         assert time.monotonic() < deadline
@@ -132,11 +132,11 @@ async def outcomes(gateway: World) -> Counter[str]:
     return found
 
 
-async def until_computed(gateway: World) -> None:
+async def wait_until_computed(gateway: World) -> None:
     async def is_over() -> bool:
         return bool(await outcomes(gateway))
 
-    await until(is_over)
+    await wait_until(is_over)
     assert await outcomes(gateway) == {"computed": 1}
 
 
@@ -150,24 +150,24 @@ def held(site: Site, gateway: World, text: str) -> tuple[StoredVariant, ...]:
         client.close()
 
 
-async def until_held(site: Site, gateway: World, text: str) -> StoredVariant:
-    """Saving happens behind the answer."""
+async def wait_until_stored(site: Site, gateway: World, text: str) -> StoredVariant:
+    """Wait: values are saved after the answer."""
 
     async def is_held() -> bool:
         return bool(held(site, gateway, text))
 
-    await until(is_held)
+    await wait_until(is_held)
     [one] = held(site, gateway, text)
     return one
 
 
-async def test_a_chunk_computed_in_pieces_is_what_a_question_would_compute(
+async def test_a_chunk_computed_in_pieces_equals_one_that_a_question_computes(
     site: Site, gateway: World
 ) -> None:
     text = LONG + " as one."
     await write(gateway, "whole.md", text)
-    await until_computed(gateway)
-    one = await until_held(site, gateway, text)
+    await wait_until_computed(gateway)
+    one = await wait_until_stored(site, gateway, text)
     num_tokens = len(gateway.prompts().encode_chunk(text))
     assert num_tokens > 4 * STEP_TOKENS
     assert (one.info.num_tokens, one.info.serves_exact) == (num_tokens, True)
@@ -182,16 +182,16 @@ async def test_a_chunk_computed_in_pieces_is_what_a_question_would_compute(
     assert await outcomes(gateway) == {"computed": 1}
 
 
-async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
+async def test_a_context_that_was_blended_twice_is_exact_afterwards(
     site: Site, gateway: World
 ) -> None:
-    texts = [f"{LONG[:800]} ({place})" for place in ("left", "right", "middle")]
-    for place, text in enumerate(texts):
-        await write(gateway, f"{place}.md", text)
-        await until_held(site, gateway, text)
+    texts = [f"{LONG[:800]} ({side})" for side in ("left", "right", "middle")]
+    for index, text in enumerate(texts):
+        await write(gateway, f"{index}.md", text)
+        await wait_until_stored(site, gateway, text)
     gateway.retriever.hits = [
-        retriever_pb2.Hit(chunk=chunk(f"{place}.md", 0, text), score=0.9 - place / 10)
-        for place, text in enumerate(texts)
+        retriever_pb2.Hit(chunk=chunk(f"{index}.md", 0, text), score=0.9 - index / 10)
+        for index, text in enumerate(texts)
     ]
     body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 
@@ -203,7 +203,7 @@ async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
     async def is_exact_now() -> bool:
         if (await outcomes(gateway))["computed"] != len(texts) + 1:
             return False
-        # That is counted before values are saved; then each but the first is held at two positions.
+        # Chunks are counted before they are saved. Then all but the first have two positions.
         return all(
             len({one.info.base_position for one in held(site, gateway, text)}) > 1
             for text in texts[1:]
@@ -212,29 +212,29 @@ async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
     first, second = await ask(1), await ask(2)
     for answer in (first, second):
         assert answer["ragcache"]["cache"]["recomputed_tokens"] > 0
-    await until(is_exact_now)
+    await wait_until(is_exact_now)
     third = await ask(3)
     cache = third["ragcache"]["cache"]
     assert cache["recomputed_tokens"] == cache["blended_tokens"] == 0
     assert cache["local_tokens"] + cache["loaded_tokens"] > 0.9 * cache["prompt_tokens"]
 
 
-async def test_what_is_stored_is_not_computed_again(site: Site, gateway: World) -> None:
+async def test_a_stored_chunk_is_not_computed_again(site: Site, gateway: World) -> None:
     await write(gateway, "a.md", "A chunk that two documents have.")
-    await until_computed(gateway)
-    await until_held(site, gateway, "A chunk that two documents have.")
+    await wait_until_computed(gateway)
+    await wait_until_stored(site, gateway, "A chunk that two documents have.")
     [before] = await site.counted("vllm:request_success_total")
     await write(gateway, "b.md", "A chunk that two documents have.")
 
     async def is_over() -> bool:
         return "stored" in await outcomes(gateway)
 
-    await until(is_over)
+    await wait_until(is_over)
     assert await outcomes(gateway) == {"computed": 1, "stored": 1}
     assert await site.counted("vllm:request_success_total") == [before]
 
 
-async def test_anothers_question_is_answered_before_the_prefill_that_it_met_has_ended(
+async def test_another_gateways_question_is_answered_before_a_running_prefill(
     site: Site, gateway: World
 ) -> None:
     [before] = await site.counted("vllm:request_success_total")
@@ -245,23 +245,23 @@ async def test_anothers_question_is_answered_before_the_prefill_that_it_met_has_
         [ended] = await site.counted("vllm:request_success_total")
         return ended > before
 
-    await until(is_under_way)
-    # Of another gateway, of which this one knows nothing.
+    await wait_until(is_under_way)
+    # A question of another gateway.
     question = {"model": "model", "prompt": list(range(20, 320)), "max_tokens": 2}
     assert (await site.client.post("/v1/completions", json=question)).status_code == 200
     assert await outcomes(gateway) == {}
     assert held(site, gateway, text) == ()
-    await until_computed(gateway)
+    await wait_until_computed(gateway)
 
 
-async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway: World) -> None:
-    texts = [LONG[:1200] + " one", "a hole between them " * 10, LONG[-1200:] + " two"]
+async def test_a_chunk_that_questions_miss_twice_is_precomputed(site: Site, gateway: World) -> None:
+    texts = [LONG[:1200] + " one", "a chunk between them " * 10, LONG[-1200:] + " two"]
     for name, text in (("one.md", texts[0]), ("two.md", texts[2])):
         await write(gateway, name, text)
-        await until_held(site, gateway, text)
+        await wait_until_stored(site, gateway, text)
     gateway.retriever.hits = [
-        retriever_pb2.Hit(chunk=chunk(f"{place}.md", 0, text), score=0.9 - place / 10)
-        for place, text in enumerate(texts)
+        retriever_pb2.Hit(chunk=chunk(f"{index}.md", 0, text), score=0.9 - index / 10)
+        for index, text in enumerate(texts)
     ]
     sizes = [len(gateway.prompts().encode_chunk(text)) for text in texts]
 
@@ -271,19 +271,19 @@ async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway
         assert use["recomputed_tokens"] >= sizes[1]
 
     await ask("What is one?")
-    assert not (await until_held(site, gateway, texts[1])).info.serves_exact
+    assert not (await wait_until_stored(site, gateway, texts[1])).info.serves_exact
     assert await asked_for(gateway) == 0
     forget(site, gateway, texts[1])
     await ask("What is two?")
 
     async def is_asked_for() -> bool:
-        return await asked_for(gateway) == 2  # and the context that was repaired with it
+        return await asked_for(gateway) == 2  # and the context that was recomputed with it
 
-    await until(is_asked_for)
+    await wait_until(is_asked_for)
 
 
 async def asked_for(gateway: World) -> int:
-    """Prefills that were done with, whatever became of them, since questions had missed them."""
+    """Return how many precomputations ended that questions had asked for."""
     lines = (await gateway.client.get("/metrics")).text.splitlines()
     counts = [
         int(float(line.rsplit(" ", 1)[1]))
@@ -295,7 +295,7 @@ async def asked_for(gateway: World) -> int:
 
 
 def forget(site: Site, gateway: World, text: str) -> None:
-    """Have the store hold nothing of a chunk."""
+    """Delete a chunk from the store."""
     space = load_model_folder(gateway.config.model).space("bfloat16")
     key = chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
@@ -305,18 +305,18 @@ def forget(site: Site, gateway: World, text: str) -> None:
         client.close()
 
 
-async def test_a_question_overtakes_prefills_that_wait(site: Site) -> None:
+async def test_a_question_overtakes_waiting_prefills(site: Site) -> None:
     ended = []
 
     async def ask(name: str, seed: int, num_tokens: int, **more: Any) -> None:
-        prompt = [(seed * place) % 350 for place in range(num_tokens)]
+        prompt = [(seed * index) % 350 for index in range(num_tokens)]
         body = {"model": "model", "prompt": prompt, "max_tokens": 1, **more}
         reply = await site.client.post("/v1/completions", json=body)
         assert reply.status_code == 200
         ended.append(name)
 
     async with asyncio.TaskGroup() as group:
-        # Six steps each, two at a time: nearly all of them wait when the question comes.
+        # Six steps each, two at a time, so most of them wait when the question arrives.
         for seed in range(11, 31):
             group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, priority=LOWEST_PRIORITY))
         group.create_task(ask("question", 7, STEP_TOKENS))

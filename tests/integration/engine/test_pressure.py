@@ -1,4 +1,4 @@
-"""An engine with too few blocks for its requests: preempted, evicted, and right all the same."""
+"""An engine with too few blocks for its requests, which it preempts, gives right answers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(600)
 
 TIMEOUT_S = 120.0
 NUM_TOKENS = 900
-HEAD = 41
-# 17 blocks of 128 tokens and one that stays free: two of the prompts, which take six each, until
-# they need up to thirteen with their answers. Whichever two begin about at once, one gives way.
+TEMPLATE = 41
+# 17 blocks of 128 tokens, and one that stays free. A prompt takes six blocks, and up to thirteen
+# with its answer. So of two requests that start together, vLLM preempts one.
 ENGINE_ARGUMENTS = ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "384")
 
 Tokens = tuple[int, ...]
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 
 def make_prompt(seed: int, order: Sequence[int] = (0, 1, 2, 3)) -> Prompt:
-    """With the chunks of a seed in this order, behind the same head."""
+    """Return a prompt with the seed's chunks in this order, after the same template."""
     rng = random.Random(f"pressure {seed}")
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(350) for _ in range(count)]
 
-    head, chunks = ids(HEAD), [ids(131), ids(200), ids(177), ids(91)]
+    head, chunks = ids(TEMPLATE), [ids(131), ids(200), ids(177), ids(91)]
     return assemble(head, [chunks[number] for number in order], ids(23))
 
 
@@ -59,21 +59,21 @@ PROMPTS = [make_prompt(seed) for seed in range(4)]
 
 @dataclass
 class Pressed:
-    """A store, and an engine that cannot hold what it is asked at once."""
+    """A store, and an engine with too few blocks for concurrent requests."""
 
     store: str
     engine: Engine
     space: KVSpace
 
     def compute(self, prompt: Prompt) -> Tokens:
-        """By vLLM alone, without a plan."""
+        """Compute with vLLM alone, without a plan."""
         salt = uuid.uuid4().hex
         return complete(
             self.engine.url, prompt.token_ids, max_tokens=NUM_TOKENS, cache_salt=salt
         ).token_ids
 
     def reuse(self, prompt: Prompt) -> tuple[Tokens, int]:
-        """With a plan, and nothing of its own from before; and how many tokens were loaded."""
+        """Ask with a plan and without vLLM's prefix cache. Also return the loaded tokens."""
         request = uuid.uuid4().hex
         answer = complete(
             self.engine.url,
@@ -85,7 +85,7 @@ class Pressed:
         return answer.token_ids, record_of(self.engine, request).loaded_tokens
 
     def blend(self, prompt: Prompt) -> tuple[Tokens, engine_pb2.RequestRecord]:
-        """As reuse does, of chunks from other prompts, all of them mended; and its record."""
+        """Ask for a fully recomputed blend. Also return its record."""
         request = uuid.uuid4().hex
         answer = complete(
             self.engine.url,
@@ -97,7 +97,7 @@ class Pressed:
         return answer.token_ids, record_of(self.engine, request)
 
     def preemptions(self) -> float:
-        """All until now; vLLM tells of them before an answer that comes later."""
+        """Return the number so far. vLLM reports them before later answers."""
         return self.counted("vllm:num_preemptions_total")
 
     def counted(self, name: str) -> float:
@@ -140,21 +140,20 @@ def pressed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         store.service.stop()
 
 
-def agreed(found: list[Tokens], expected: list[Tokens]) -> int:
-    """Tokens before the first that differs, of all answers together."""
+def count_agreeing(found: list[Tokens], expected: list[Tokens]) -> int:
+    """Return how many tokens agree before the first difference, over all answers."""
     total = 0
     for one, other in zip(found, expected, strict=True):
         assert len(one) == len(other) == NUM_TOKENS
-        places = (place for place in range(NUM_TOKENS) if one[place] != other[place])
-        total += next(places, NUM_TOKENS)
+        differences = (i for i in range(NUM_TOKENS) if one[i] != other[i])
+        total += next(differences, NUM_TOKENS)
     return total
 
 
-def pressed_by(pressed: Pressed, ask: Callable[[Prompt], T], prompts: Sequence[Prompt]) -> list[T]:
-    """Answers of requests that came at once, of which some were preempted.
-
-    Where this machine has kept them from each other's way for so long, they come once more.
-    """
+def ask_until_preempted(
+    pressed: Pressed, ask: Callable[[Prompt], T], prompts: Sequence[Prompt]
+) -> list[T]:
+    """Ask concurrently, until vLLM preempts a request. Return the answers."""
     for _ in range(6):
         before = pressed.preemptions()
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -164,36 +163,36 @@ def pressed_by(pressed: Pressed, ask: Callable[[Prompt], T], prompts: Sequence[P
     raise AssertionError("no request was preempted")
 
 
-def test_answers_of_preempted_requests_are_those_of_vllm(pressed: Pressed) -> None:
-    """Preemption changes batches, and with them late tokens of plain vLLM, too: the control."""
+def test_preempted_requests_get_vllms_answers(pressed: Pressed) -> None:
+    """Preemption changes batches, which also changes later tokens of plain vLLM (the control)."""
     expected = [pressed.compute(prompt) for prompt in PROMPTS]
-    control = pressed_by(pressed, pressed.compute, PROMPTS)
-    saving = pressed_by(pressed, pressed.reuse, PROMPTS)
+    control = ask_until_preempted(pressed, pressed.compute, PROMPTS)
+    saving = ask_until_preempted(pressed, pressed.reuse, PROMPTS)
     pressed.wait_until_stored()
-    loading = pressed_by(pressed, pressed.reuse, PROMPTS)
-    wanted = agreed(control, expected)
-    assert wanted > NUM_TOKENS
-    assert agreed([tokens for tokens, _ in saving], expected) > wanted / 2
-    assert agreed([tokens for tokens, _ in loading], expected) > wanted / 2
-    # So those that were preempted had been.
+    loading = ask_until_preempted(pressed, pressed.reuse, PROMPTS)
+    num_control = count_agreeing(control, expected)
+    assert num_control > NUM_TOKENS
+    assert count_agreeing([tokens for tokens, _ in saving], expected) > num_control / 2
+    assert count_agreeing([tokens for tokens, _ in loading], expected) > num_control / 2
+    # So the preempted requests had loaded tokens, too.
     assert all(loaded > 0 for _, loaded in loading)
 
 
-def test_blends_that_are_preempted_are_answered_as_vllm_would(pressed: Pressed) -> None:
-    """Of chunks in another order, all of it mended, so that the answers are vLLM's own."""
+def test_preempted_blends_get_vllms_answers(pressed: Pressed) -> None:
+    """Blends of reordered chunks, fully recomputed, so that the answers are vLLM's own."""
     orders = ((2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 3, 1, 0))
     prompts = [make_prompt(seed, order) for seed, order in enumerate(orders)]
     expected = [pressed.compute(prompt) for prompt in prompts]
-    control = pressed_by(pressed, pressed.compute, prompts)
-    blended = pressed_by(pressed, pressed.blend, prompts)
-    wanted = agreed(control, expected)
-    assert wanted > NUM_TOKENS
-    assert agreed([tokens for tokens, _ in blended], expected) > wanted / 2
+    control = ask_until_preempted(pressed, pressed.compute, prompts)
+    blended = ask_until_preempted(pressed, pressed.blend, prompts)
+    num_control = count_agreeing(control, expected)
+    assert num_control > NUM_TOKENS
+    assert count_agreeing([tokens for tokens, _ in blended], expected) > num_control / 2
     for prompt, (_, record) in zip(prompts, blended, strict=True):
-        assert record.blended_tokens == record.recomputed_tokens == prompt.chunk_ends[-1] - HEAD
+        assert record.blended_tokens == record.recomputed_tokens == prompt.chunk_ends[-1] - TEMPLATE
 
 
-def test_an_engine_that_was_pressed_holds_nothing_back(pressed: Pressed) -> None:
+def test_no_blocks_or_requests_are_left(pressed: Pressed) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     while any(map(pressed.counted, gauges)):
@@ -202,4 +201,4 @@ def test_an_engine_that_was_pressed_holds_nothing_back(pressed: Pressed) -> None
     prompt = PROMPTS[0]
     tokens, loaded = pressed.reuse(prompt)
     assert loaded > 600
-    assert agreed([tokens], [pressed.compute(prompt)]) > 0
+    assert count_agreeing([tokens], [pressed.compute(prompt)]) > 0

@@ -1,7 +1,7 @@
-"""A wanted quality, held by a real gateway and a real engine with the bundled model.
+"""A target quality, kept by a real gateway and a real engine with the bundled model.
 
-Handbook questions over whole pages, in any order. What is stored of a page was computed without its
-beginning, which alone says what service it is about.
+Handbook questions over full pages, in any order. The stored KV of a page was computed without the
+page's beginning, which names the service.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
 pytestmark = pytest.mark.timeout(900)
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tinyrag" / "model"
-PAGES = 6  # to a question
+PAGES = 6  # per question
 CHUNK_TOKENS = 100
 
 
@@ -79,7 +79,7 @@ class Reader:
         self._count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
     def pick(self) -> tuple[Sequence[Document], Question]:
-        """Some pages in some order, and a question about them."""
+        """Return some pages in some order, and a question about them."""
         while True:
             pages = self._rng.sample(self._pages, PAGES)
             question = ask(self._rng, pages, "held_out", self._rng.choice(KINDS))
@@ -87,12 +87,12 @@ class Reader:
                 return pages, question
 
     async def capture(self) -> None:
-        """Have every page's chunks stored, the first apart from the others."""
+        """Store all chunks of each page, the first one separately from the others."""
         for part in (slice(1), slice(1, None)):
             wanted = self._find(self._pages, part) + await self._stored()
             await self._complete("Which?", {"reuse": "exact"})
             deadline = time.monotonic() + 60
-            while await self._stored() < wanted:  # behind the answer
+            while await self._stored() < wanted:  # saved after the answer
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)
 
@@ -100,12 +100,12 @@ class Reader:
         return int((await self._client.get("/v1/cache")).json()["variants"])
 
     async def ask(self, pages: Sequence[Document], question: Question, **options: Any) -> Any:
-        """The answer of the gateway."""
+        """Return the gateway's answer."""
         self._find(pages, slice(None))
         return await self._complete(question.text, options)
 
     def _find(self, pages: Sequence[Document], part: slice) -> int:
-        """What retrieval finds from now on: so much of each page; returns how many chunks."""
+        """Set what retrieval finds: a part of each page. Return the number of chunks."""
         self._retriever.hits = [
             retriever_pb2.Hit(
                 chunk=retriever_pb2.Chunk(
@@ -130,14 +130,13 @@ class Reader:
         return reply.json()
 
     async def metric(self, name: str) -> float:
-        """Of the gateway; 0 for what has not been counted yet."""
+        """Return a metric of the gateway, 0 if it has no sample yet."""
         text = (await self._client.get("/metrics")).text
         found = [a for a in text.splitlines() if a.startswith(f"ragcache_gateway_{name} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
     async def learn(self, alphas: int) -> list[Any]:
-        """Ask as many questions as decide, each when the one before has been tried with so many
-        alphas; their answers."""
+        """Ask MIN_QUESTIONS questions, each after the trials of the one before."""
         blends: list[Any] = []
         deadline = time.monotonic() + 300
         while len(blends) < MIN_QUESTIONS:
@@ -152,7 +151,7 @@ class Reader:
 
 @asynccontextmanager
 async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerator[Reader, None]:
-    """Of a fresh gateway. settings: of its Config."""
+    """Return a reader of a new gateway with these settings."""
     retriever = FakeRetriever()
 
     def register(server: Any) -> None:
@@ -196,10 +195,10 @@ async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerat
         yield asking
 
 
-async def test_later_questions_are_blended_with_what_earlier_ones_call_for(
+async def test_later_questions_use_the_alpha_that_trials_chose(
     platform: Platform,
 ) -> None:
-    """Any answer will do, so that in the end nothing is recomputed."""
+    """Every quality suffices, so in the end nothing is recomputed."""
     async with reader(platform, 1, quality=0.0, max_recompute_share=0.2) as asking:
         before = await asking.learn(len(alpha_ladder(0.2)))
         assert await asking.metric("blend_alpha") == 0.0
@@ -211,10 +210,10 @@ async def test_later_questions_are_blended_with_what_earlier_ones_call_for(
         assert not any(use["recomputed_tokens"] for use in cache)
 
 
-async def test_with_a_quality_that_is_out_of_reach_answers_are_those_of_full_computation(
+async def test_with_an_unreachable_quality_answers_are_fully_computed(
     platform: Platform,
 ) -> None:
-    """Where nothing may be recomputed, some answers differ from what they should be."""
+    """Without recomputation, some answers differ from a full computation."""
     async with reader(platform, 2, quality=1.0, max_recompute_share=0.0) as asking:
         await asking.learn(len(alpha_ladder(0.0)))
         assert await asking.metric("blend_alpha") == math.inf

@@ -1,4 +1,4 @@
-"""What an engine does not support it refuses at start, in words: real vLLM."""
+"""The connector refuses at start what it does not support. With real vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.support.processes import launch_engine, wait_for_engine
 
 pytestmark = pytest.mark.timeout(300)
 
-# In a process of its own: importing vLLM takes long, warns, and stays.
+# In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
 _RUN = """
 import json
 from types import SimpleNamespace
@@ -22,12 +22,12 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine import connector
+from ragcache_engine.vllm_interface import requirements
 from ragcache_engine.kv_cache.paged_cache import CacheShape
 from ragcache_wire.settings import EngineSettings
 
 
-def said(what, *args):
+def error_of(what, *args):
     try:
         what(*args)
     except InvalidInput as error:
@@ -58,12 +58,12 @@ def config(**changes):
 
 def refused(**changes):
     settings = EngineSettings(cachestore="127.0.0.1:9")
-    return said(connector._refuse_unsupported, config(**changes), settings)
+    return error_of(requirements.check_config, config(**changes), settings)
 
 
 def kept(*specs):
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-    return said(connector._refuse_windows, SimpleNamespace(kv_cache_groups=groups))
+    return error_of(requirements.check_full_attention, SimpleNamespace(kv_cache_groups=groups))
 
 
 sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -85,20 +85,20 @@ print(json.dumps({
     "windows in some layers": kept(part_full),
     "window": kept(window),
     "uniform windows": kept(uniform),
-    "layout": said(connector._check_layout, cache, space),
-    "other layers": said(connector._check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16")),
+    "layout": error_of(requirements.check_layout, cache, space),
+    "other layers": error_of(requirements.check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16")),
 }))
 """
 
 ARGUMENTS = "engines[].args"
 
 
-def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
+def test_an_unsupported_configuration_is_refused_with_field_and_fix() -> None:
     argv = [sys.executable, "-c", _RUN]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    wanted = {
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected_errors = {
         "nothing": None,
         "ranks": (ARGUMENTS, "one rank per engine"),
         "overrides": (ARGUMENTS, "config.json"),
@@ -113,24 +113,24 @@ def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
         "layout": None,
         "other layers": ("model.source", "(4, 2, 32, 'bfloat16')"),
     }
-    assert said.keys() == wanted.keys()
-    for case, expected in wanted.items():
+    assert found.keys() == expected_errors.keys()
+    for case, expected in expected_errors.items():
         if expected is None:
-            assert said[case] is None, case
+            assert found[case] is None, case
         else:
-            assert said[case][0] == expected[0], case
-            assert expected[1] in said[case][1], case
+            assert found[case][0] == expected[0], case
+            assert expected[1] in found[case][1], case
 
 
 _OTHER_VLLM = """
 import json, sys
 from types import ModuleType
-vllm = ModuleType("vllm")  # with nothing in it that the connector imports
+vllm = ModuleType("vllm")  # without anything that the connector imports
 sys.modules["vllm"] = vllm
 from ragcache_core.errors import InvalidInput
 from ragcache_engine import plugin
 plugin.vllm_version = lambda: "0.33.0"
-plugin.register()  # an engine that does without us starts
+plugin.register()  # an engine without the connector starts
 try:
     import ragcache_engine.connector
 except InvalidInput as error:
@@ -138,17 +138,17 @@ except InvalidInput as error:
 """
 
 
-def test_another_vllm_is_refused_before_anything_of_it_is_imported() -> None:
+def test_an_unsupported_vllm_is_refused_before_it_is_imported() -> None:
     argv = [sys.executable, "-c", _OTHER_VLLM]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    field, said = json.loads(done.stdout)
+    field, found = json.loads(done.stdout)
     assert field == "vllm"
-    assert "is version 0.33.0" in said
-    assert "install 0.32" in said
+    assert "is version 0.33.0" in found
+    assert "install 0.32" in found
 
 
-def test_a_model_whose_kv_ends_behind_a_window_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_sliding_window_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "window"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -161,6 +161,6 @@ def test_a_model_whose_kv_ends_behind_a_window_is_refused(tiny_model: Path, tmp_
     engine = launch_engine(tmp_path, folder, "127.0.0.1:9")
     with pytest.raises(RuntimeError):
         wait_for_engine(engine)
-    said = engine.service.log.read_text()
-    assert "model.source: has KV of kind SlidingWindowSpec" in said
-    assert "--disable-sliding-window" in said
+    found = engine.service.log.read_text()
+    assert "model.source: has KV of kind SlidingWindowSpec" in found
+    assert "--disable-sliding-window" in found

@@ -1,4 +1,4 @@
-"""An engine's own tiers in a real vLLM server, with a real store below them."""
+"""An engine's own tiers in a real vLLM server, above a real store."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
 from tests.helpers.engine_worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
+from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,12 +35,12 @@ WAIT_S = 30.0
 
 
 class Tiered(Platform):
-    """An engine with a host tier, and a device pool that is host memory as well."""
+    """An engine with a host tier, and a device pool that is also host memory."""
 
-    def ask_again(
+    def ask_uncached(
         self, prompt: Prompt, domain: str = "public"
     ) -> tuple[Completion, engine_pb2.RequestRecord]:
-        """What vLLM itself has is hidden, so that all comes from a tier or the store."""
+        """Bypass vLLM's own prefix cache, so that all values come from a tier or the store."""
         request = uuid.uuid4().hex
         plan = plan_exact(prompt, self.space, domain, request).to_json()
         answer = complete(
@@ -49,7 +49,7 @@ class Tiered(Platform):
         return answer, self.record(request)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples that have labels; 0 where there is none."""
+        """Return the sum of the samples with these labels."""
         lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.startswith(f"ragcache_engine_{name}")]
@@ -60,11 +60,11 @@ class Tiered(Platform):
     def values_by_tier(self, tier: str) -> float:
         return self.metric("loaded_values_total", tier=tier)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Metrics come with a step of the engine after the one that counted."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait. Metrics appear one step after the step that counted."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline, "it never came to that"
+            assert time.monotonic() < deadline, "the condition never became true"
             time.sleep(0.1)
 
 
@@ -89,32 +89,32 @@ def tiered(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tiered.store.service.stop()
 
 
-def test_what_the_engine_computed_comes_from_its_tiers(tiered: Tiered) -> None:
+def test_computed_values_are_loaded_from_the_tiers(tiered: Tiered) -> None:
     prompt = make_prompt(1)
-    computed, _ = tiered.ask_again(prompt)
+    computed, _ = tiered.ask_uncached(prompt)
     tiered.wait_until_stored(prompt)
     client = StoreClient(tiered.store.address)
     hits = client.stats().hits_memory
-    loaded, record = tiered.ask_again(prompt)
+    loaded, record = tiered.ask_uncached(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert record.loaded_bytes == sum(map(len, tiered.values(prompt)))
     assert loaded.token_ids == computed.token_ids == tiered.compute(prompt).token_ids
-    tiered.until(lambda: tiered.values_by_tier("device") + tiered.values_by_tier("host") == 5)
+    tiered.wait_until(lambda: tiered.values_by_tier("device") + tiered.values_by_tier("host") == 5)
     assert tiered.values_by_tier("store") == 0
     held = tiered.metric("tier_bytes", tier="host") + tiered.metric("tier_bytes", tier="device")
     assert held >= record.loaded_bytes
-    # The store is told, or it would think them cold. Five of these are of this test's own reading.
-    tiered.until(lambda: client.stats().hits_memory >= hits + 10)
+    # The engine reports these reads to the store. This test itself reads five values.
+    tiered.wait_until(lambda: client.stats().hits_memory >= hits + 10)
     client.close()
 
 
-def test_kv_from_a_tier_is_bit_equal_to_what_was_saved(tiered: Tiered) -> None:
-    """Another domain has other keys, so KV that was loaded is saved again: bytes must agree."""
+def test_kv_from_a_tier_equals_the_saved_kv(tiered: Tiered) -> None:
+    """Loaded KV is saved again under another domain's keys, with the same bytes."""
     prompt = make_prompt(2)
-    tiered.ask_again(prompt)
+    tiered.ask_uncached(prompt)
     tiered.wait_until_stored(prompt)
     before = tiered.values_by_tier("store")
-    salt = uuid.uuid4().hex  # what is loaded under it is computed with under the other domain
+    salt = uuid.uuid4().hex  # vLLM keeps the loaded blocks for the other domain
     for domain in ("public", "elsewhere"):
         plan = plan_exact(prompt, tiered.space, domain, uuid.uuid4().hex).to_json()
         complete(tiered.engine.url, prompt.token_ids, max_tokens=1, plan=plan, cache_salt=salt)
@@ -123,21 +123,21 @@ def test_kv_from_a_tier_is_bit_equal_to_what_was_saved(tiered: Tiered) -> None:
     assert tiered.values_by_tier("store") == before
 
 
-def test_what_is_deleted_in_the_store_is_not_served_from_a_tier(tiered: Tiered) -> None:
+def test_a_deleted_value_is_not_served_from_a_tier(tiered: Tiered) -> None:
     prompt = make_prompt(3)
-    answer, _ = tiered.ask_again(prompt)
+    answer, _ = tiered.ask_uncached(prompt)
     tiered.wait_until_stored(prompt)
     client = StoreClient(tiered.store.address)
     last = tiered.keys(prompt)[-1]
     assert client.delete(Deletion(uuid.uuid4().bytes, chunks=(last.chunk,))) == 1
     client.close()
-    again, record = tiered.ask_again(prompt)
+    again, record = tiered.ask_uncached(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-2]
     assert again.token_ids == answer.token_ids
 
 
-def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path) -> None:
-    """The job is what a lookup has found; the store is killed before it is run."""
+def test_a_store_that_dies_between_lookup_and_load_is_not_needed(tmp_path: Path) -> None:
+    """The store is killed after the lookup and before the load."""
     store = start_cachestore(tmp_path)
     members = FixedMembers((store.address,))
     config = EngineSettings(cachestore=members, host_tier_bytes=1 << 20)
@@ -172,8 +172,10 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
         for span in wanted:
             read = worker.cache.read(BLOCKS, span.start, span.end)
             assert torch.equal(read, tensors[span.variant])
-        longer = LoadJob("longer", (*wanted, VariantSpan(key(9), 131, 140)), 0, 140, BLOCKS, "tenant")
-        assert worker.load(longer).tokens == 128, "whole blocks of what the tier has"
+        longer = LoadJob(
+            "longer", (*wanted, VariantSpan(key(9), 131, 140)), 0, 140, BLOCKS, "tenant"
+        )
+        assert worker.load(longer).tokens == 128, "full blocks of the values in the tier"
     finally:
         worker.connector.close()
         store.service.stop()

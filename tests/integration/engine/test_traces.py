@@ -1,4 +1,4 @@
-"""A trace goes on in the engine, and from there in the store: real servers of both."""
+"""A trace continues in the engine and in the store, with real servers of both."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_operator.builders.components.telemetry import (
-    telemetry_environment,
     vllm_arguments,
     vllm_environment,
 )
 from tests.helpers.children_parts import make_cache
 from tests.helpers.otlp import Collector, attributes_of, collector
-from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, prompt_of
+from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
 
 pytestmark = pytest.mark.timeout(600)
 
 CALLER = "b7ad6b7169203331"
-PROMPT = prompt_of(0, 1, 2)
-SEGMENTS = 4  # its head is one
+PROMPT = make_blend_prompt(0, 1, 2)
+SEGMENTS = 4  # one of them is the template
 
-# Soon, so that nobody waits; the rest is what the operator sets.
+# A short delay, so that the test does not wait. The operator sets the rest.
 SETTINGS = {"OTEL_BSP_SCHEDULE_DELAY": "100", "NO_PROXY": "127.0.0.1"}
 
 
 @dataclass
 class Traced:
-    """An engine and its store, which send their spans to receiver."""
+    """An engine and its store, which send their spans to the receiver."""
 
     receiver: Collector
     platform: Platform
@@ -50,7 +49,7 @@ class Traced:
             prompt.token_ids,
             max_tokens=4,
             plan=plan.to_json(),
-            # vLLM's own prefix cache has nothing for it.
+            # Bypasses vLLM's own prefix cache.
             cache_salt=uuid.uuid4().hex,
             headers={"traceparent": f"00-{trace_id}-{CALLER}-{flags}"},
         )
@@ -58,16 +57,16 @@ class Traced:
     def exact(self, prompt: Prompt) -> ReusePlan:
         return plan_exact(prompt, self.platform.space, "public", uuid.uuid4().hex)
 
-    def blend(self, prompt: Prompt, budget: float) -> ReusePlan:
-        return plan_blend(prompt, self.platform.space, "public", uuid.uuid4().hex, budget)
+    def blend(self, prompt: Prompt, recompute_share: float) -> ReusePlan:
+        return plan_blend(prompt, self.platform.space, "public", uuid.uuid4().hex, recompute_share)
 
     def spans(self, part: str, trace_id: str) -> list[Any]:
         return [s for s in self.receiver.spans_of(part) if s.trace_id.hex() == trace_id]
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + 60
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
         while not holds():
-            assert time.monotonic() < give_up, [span.name for span in self.receiver.spans()]
+            assert time.monotonic() < deadline, [span.name for span in self.receiver.spans()]
             time.sleep(0.05)
 
     def names(self, part: str, trace_id: str) -> Counter[str]:
@@ -79,10 +78,11 @@ def traced(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("traced")
     with collector() as receiver:
         cache = make_cache(telemetry={"otlp": {"endpoint": receiver.url}})
-        store = start_cachestore(folder / "store", env={**SETTINGS, **telemetry_environment(cache)})
+        settings = {**SETTINGS, "RAGCACHE_OTLP_ENDPOINT": receiver.url}
+        store = start_cachestore(folder / "store", env=settings)
         engine = launch_engine(
             *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS, *vllm_arguments(cache)),
-            settings={**SETTINGS, **vllm_environment(cache)},
+            settings={**settings, **vllm_environment(cache)},
         )
         space = load_model_folder(str(tiny_model)).space("auto")
         platform = Platform(folder, tiny_model, store, engine, space)
@@ -102,52 +102,56 @@ def parents(spans: list[Any]) -> set[str]:
     return {span.parent_span_id.hex() for span in spans}
 
 
-def test_a_computed_prompt_shows_its_lookup_and_what_it_saves(traced: Traced) -> None:
+def test_a_computed_prompt_has_spans_of_its_lookup_and_saves(traced: Traced) -> None:
     traced.ask(PROMPT, traced.blend(PROMPT, 0.0), trace(1))
-    wanted = {"llm_request": 1, "lookup": 1, "save": SEGMENTS, "observe": 3}
-    wanted["save observation"] = 3
-    traced.until(lambda: traced.names("engine", trace(1)) == wanted)
+    expected = {"llm_request": 1, "lookup": 1, "save": SEGMENTS, "observe": 3}
+    expected["save observation"] = 3
+    traced.wait_until(lambda: traced.names("engine", trace(1)) == expected)
     puts = [span for span in traced.spans("engine", trace(1)) if span.name.startswith("save")]
-    traced.until(lambda: traced.names("cachestore", trace(1))["Put"] == len(puts))
+    traced.wait_until(lambda: traced.names("cachestore", trace(1))["Put"] == len(puts))
     assert parents(traced.spans("engine", trace(1))) == {CALLER}
     below = [span for span in traced.spans("cachestore", trace(1)) if span.name == "Put"]
     assert parents(below) == {span.span_id.hex() for span in puts}
     assert {attributes_of(span)["outcome"] for span in puts} == {"stored"}
 
 
-def test_a_load_lies_between_its_caller_and_the_store(traced: Traced) -> None:
+def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) -> None:
     traced.platform.wait_until_stored(PROMPT)
     traced.ask(PROMPT, traced.exact(PROMPT), trace(2))
-    wanted = {"llm_request": 1, "lookup": 1, "load": 1}
-    traced.until(lambda: traced.names("engine", trace(2)) == wanted)
-    of = {span.name: span for span in traced.spans("engine", trace(2))}
-    assert parents(list(of.values())) == {CALLER}
-    assert attributes_of(of["lookup"]) == {"segments": SEGMENTS, "held": SEGMENTS, "blend": False}
-    assert attributes_of(of["load"])["tokens"] == PROMPT.chunk_ends[-1]
-    assert attributes_of(of["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
-    assert "miss" not in attributes_of(of["load"])
-    traced.until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
+    expected = {"llm_request": 1, "lookup": 1, "load": 1}
+    traced.wait_until(lambda: traced.names("engine", trace(2)) == expected)
+    by_name = {span.name: span for span in traced.spans("engine", trace(2))}
+    assert parents(list(by_name.values())) == {CALLER}
+    assert attributes_of(by_name["lookup"]) == {
+        "segments": SEGMENTS,
+        "held": SEGMENTS,
+        "blend": False,
+    }
+    assert attributes_of(by_name["load"])["tokens"] == PROMPT.chunk_ends[-1]
+    assert attributes_of(by_name["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
+    assert "miss" not in attributes_of(by_name["load"])
+    traced.wait_until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
     for span in traced.spans("cachestore", trace(2)):
-        above = of["load" if span.name == "Get" else "lookup"]
+        above = by_name["load" if span.name == "Get" else "lookup"]
         assert span.parent_span_id == above.span_id
 
 
-def test_a_repair_is_told_from_its_load(traced: Traced) -> None:
-    prompt = prompt_of(2, 0)
+def test_a_recomputation_has_its_own_span(traced: Traced) -> None:
+    prompt = make_blend_prompt(2, 0)
     traced.ask(prompt, traced.blend(prompt, 0.5), trace(3))
-    traced.until(lambda: {"load", "repair"} <= set(traced.names("engine", trace(3))))
-    [repair] = [span for span in traced.spans("engine", trace(3)) if span.name == "repair"]
-    assert parents([repair]) == {CALLER}
-    told = attributes_of(repair)
-    assert 0 < told["repaired"] <= told["blended"]
+    traced.wait_until(lambda: {"load", "recompute"} <= set(traced.names("engine", trace(3))))
+    [recompute] = [span for span in traced.spans("engine", trace(3)) if span.name == "recompute"]
+    assert parents([recompute]) == {CALLER}
+    attributes = attributes_of(recompute)
+    assert 0 < attributes["recomputed"] <= attributes["blended"]
 
 
-def test_who_is_not_sampled_or_sends_nonsense_makes_no_spans(traced: Traced) -> None:
+def test_unsampled_and_malformed_traces_make_no_spans(traced: Traced) -> None:
     before = len(traced.receiver.spans())
     traced.ask(PROMPT, traced.exact(PROMPT), trace(4), flags="00")
     traced.ask(PROMPT, traced.exact(PROMPT), "nonsense")
     traced.ask(PROMPT, traced.exact(PROMPT), trace(5))
-    traced.until(lambda: traced.names("engine", trace(5))["llm_request"] == 1)
-    traced.until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
+    traced.wait_until(lambda: traced.names("engine", trace(5))["llm_request"] == 1)
+    traced.wait_until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
     new = traced.receiver.spans()[before:]
     assert {span.trace_id.hex() for span in new} <= {trace(3), trace(5)}

@@ -53,20 +53,20 @@ pytestmark = pytest.mark.timeout(600)
 OLD_KEY, KEY = random.Random("old key").randbytes(32), random.Random("key").randbytes(32)
 VOCABULARY = 350
 SLOWEST_S = 1234.5
-"""Of a pass, which no engine here ever measures."""
+"""Seconds of a pass, longer than any engine here measures."""
 # Smaller than most prompts here, so that every prefill runs in several pieces.
 ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
 
 
 def make_prompt(seed: int, shared: int = 0) -> Prompt:
-    """Prompts with the same ``shared`` have head and first two chunks in common."""
+    """Prompts with the same ``shared`` have the template and first two chunks in common."""
     common, own = random.Random(f"shared {shared}"), random.Random(f"own {seed}")
 
     def ids(rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(count)]
 
-    # No chunk ends at a block's end, but the context does (640 = 5 x 128), so that vLLM's own
-    # prefix cache leaves the same tokens to compute as the store.
+    # Only the context ends at a block's end (640 = 5 x 128), so that vLLM's own prefix cache leaves
+    # the same tokens to compute as the store.
     chunks = [ids(common, 131), ids(common, 200), ids(own, 177), ids(own, 91)]
     return assemble(ids(common, 41), chunks, ids(own, 23))
 
@@ -86,7 +86,7 @@ def launch(
 
 
 def announced_tokens(folder: Path) -> list[int]:
-    """Of all blocks that an engine has said to hold since its start, by its replay."""
+    """Return the tokens of all blocks that the engine has announced since its start."""
     socket: zmq.Socket[bytes]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.rcvtimeo = 30_000
@@ -102,7 +102,7 @@ def announced_tokens(folder: Path) -> list[int]:
 
 @dataclass
 class Platform:
-    """A cache store and an engine that can be replaced by a fresh one."""
+    """A cache store, and an engine that can be replaced by a new one."""
 
     folder: Path
     model: Path
@@ -125,19 +125,19 @@ class Platform:
         max_tokens: int = 16,
         cache_salt: str | None = None,
     ) -> Completion:
-        """What a gateway asks for: the plan is sealed."""
-        said = plan.to_json()
+        """Ask with a signed plan, as a gateway does."""
+        plan_json = plan.to_json()
         return complete(
             self.engine.url,
             prompt.token_ids,
             max_tokens=max_tokens,
-            plan=said,
-            seal=sign(said, prompt.token_ids, KEY),
+            plan=plan_json,
+            signature=sign(plan_json, prompt.token_ids, KEY),
             cache_salt=cache_salt,
         )
 
     def compute(self, prompt: Prompt, max_tokens: int = 16) -> Completion:
-        """vLLM's own work: the prefix computed, cached by vLLM, and used; no plan, no store."""
+        """Compute without plan and store, over a prefix that vLLM has cached."""
         salt = uuid.uuid4().hex
         complete(self.engine.url, prompt.token_ids, max_tokens=1, cache_salt=salt)
         return complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=salt)
@@ -150,7 +150,7 @@ class Platform:
         return [named.variant for named in checked_segments(plan, prompt.token_ids, self.space)]
 
     def wait_until_stored(self, prompt: Prompt, domain: str = "public") -> None:
-        """Saving happens behind the answer."""
+        """Wait: values are saved after the answer."""
         assert self.is_stored_within(30, prompt, domain), "not saved"
 
     def is_stored_within(self, limit_s: float, prompt: Prompt, domain: str = "public") -> bool:
@@ -174,26 +174,23 @@ class Platform:
         return [bytes(stored.value) for stored in found if not isinstance(stored, Miss)]
 
     def metrics(self, *names: str) -> list[str]:
-        """Lines of the engine's metrics that begin with one of names."""
+        """Return the lines of the engine's metrics that begin with one of the names."""
         lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
         return [line for line in lines if line.startswith(names)]
 
     def counted(self, name: str) -> float:
-        """Sum of a counter over all of its labels, but for what was only computed."""
+        """Return the sum of a counter over all labels except kind="computed"."""
         lines = [line for line in self.metrics(f"{name}_total") if 'kind="computed"' not in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def unfinished_requests(self) -> list[str]:
-        """vLLM's own gauges of running and waiting requests that are not zero."""
+        """Return vLLM's gauges of running and waiting requests that are not zero."""
         gauges = self.metrics("vllm:num_requests_running", "vllm:num_requests_waiting")
         assert gauges
         return [line for line in gauges if not line.endswith(" 0.0")]
 
-    def fresh_engine(self) -> None:
-        """Replace the engine by one whose own cache is empty.
-
-        It asks for seals, and loads layer by layer.
-        """
+    def replace_engine(self) -> None:
+        """Replace the engine by one with an empty cache, signatures and layer-wise loading."""
         self.engine.service.stop()
         keys = self.folder / "keys"
         keys.write_text(f"{OLD_KEY.hex()}\n{KEY.hex()}\n")
@@ -203,7 +200,7 @@ class Platform:
 
     @property
     def profile(self) -> Path:
-        """Where the engine has left what computing takes."""
+        """Return the path of the engine's prefill profile."""
         [path] = (self.folder / "vllm" / "ragcache").iterdir()
         return path
 
@@ -214,15 +211,15 @@ class Platform:
 
 PROMPTS = {
     **{name: make_prompt(seed) for seed, name in enumerate(["a", "b", "c", "d", "damaged"])},
-    # For the last test, that the second engine has nothing of.
-    "while it is lost": make_prompt(5, shared=60),
-    "when it is back": make_prompt(6, shared=61),
+    # For the last test: the second engine has computed none of them.
+    "while the store is lost": make_prompt(5, shared=60),
+    "when the store is back": make_prompt(6, shared=61),
 }
 
 
 @pytest.fixture(scope="module")
 def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    """A store that holds PROMPTS, saved by an engine that is gone, and a fresh engine."""
+    """A store with PROMPTS, saved by an engine that has stopped, and a new engine."""
     folder = tmp_path_factory.mktemp("platform")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
@@ -233,7 +230,7 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         for prompt in PROMPTS.values():
             platform.ask(prompt)
             platform.wait_until_stored(prompt)
-        # The store goes down with the engine, so that the fresh engine is served from disk.
+        # The store stops, too, so that the new engine is served from disk.
         platform.engine.service.stop()
         platform.store.service.stop()
         corrupt(folder / "store" / "data", platform.keys(PROMPTS["damaged"])[3])
@@ -241,14 +238,14 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         slower = json.loads(platform.profile.read_text())
         slower["seconds"][-1][-1] = SLOWEST_S
         platform.profile.write_text(json.dumps(slower))
-        platform.fresh_engine()
+        platform.replace_engine()
         yield platform
     finally:
         platform.engine.service.stop()
         platform.store.service.stop()
 
 
-def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: Platform) -> None:
+def test_a_new_engine_loads_saved_values_and_gives_the_same_answer(platform: Platform) -> None:
     prompt = PROMPTS["a"]
     loaded, record = platform.ask(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-1]
@@ -257,52 +254,55 @@ def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: 
     assert loaded.token_ids == platform.compute(prompt).token_ids
 
 
-def test_it_is_connected_before_it_measures_and_serves(platform: Platform) -> None:
+def test_an_engine_connects_before_it_measures_and_serves(platform: Platform) -> None:
     log = platform.engine.service.log.read_text()
-    places = [log.index(said) for said in ("worker: connected", "connector: prefill profile", "startup complete")]
-    assert places == sorted(places)
+    positions = [
+        log.index(line)
+        for line in ("worker: connected", "connector: prefill profile", "startup complete")
+    ]
+    assert positions == sorted(positions)
 
 
-async def test_what_computing_takes_is_measured_once_and_told(platform: Platform) -> None:
-    """The first engine measured, the second one read it, changed as it was."""
+async def test_the_prefill_profile_is_measured_once_and_served(platform: Platform) -> None:
+    """The first engine measured it. The second one read the file, which the fixture changed."""
     assert platform.engine.records is not None
     client = EngineClient(platform.engine.records)
     costs = await client.costs()
     await client.close()
-    found, kept = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))
-    assert tuple(found.cached) == kept.cached
-    assert tuple(found.computed) == kept.computed
-    assert found.pass_tokens == kept.pass_tokens == kept.computed[-1] == 384
+    found, saved = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))
+    assert tuple(found.cached) == saved.cached
+    assert tuple(found.computed) == saved.computed
+    assert found.pass_tokens == saved.pass_tokens == saved.computed[-1] == 384
     assert found.seconds[-1] == SLOWEST_S
     assert all(0 < seconds < SLOWEST_S for seconds in found.seconds[:-1])
     assert costs.correction > 0
 
 
-def test_blocks_that_were_loaded_are_announced(platform: Platform) -> None:
+def test_loaded_blocks_are_announced(platform: Platform) -> None:
     prompt = PROMPTS["d"]
     platform.ask(prompt)
     whole = prompt.chunk_ends[-1] // 128 * 128
     tokens = announced_tokens(platform.folder)
-    # In one stretch, or in several as they became whole.
+    # In one event, or in several ones.
     own = list(prompt.token_ids[384:whole])
     assert any(tokens[at : at + len(own)] == own for at in range(len(tokens)))
 
 
-def test_a_shared_prefix_comes_from_vllms_own_cache_and_the_rest_from_the_store(
+def test_a_shared_prefix_comes_from_vllms_cache_and_the_rest_from_the_store(
     platform: Platform,
 ) -> None:
     platform.ask(PROMPTS["a"])
-    prompt = PROMPTS["b"]  # shares head and two chunks with "a"
+    prompt = PROMPTS["b"]  # shares the template and two chunks with "a"
     loaded, record = platform.ask(prompt)
     assert record.local_tokens > 0
     assert record.local_tokens + record.loaded_tokens == prompt.chunk_ends[-1]
     assert loaded.token_ids == platform.compute(prompt).token_ids
 
 
-def test_loaded_kv_is_bit_equal_to_what_was_saved(platform: Platform) -> None:
-    """Another domain has other keys, so KV that was loaded is saved again: bytes must agree."""
+def test_loaded_kv_equals_the_saved_kv(platform: Platform) -> None:
+    """Loaded KV is saved again under another domain's keys, with the same bytes."""
     prompt = PROMPTS["c"]
-    salt = uuid.uuid4().hex  # what is loaded under it is computed with under the other domain
+    salt = uuid.uuid4().hex  # vLLM keeps the loaded blocks for the other domain
     found = {}
     for domain in ("public", "elsewhere"):
         request = uuid.uuid4().hex
@@ -325,11 +325,11 @@ def test_a_corrupt_value_is_detected_and_computed(platform: Platform) -> None:
     assert client.stats().corrupt >= 1
     client.close()
     assert answer.token_ids == platform.compute(prompt).token_ids
-    # what was computed is stored again
+    # The engine saves what it computed.
     platform.wait_until_stored(prompt)
 
 
-def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platform) -> None:
+def test_a_save_carries_its_origin_and_cost(platform: Platform) -> None:
     prompt = make_prompt(400, shared=40)
     request = uuid.uuid4().hex
     documents = [f"docs/{name}" for name in "aabc"]
@@ -341,18 +341,18 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platf
     client = StoreClient(platform.store.address)
     (found,) = client.lookup([LookupKey(third)]).variants
     assert found.stored[0].prefix_chunks == (head, first, second)
-    # A delete of its document takes along what was computed after that.
+    # The delete of a document also deletes what was computed after it.
     removed = client.delete(Deletion(uuid.uuid4().bytes, documents=("docs/b",), domain="tenant"))
     assert removed >= 1
     left = client.lookup([LookupKey(chunk) for chunk in (second, third, fourth)], domain="tenant")
     assert [variants.miss for variants in left.variants][:2] == [None, Miss.DELETED]
-    # Whatever it cost, it was measured: the scores that hang on it are more than nothing.
+    # Scores depend on the measured cost, so they are above zero.
     assert sum(client.stats().score_histogram) > 0
     client.close()
 
 
-def test_many_requests_at_once_are_all_answered_as_they_are_alone(platform: Platform) -> None:
-    """Batches of another shape round otherwise, in vLLM as well: so where the answer is clear."""
+def test_concurrent_requests_get_the_same_answers_as_single_ones(platform: Platform) -> None:
+    """Batches of another shape round differently in vLLM, so the prompts have clear answers."""
     seeds = itertools.count(1000)
     prompts = [
         next(
@@ -365,7 +365,7 @@ def test_many_requests_at_once_are_all_answered_as_they_are_alone(platform: Plat
     expected = [platform.compute(prompt, max_tokens=2).token_ids for prompt in prompts]
 
     def ask(prompt: Prompt) -> tuple[tuple[int, ...], int]:
-        """Its answer, and how many tokens were loaded; under a salt, so from the store alone."""
+        """Ask under a unique salt. Return the answer and how many tokens the store served."""
         request = uuid.uuid4().hex
         plan = plan_exact(prompt, platform.space, "public", request)
         answer = platform.complete(prompt, plan, max_tokens=2, cache_salt=request)
@@ -381,8 +381,8 @@ def test_many_requests_at_once_are_all_answered_as_they_are_alone(platform: Plat
     assert [loaded for _, loaded in again] == [prompt.chunk_ends[-1] for prompt in prompts]
 
 
-def test_clients_that_leave_at_any_moment_leave_the_engine_whole(platform: Platform) -> None:
-    """Certainly in the middle of a load or of a repair: ``test_engine_interrupted``."""
+def test_clients_that_disconnect_at_any_time_leave_the_engine_intact(platform: Platform) -> None:
+    """See ``test_interrupted`` for clients that disconnect in the middle of a load."""
     prompt = PROMPTS["d"]
     plan = plan_exact(prompt, platform.space, "public", "left").to_json()
     body = {
@@ -397,9 +397,9 @@ def test_clients_that_leave_at_any_moment_leave_the_engine_whole(platform: Platf
         },
     }
     for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
-        body["cache_salt"] = uuid.uuid4().hex  # so that each finds it in the store only
+        body["cache_salt"] = uuid.uuid4().hex  # so that only the store has it
         with httpx.stream("POST", f"{platform.engine.url}/v1/completions", json=body, timeout=30):
-            time.sleep(seconds)  # leaving closes the connection, wherever the request is by now
+            time.sleep(seconds)  # leaving the block closes the connection
     answer, _ = platform.ask(prompt)
     assert answer.token_ids == platform.compute(prompt).token_ids
     deadline = time.monotonic() + 20
@@ -408,8 +408,8 @@ def test_clients_that_leave_at_any_moment_leave_the_engine_whole(platform: Platf
         time.sleep(0.1)
 
 
-def test_a_wrong_plan_is_computed(platform: Platform) -> None:
-    """A plan made for one prompt and sent with another must not install foreign KV."""
+def test_a_prompt_with_a_wrong_plan_is_computed(platform: Platform) -> None:
+    """A plan for another prompt must not load KV of other tokens."""
     real, other = PROMPTS["a"], make_prompt(99, shared=9)
     plan = plan_exact(real, platform.space, "public", "wrong")
     answer = platform.complete(other, plan, max_tokens=8)
@@ -417,7 +417,7 @@ def test_a_wrong_plan_is_computed(platform: Platform) -> None:
     assert answer.token_ids == platform.compute(other, max_tokens=8).token_ids
 
 
-def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_nothing(
+def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
     platform: Platform,
 ) -> None:
     names = ("ragcache_engine_prompt_tokens", "ragcache_engine_refused_plans")
@@ -426,14 +426,14 @@ def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_not
     forgeries = 0
     for prompt in (stored, new):
         right = platform.compute(prompt).token_ids
-        for key, sealed_for in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
+        for key, signed_prompt in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
             request = uuid.uuid4().hex
             plan = plan_exact(prompt, platform.space, "public", request).to_json()
             answer = complete(
                 *(platform.engine.url, prompt.token_ids),
                 max_tokens=16,
                 plan=plan,
-                seal=sign(plan, sealed_for.token_ids, key) if key is not None else None,
+                signature=sign(plan, signed_prompt.token_ids, key) if key is not None else None,
                 cache_salt=request,  # so that only the store could have it
             )
             assert answer.token_ids == right
@@ -445,17 +445,17 @@ def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_not
         assert time.monotonic() < deadline, "not counted"
         time.sleep(0.05)
     assert [platform.counted(name) for name in names] == [loaded, refused + forgeries]
-    # One after the other is sent to the store: what is behind them is there, and they are not.
-    behind = make_prompt(501, shared=51)
-    platform.ask(behind)
-    platform.wait_until_stored(behind)
+    # Saves are in order, so the refused prompts would have been saved before this one.
+    later = make_prompt(501, shared=51)
+    platform.ask(later)
+    platform.wait_until_stored(later)
     assert not platform.is_stored_within(0, new)
-    # The same plan, sealed, is acted on.
+    # The same plan with a signature is accepted.
     platform.ask(new)
     platform.wait_until_stored(new)
 
 
-def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
+def test_shards_can_join_while_an_engine_runs(platform: Platform) -> None:
     members = platform.folder / "members.json"
 
     def write(*stores: CacheStore) -> None:
@@ -486,8 +486,10 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
             time.sleep(0.05)
         client.close()
         with_both = StoreClient(joining.address)
-        there = {w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.stored}
-        assert 0 < len(there) < len(set(keys)), "each shard has its part"
+        there = {
+            w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.stored
+        }
+        assert 0 < len(there) < len(set(keys)), "each shard stores a part"
         with_both.close()
         for prompt in prompts:
             # Another salt hides vLLM's own cache, so everything comes from the two shards.
@@ -503,8 +505,8 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
         joining.service.stop()
 
 
-def test_requests_were_taken_up_before_all_layers_were_there(platform: Platform) -> None:
-    """Those of the tests before this one; a few loads say first what writing takes."""
+def test_requests_started_before_all_layers_were_loaded(platform: Platform) -> None:
+    """Requests of the tests before this one, after a few loads with known write times."""
     log = platform.engine.service.log.read_text(errors="replace")
     assert re.search(r"a request starts early layers=[1-3] of=4", log)
 
@@ -533,8 +535,8 @@ def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:
 
 
 def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platform) -> None:
-    """Last: it kills the store."""
-    prompt = PROMPTS["while it is lost"]
+    """Last, as it kills the store."""
+    prompt = PROMPTS["while the store is lost"]
     platform.store.service.kill()
     answer, record = platform.ask(prompt)
     assert (record.local_tokens, record.loaded_tokens) == (0, 0)
@@ -543,11 +545,11 @@ def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platfor
     platform.restart_store()
     deadline = time.monotonic() + 30
     for seed in itertools.count(800):
-        assert time.monotonic() < deadline, "the engine did not find the store again"
+        assert time.monotonic() < deadline, "the engine did not reconnect to the store"
         new = make_prompt(seed)
-        # The engine's processes each find the store by themselves: one looks up, the other saves.
+        # Each of the engine's processes reconnects by itself: one looks up, the other saves.
         if platform.ask(new)[1].miss not in STORE_AWAY and platform.is_stored_within(2, new):
             break
-    prompt = PROMPTS["when it is back"]
+    prompt = PROMPTS["when the store is back"]
     _, record = platform.ask(prompt)
     assert (record.local_tokens, record.loaded_tokens) == (0, prompt.chunk_ends[-1])

@@ -110,7 +110,7 @@ class RecomputationQueue:
         trace = self._tracer.start_child_of(
             "recompute", metadata(job.traceparent), SpanKind.INTERNAL
         )
-        trace.set(chunks=len(recompute.chunks), budget=recompute.recompute_tokens)
+        trace.set(chunks=len(recompute.chunks), budget_tokens=recompute.recompute_tokens)
         self._tasks.append(_RecomputationTask(job, recompute, outcome, time.monotonic(), trace))
 
     def cancel(self, request_id: str) -> None:
