@@ -40,6 +40,16 @@ MIB = 1 << 20
 TIMEOUT_S = 30.0
 
 
+class ManualClock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def key(chunk: int, prefix: int = 0) -> VariantKey:
     """A variant key by two small numbers."""
     return VariantKey(chunk.to_bytes(16), prefix.to_bytes(16))
@@ -157,7 +167,7 @@ def opened(
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedStore:
     """A store behind a real gRPC server and, if asked for, its transports.
 
     client: of the fastest transport offered. stub: for calls that the client does not make.
@@ -181,7 +191,7 @@ def serving(
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
     **settings: Any,
-) -> Iterator[Served]:
+) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
 
     transports: of "shared" and "socket", those offered beside "grpc". settings: of Store.
@@ -225,7 +235,7 @@ def serving(
         channel = grpc.insecure_channel(address, options=OPTIONS)
         ends.callback(channel.close)
         stub = cachestore_pb2_grpc.CacheStoreStub(channel)
-        yield Served(service, store, client, stub, address)
+        yield ServedStore(service, store, client, stub, address)
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

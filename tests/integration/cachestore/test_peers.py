@@ -21,7 +21,16 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import MIB, TIMEOUT_S, Served, get, key, put, serving, value
+from tests.helpers.cachestore_parts import (
+    MIB,
+    TIMEOUT_S,
+    ServedStore,
+    get,
+    key,
+    put,
+    serving,
+    value,
+)
 
 KEY = key(1)
 RAW = value(MIB)
@@ -40,14 +49,14 @@ def eventually(claim: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
+def shards(tmp_path: Path) -> Iterator[tuple[ServedStore, ServedStore]]:
     with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
         yield one, other
 
 
 @contextmanager
 def catching_up(
-    shard: Served, *peers: str, interval_s: float = 60.0, first_s: float = TIMEOUT_S
+    shard: ServedStore, *peers: str, interval_s: float = 60.0, first_s: float = TIMEOUT_S
 ) -> Iterator[CatchUp]:
     members = FixedMembers((shard.address, *peers))
     catch_up = CatchUp(
@@ -61,7 +70,7 @@ def catching_up(
 
 
 def test_start_returns_after_the_deletes_of_the_peers_are_applied(
-    shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
+    shards: tuple[ServedStore, ServedStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = shards
     put(one.store, KEY, RAW)
@@ -77,7 +86,7 @@ def test_start_returns_after_the_deletes_of_the_peers_are_applied(
 
 
 def test_a_delete_is_applied_once(
-    shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
+    shards: tuple[ServedStore, ServedStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = shards
     known = deletion()
@@ -90,7 +99,7 @@ def test_a_delete_is_applied_once(
 
 
 def test_a_silent_peer_does_not_block_the_start_and_is_asked_again(
-    tmp_path: Path, shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shards: tuple[ServedStore, ServedStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, _ = shards
     put(one.store, KEY, RAW)
@@ -109,7 +118,7 @@ def test_a_silent_peer_does_not_block_the_start_and_is_asked_again(
 
 
 def test_shards_that_start_together_exchange_their_deletes(
-    tmp_path: Path, shards: tuple[Served, Served]
+    tmp_path: Path, shards: tuple[ServedStore, ServedStore]
 ) -> None:
     one, _ = shards
     put(one.store, KEY, RAW)
@@ -130,7 +139,7 @@ def test_shards_that_start_together_exchange_their_deletes(
 
 
 def test_a_shard_that_cannot_apply_deletes_does_not_serve(
-    shards: tuple[Served, Served],
+    shards: tuple[ServedStore, ServedStore],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -159,7 +168,7 @@ def test_a_shard_that_cannot_apply_deletes_does_not_serve(
 
 
 def test_a_peer_that_was_silent_for_a_day_drops_all_variants(
-    shards: tuple[Served, Served],
+    shards: tuple[ServedStore, ServedStore],
 ) -> None:
     one, _ = shards
     put(one.store, KEY, RAW)
@@ -182,7 +191,7 @@ def test_a_peer_that_was_silent_for_a_day_drops_all_variants(
     catch_up.close()
 
 
-def test_a_single_shard_asks_no_peers(shards: tuple[Served, Served]) -> None:
+def test_a_single_shard_asks_no_peers(shards: tuple[ServedStore, ServedStore]) -> None:
     progress: list[str] = []
     before = set(threading.enumerate())
     catch_up = CatchUp(shards[0].store, None, shards[0].address, progress=progress.append)
@@ -196,7 +205,7 @@ def test_a_single_shard_asks_no_peers(shards: tuple[Served, Served]) -> None:
 class TwoShards:
     """Two shards. The first one owns KEY and makes replicas of hot variants."""
 
-    def __init__(self, shards: tuple[Served, Served]) -> None:
+    def __init__(self, shards: tuple[ServedStore, ServedStore]) -> None:
         names = tuple(shard.address for shard in shards)
         owner = RendezvousHash(names).owners([KEY.chunk])[0]
         self.owner, self.second = shards if owner == names[0] else shards[::-1]
@@ -217,7 +226,7 @@ class TwoShards:
 
 
 @pytest.fixture
-def pair(shards: tuple[Served, Served]) -> TwoShards:
+def pair(shards: tuple[ServedStore, ServedStore]) -> TwoShards:
     return TwoShards(shards)
 
 

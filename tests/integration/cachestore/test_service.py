@@ -38,7 +38,7 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
-    Served,
+    ServedStore,
     checksum,
     checksummed_parts,
     get_value,
@@ -54,7 +54,7 @@ TRANSPORTS = (("grpc",), ("socket",), ("shared",))
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path) -> Iterator[ServedStore]:
     with serving(tmp_path) as served:
         yield served
 
@@ -84,7 +84,7 @@ def refusal(call: Callable[[], object]) -> InvalidInput:
     return error
 
 
-def put_refusal(served: Served, *parts: pb.PutPart) -> InvalidInput:
+def put_refusal(served: ServedStore, *parts: pb.PutPart) -> InvalidInput:
     """Return the error of a put."""
     return refusal(lambda: served.stub.Put(iter(parts), timeout=TIMEOUT_S))
 
@@ -114,7 +114,7 @@ def test_a_value_that_was_put_is_returned(
         )
 
 
-def test_answers_have_the_order_of_the_request(served: Served) -> None:
+def test_answers_have_the_order_of_the_request(served: ServedStore) -> None:
     for number in range(0, 20, 2):
         put_value(served.client, key(number), value(100_000 + number))
     asked = [key(number) for number in [*range(19, -1, -1), 4, 4]]
@@ -126,7 +126,7 @@ def test_answers_have_the_order_of_the_request(served: Served) -> None:
         assert (found if isinstance(found, Miss) else found.value) == expected
 
 
-def test_a_lookup_tells_the_stored_variants_and_their_tier(served: Served) -> None:
+def test_a_lookup_tells_the_stored_variants_and_their_tier(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
     answer = served.client.lookup(
         [LookupKey.for_variant(key(0)), LookupKey.for_variant(key(1)), LookupKey(key(1).chunk)]
@@ -138,7 +138,7 @@ def test_a_lookup_tells_the_stored_variants_and_their_tier(served: Served) -> No
     assert answer.as_of.store == served.store.store_id
 
 
-def test_the_largest_number_of_keys_is_answered(served: Served) -> None:
+def test_the_largest_number_of_keys_is_answered(served: ServedStore) -> None:
     put_value(served.client, key(MAX_KEYS - 1), b"x")
     keys = [key(number) for number in range(MAX_KEYS)]
     answers = served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S).variants
@@ -147,7 +147,7 @@ def test_the_largest_number_of_keys_is_answered(served: Served) -> None:
     assert found == [key(MAX_KEYS - 1)]
 
 
-def test_more_keys_are_refused(served: Served) -> None:
+def test_more_keys_are_refused(served: ServedStore) -> None:
     keys = [key(number) for number in range(MAX_KEYS + 1)]
     with pytest.raises(TooLarge, match="keys"):
         served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S)
@@ -155,7 +155,7 @@ def test_more_keys_are_refused(served: Served) -> None:
         list(served.client.get(keys, TIMEOUT_S))
 
 
-def test_deletes_and_their_tombstones(served: Served) -> None:
+def test_deletes_and_their_tombstones(served: ServedStore) -> None:
     for prefix in range(3):
         put_value(served.client, key(1, prefix), value(10))
     put_value(served.client, key(2), value(10))
@@ -174,7 +174,7 @@ def test_deletes_and_their_tombstones(served: Served) -> None:
     assert list(served.client.tombstones(later_ms)) == []
 
 
-def test_prefetches_are_counted(served: Served) -> None:
+def test_prefetches_are_counted(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10))
     assert served.client.prefetch([key(1)]) == 0
 
@@ -189,13 +189,13 @@ def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
         assert os.path.exists(reply.data_socket)
 
 
-def test_a_single_shard_has_no_replicas(served: Served) -> None:
+def test_a_single_shard_has_no_replicas(served: ServedStore) -> None:
     assert not served.client.change_replica(key(1), "other:1", drop=False)
     with pytest.raises(InvalidInput, match="shard"):
         served.client.change_replica(key(1), "nowhere", drop=False)
 
 
-def test_a_watcher_gets_a_snapshot_then_events_and_can_resume(served: Served) -> None:
+def test_a_watcher_gets_a_snapshot_then_events_and_can_resume(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10))
     events = served.client.watch(timeout_s=TIMEOUT_S)
     begin, stored, end = (next(events) for _ in range(3))
@@ -280,7 +280,7 @@ def test_memory_stays_bounded_while_every_value_is_served(tmp_path: Path) -> Non
         assert stats.evictions["memory"] >= 5
 
 
-def test_a_client_that_disconnects_during_a_put_leaves_nothing(served: Served) -> None:
+def test_a_client_that_disconnects_during_a_put_leaves_nothing(served: ServedStore) -> None:
     raw = value(3 * MIB)
     sent = threading.Event()
     never = threading.Event()
@@ -300,7 +300,7 @@ def test_a_client_that_disconnects_during_a_put_leaves_nothing(served: Served) -
     assert put_value(served.client, key(1), raw) is PutOutcome.STORED
 
 
-def test_a_client_that_stops_reading_loses_its_leases(served: Served) -> None:
+def test_a_client_that_stops_reading_loses_its_leases(served: ServedStore) -> None:
     for number in range(4):
         put_value(served.client, key(number), value(4 * MIB, number))
     request = pb.GetRequest(keys=[to_key(key(number)) for number in range(4)])
@@ -313,7 +313,7 @@ def test_a_client_that_stops_reading_loses_its_leases(served: Served) -> None:
 
 
 def test_a_stalled_put_is_aborted_after_the_lease_time(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_service, "LEASE_S", 0.2)
     over = threading.Event()
@@ -330,7 +330,7 @@ def test_a_stalled_put_is_aborted_after_the_lease_time(
 
 
 def test_stalled_readers_do_not_block_others(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: ServedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.service._gets = asyncio.Semaphore(1)
     put_value(served.client, key(1), value(32 * MIB))
@@ -345,7 +345,7 @@ def test_stalled_readers_do_not_block_others(
 
 
 def test_a_gated_service_answers_only_deletes_and_tombstones(
-    served: Served,
+    served: ServedStore,
 ) -> None:
     put_value(served.client, key(1), value(10))
     served.service._gated = True
@@ -392,7 +392,7 @@ def test_an_invalid_put_names_the_field(
         assert served.client.stats().variants == 0
 
 
-def test_an_invalid_header_names_the_field(served: Served) -> None:
+def test_an_invalid_header_names_the_field(served: ServedStore) -> None:
     def refused(change: Callable[[pb.PutHeader], object]) -> str:
         first = header(b"abc")
         change(first.header)
@@ -411,7 +411,7 @@ def test_an_invalid_header_names_the_field(served: Served) -> None:
     )
 
 
-def test_an_invalid_completion_names_the_field(served: Served) -> None:
+def test_an_invalid_completion_names_the_field(served: ServedStore) -> None:
     def refused(*completions: pb.PutCompletion) -> str:
         last = [pb.PutPart(completion=one) for one in completions]
         return put_refusal(served, header(b"abc"), pb.PutPart(data=b"abc"), *last).field
@@ -428,20 +428,20 @@ def test_an_invalid_completion_names_the_field(served: Served) -> None:
     assert served.client.stats().variants == 0
 
 
-def test_data_of_the_wrong_length_is_refused(served: Served) -> None:
+def test_data_of_the_wrong_length_is_refused(served: ServedStore) -> None:
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"ab")).field == "data"
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"abcd")).field == "data"
     eventually(lambda: served.store.stats().memory_bytes == 0)
 
 
-def test_messages_out_of_order_are_refused(served: Served) -> None:
+def test_messages_out_of_order_are_refused(served: ServedStore) -> None:
     data = pb.PutPart(data=b"abc")
     assert put_refusal(served).field == "header"
     assert put_refusal(served, data).field == "header"
     assert put_refusal(served, header(b"abc"), header(b"abc")).field == "header"
 
 
-def test_keys_of_the_wrong_length_are_refused(served: Served) -> None:
+def test_keys_of_the_wrong_length_are_refused(served: ServedStore) -> None:
     bad = pb.VariantKey(chunk=b"short", prefix=bytes(16))
     call = served.stub.Lookup
     short = pb.LookupKey(chunk=b"short")
@@ -462,14 +462,14 @@ def test_keys_of_the_wrong_length_are_refused(served: Served) -> None:
     )
 
 
-def test_calls_with_values_need_a_deadline(served: Served) -> None:
+def test_calls_with_values_need_a_deadline(served: ServedStore) -> None:
     with pytest.raises(grpc.RpcError, match="deadline"):
         served.stub.Put(iter([header(b"abc")]))
     with pytest.raises(grpc.RpcError, match="deadline"):
         list(served.stub.Get(pb.GetRequest()))
 
 
-def test_concurrent_puts_store_one_value(served: Served) -> None:
+def test_concurrent_puts_store_one_value(served: ServedStore) -> None:
     raw = value(2 * MIB)
     outcomes: list[PutOutcome] = []
     client = StoreClient(served.address, transports=("grpc",))
@@ -487,7 +487,7 @@ def test_concurrent_puts_store_one_value(served: Served) -> None:
     assert checksum(get_value(served.client, key(1)) or b"") == checksum(raw)
 
 
-def test_health_says_serving(served: Served) -> None:
+def test_health_says_serving(served: ServedStore) -> None:
     with grpc.insecure_channel(served.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):

@@ -39,7 +39,7 @@ from ragcache_wire.tracing import ExportingTracer
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import (
     TIMEOUT_S,
-    Served,
+    ServedStore,
     key,
     put_value,
     serving,
@@ -52,7 +52,7 @@ NUM_BYTES = 100_000
 TRANSPORTS = ("shared", "socket", "grpc")
 
 
-class Traced:
+class TracedStore:
     """A traced store. ``spans`` returns the spans that have ended."""
 
     def __init__(self, folder: Path, transports: Sequence[str]) -> None:
@@ -62,9 +62,9 @@ class Traced:
         tracer = ExportingTracer(tracers, "test", exports_errors=True)
         self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracer)
         self._serving = serving(folder, transports=transports, telemetry=self._telemetry)
-        self.served: Served
+        self.served: ServedStore
 
-    def __enter__(self) -> Traced:
+    def __enter__(self) -> TracedStore:
         self.served = self._serving.__enter__()
         return self
 
@@ -96,9 +96,9 @@ class Traced:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traced]:
+def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TracedStore]:
     transports = [] if request.param == "grpc" else [request.param]
-    with Traced(tmp_path, transports) as traced:
+    with TracedStore(tmp_path, transports) as traced:
         traced.client.connect(TIMEOUT_S)
         assert traced.client.transport == request.param
         yield traced
@@ -120,7 +120,7 @@ def about(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_get_is_traced_with_its_hits_and_misses(traced: Traced) -> None:
+def test_a_get_is_traced_with_its_hits_and_misses(traced: TracedStore) -> None:
     transport = traced.client.transport
     for number in (1, 2):
         put_value(traced.client, key(number), value(NUM_BYTES))
@@ -143,7 +143,7 @@ def test_a_get_is_traced_with_its_hits_and_misses(traced: Traced) -> None:
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_layers_are_traced(traced: Traced) -> None:
+def test_layers_are_traced(traced: TracedStore) -> None:
     put_value(traced.client, key(1), value(NUM_BYTES), num_parts=4)
     with caller():
         assert len(list(traced.client.get_layers([key(1)], TIMEOUT_S))) == 4
@@ -152,7 +152,7 @@ def test_layers_are_traced(traced: Traced) -> None:
     assert (span.name, about(span)["hits.memory"]) == ("Get", 1)
 
 
-def test_a_put_is_traced_with_its_outcome(traced: Traced) -> None:
+def test_a_put_is_traced_with_its_outcome(traced: TracedStore) -> None:
     transport, raw = traced.client.transport, value(NUM_BYTES)
     new = variant(key(1), raw)
     with caller(6):
@@ -170,7 +170,7 @@ def test_a_put_is_traced_with_its_outcome(traced: Traced) -> None:
         }
 
 
-def test_a_refused_put_records_its_error(traced: Traced) -> None:
+def test_a_refused_put_records_its_error(traced: TracedStore) -> None:
     raw = value(NUM_BYTES)
     wrong = variant(key(1), raw, shape=ValueShape(1, 1, 4, "bfloat16"))
     with caller(), pytest.raises(InvalidInput, match="part_bytes"):
@@ -182,7 +182,7 @@ def test_a_refused_put_records_its_error(traced: Traced) -> None:
     assert "outcome" not in about(span)
 
 
-def test_control_calls_are_traced(traced: Traced) -> None:
+def test_control_calls_are_traced(traced: TracedStore) -> None:
     put_value(traced.client, key(1), value(NUM_BYTES))
     client = traced.client
     with caller(9):
@@ -196,7 +196,7 @@ def test_control_calls_are_traced(traced: Traced) -> None:
         assert_below(span, 9)
 
 
-def test_a_caller_without_a_trace_makes_no_span(traced: Traced) -> None:
+def test_a_caller_without_a_trace_makes_no_span(traced: TracedStore) -> None:
     raw = value(NUM_BYTES)
     put_value(traced.client, key(1), raw)
     with caller(sampled=False):
@@ -210,7 +210,7 @@ def test_a_caller_without_a_trace_makes_no_span(traced: Traced) -> None:
 
 
 def test_a_cached_read_makes_no_span(tmp_path: Path) -> None:
-    with Traced(tmp_path, ["shared"]) as traced:
+    with TracedStore(tmp_path, ["shared"]) as traced:
         put_value(traced.client, key(1), value(NUM_BYTES))
         with caller():
             for _ in range(3):
@@ -223,7 +223,7 @@ def test_a_get_from_disk_is_traced_as_disk_hit(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         put_value(served.client, key(1), value(NUM_BYTES))
     for transport in TRANSPORTS:
-        with Traced(tmp_path, [] if transport == "grpc" else [transport]) as traced:
+        with TracedStore(tmp_path, [] if transport == "grpc" else [transport]) as traced:
             with caller():
                 [(_, found)] = traced.client.get([key(1)], TIMEOUT_S)
             assert not isinstance(found, Miss)
@@ -233,7 +233,7 @@ def test_a_get_from_disk_is_traced_as_disk_hit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_later_calls_of_one_get_belong_to_its_caller(tmp_path: Path, transport: str) -> None:
-    with Traced(tmp_path, [transport]) as traced:
+    with TracedStore(tmp_path, [transport]) as traced:
         keys = [key(number) for number in range(KEYS_PER_CALL + 1)]
         with caller(8):
             values = traced.client.get(keys, TIMEOUT_S)
@@ -244,7 +244,7 @@ def test_later_calls_of_one_get_belong_to_its_caller(tmp_path: Path, transport: 
 
 
 def test_a_client_that_stops_reading_is_not_an_error(tmp_path: Path) -> None:
-    with Traced(tmp_path, []) as traced:
+    with TracedStore(tmp_path, []) as traced:
         raw = value(8 << 20)
         put_value(traced.client, key(1), raw)
         with caller():
@@ -257,7 +257,7 @@ def test_a_client_that_stops_reading_is_not_an_error(tmp_path: Path) -> None:
         assert about(span)["hits.memory"] < 16
 
 
-async def test_async_callers_are_traced(traced: Traced) -> None:
+async def test_async_callers_are_traced(traced: TracedStore) -> None:
     raw = value(NUM_BYTES)
     new = variant(key(1), raw)
     transports = (traced.client.transport,)
@@ -277,7 +277,10 @@ async def test_async_callers_are_traced(traced: Traced) -> None:
 def test_parallel_calls_to_shards_are_all_traced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with Traced(tmp_path / "a", ["shared"]) as one, Traced(tmp_path / "b", ["socket"]) as other:
+    with (
+        TracedStore(tmp_path / "a", ["shared"]) as one,
+        TracedStore(tmp_path / "b", ["socket"]) as other,
+    ):
         shards = ShardedStore(FixedMembers((one.served.address, other.served.address)))
         keys = [VariantKey(value(16, number), bytes(16)) for number in range(64)]
         with caller(2):
@@ -291,7 +294,7 @@ def test_parallel_calls_to_shards_are_all_traced(tmp_path: Path) -> None:
                 assert_below(span, 2)
 
 
-def test_threads_have_separate_traces(traced: Traced) -> None:
+def test_threads_have_separate_traces(traced: TracedStore) -> None:
     def read(span_id: int) -> None:
         with caller(span_id):
             list(traced.client.get([key(span_id)] * span_id, TIMEOUT_S))

@@ -19,8 +19,8 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome
-from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
@@ -28,7 +28,7 @@ from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
-    Served,
+    ServedStore,
     get_value,
     put_value,
     serving,
@@ -107,7 +107,7 @@ def silent_peer() -> Iterator[str]:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Iterator[list[Served]]:
+def shards(tmp_path: Path) -> Iterator[list[ServedStore]]:
     with ExitStack() as stack:
         transports = (("shared", "socket"), ("socket",), ())
         yield [
@@ -125,7 +125,7 @@ def opened(*addresses: str) -> Iterator[ShardedStore]:
         store.close()
 
 
-def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Served]) -> None:
+def test_every_shard_stores_its_own_chunks_and_together_all(shards: list[ServedStore]) -> None:
     addresses = [shard.address for shard in shards]
     with opened(*addresses) as store:
         store.connect(TIMEOUT_S)
@@ -145,7 +145,7 @@ def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Se
         assert {held.key for variants in found for held in variants.stored} == own != set()
 
 
-def test_values_of_several_shards_land_where_the_caller_says(shards: list[Served]) -> None:
+def test_values_of_several_shards_land_where_the_caller_says(shards: list[ServedStore]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:
             put(store, wanted, raw_of(wanted))
@@ -161,7 +161,7 @@ def test_values_of_several_shards_land_where_the_caller_says(shards: list[Served
             assert bytes(stored.value) == raw_of(wanted)
 
 
-def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[Served]) -> None:
+def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[ServedStore]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS[:12]:
             put(store, wanted, value(4 * MIB))
@@ -172,7 +172,7 @@ def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[Served])
         eventually(lambda: all(not shard.store.stats().leases for shard in shards))
 
 
-def lost_among(shards: list[Served], lost: str) -> tuple[list[str], set[VariantKey]]:
+def lost_among(shards: list[ServedStore], lost: str) -> tuple[list[str], set[VariantKey]]:
     """Members with a lost one, and the keys that the others own."""
     addresses = [*(shard.address for shard in shards), lost]
     owners = RendezvousHash(addresses).owners([wanted.chunk for wanted in KEYS])
@@ -182,7 +182,9 @@ def lost_among(shards: list[Served], lost: str) -> tuple[list[str], set[VariantK
 
 
 @pytest.mark.parametrize("way", ["refuses", "silent"])
-def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: str) -> None:
+def test_a_lost_shard_means_misses_and_delays_no_caller(
+    shards: list[ServedStore], way: str
+) -> None:
     with ExitStack() as stack:
         lost = "127.0.0.1:9" if way == "refuses" else stack.enter_context(silent_peer())
         addresses, kept = lost_among(shards, lost)
@@ -208,7 +210,7 @@ def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: s
         assert time.monotonic() - began < TIMEOUT_S / 2
 
 
-def test_a_shard_that_falls_silent_takes_no_other_along(shards: list[Served]) -> None:
+def test_a_shard_that_stops_answering_makes_no_other_lost(shards: list[ServedStore]) -> None:
     with silent_peer() as lost:
         addresses, kept = lost_among(shards, lost)
         with opened(*addresses) as store:
@@ -221,8 +223,8 @@ def test_a_shard_that_falls_silent_takes_no_other_along(shards: list[Served]) ->
             assert values(store, KEYS) == expected
 
 
-def test_a_lost_shard_that_comes_back_is_asked_again(
-    tmp_path: Path, shards: list[Served], caplog: pytest.LogCaptureFixture
+def test_a_lost_shard_that_answers_again_is_used_again(
+    tmp_path: Path, shards: list[ServedStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
     addresses, kept = lost_among(shards, f"127.0.0.1:{port}")
@@ -236,8 +238,8 @@ def test_a_lost_shard_that_comes_back_is_asked_again(
             assert late.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
 
 
-def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
-    shards: list[Served], caplog: pytest.LogCaptureFixture
+def test_a_short_timeout_does_not_make_a_shard_lost(
+    shards: list[ServedStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:
@@ -249,7 +251,7 @@ def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
         assert "lost, its chunks" not in caplog.text
 
 
-def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
+def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[ServedStore]) -> None:
     addresses = [shard.address for shard in shards]
     with opened(*addresses) as store:
         for wanted in KEYS[:6]:
@@ -285,7 +287,7 @@ def test_without_shards_everything_is_a_miss() -> None:
             store.delete(deletion(KEYS[0].chunk))
 
 
-def test_shards_may_come_and_go_under_load(shards: list[Served]) -> None:
+def test_shards_may_come_and_go_under_load(shards: list[ServedStore]) -> None:
     addresses = [shard.address for shard in shards]
     members = ChangingMembers(*addresses)
     store = ShardedStore(members)
@@ -315,14 +317,14 @@ def test_shards_may_come_and_go_under_load(shards: list[Served]) -> None:
     assert failures == []
 
 
-def test_a_prefetch_of_values_in_memory_starts_nothing(shards: list[Served]) -> None:
+def test_a_prefetch_of_values_in_memory_starts_nothing(shards: list[ServedStore]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:
             put(store, wanted, raw_of(wanted))
         assert store.prefetch(KEYS) == 0, "all are in memory"
 
 
-def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Served]) -> None:
+def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[ServedStore]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         raw = raw_of(KEYS[0])
         new = variant(KEYS[0], raw)
@@ -342,7 +344,7 @@ def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Serv
             assert outcome is PutOutcome.DELETED
 
 
-def test_a_value_that_does_not_become_whole_loses_no_shard(shards: list[Served]) -> None:
+def test_an_incomplete_value_makes_no_shard_lost(shards: list[ServedStore]) -> None:
     class Never(OutgoingValue):
         def wait_for_parts(self, done: int, deadline: float) -> tuple[int, ...]:
             raise IncompleteValue("it does not come")
@@ -358,8 +360,8 @@ def test_a_value_that_does_not_become_whole_loses_no_shard(shards: list[Served])
             put(store, wanted, raw_of(wanted))
 
 
-def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(
-    shards: list[Served],
+def test_a_put_without_a_known_lookup_is_stored_if_nothing_was_deleted(
+    shards: list[ServedStore],
 ) -> None:
     with opened(shards[0].address) as store:
         raw = raw_of(KEYS[0])
@@ -368,7 +370,9 @@ def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(
         assert store.lookup(WANTS).as_of == {shards[0].address: AsOf(shards[0].store.store_id, 0)}
 
 
-def replicated(shards: list[Served], wanted: VariantKey, raw: bytes) -> tuple[Served, Served]:
+def replicated(
+    shards: list[ServedStore], wanted: VariantKey, raw: bytes
+) -> tuple[ServedStore, ServedStore]:
     """Put on its owner and, as the owner would, on the next one; returns both."""
     by_name = {shard.address: shard for shard in shards}
     owner, second = RendezvousHash(by_name).ranked([wanted.chunk], 2)[0]
@@ -378,7 +382,7 @@ def replicated(shards: list[Served], wanted: VariantKey, raw: bytes) -> tuple[Se
     return by_name[owner], by_name[second]
 
 
-def test_a_hot_variant_is_served_by_two_shards(shards: list[Served]) -> None:
+def test_a_hot_variant_is_served_by_two_shards(shards: list[ServedStore]) -> None:
     raw = value(4 * MIB)
     owner, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
@@ -394,7 +398,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[Served]) -> None:
         eventually(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
 
 
-def test_a_replica_that_is_gone_is_asked_of_the_owner(shards: list[Served]) -> None:
+def test_the_owner_serves_a_variant_whose_replica_is_gone(shards: list[ServedStore]) -> None:
     raw = value(MIB)
     _, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
@@ -407,7 +411,7 @@ def test_a_replica_that_is_gone_is_asked_of_the_owner(shards: list[Served]) -> N
             assert bytes(stored.value) == raw
 
 
-async def test_a_delete_goes_to_the_shard_that_is_named(tmp_path: Path) -> None:
+async def test_a_delete_goes_to_the_named_shard(tmp_path: Path) -> None:
     with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
         members = ChangingMembers(one.address, other.address)
         store = AsyncShardedStore(members)
@@ -482,7 +486,7 @@ def processes(folder: Path, count: int, **env: str) -> Iterator[Shards]:
         shards.close()
 
 
-def test_a_shard_that_was_dead_during_a_delete_never_serves_what_it_removed(
+def test_a_shard_that_was_down_during_a_delete_never_serves_the_deleted_variants(
     tmp_path: Path,
 ) -> None:
     with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
@@ -550,7 +554,7 @@ def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
         client.close()
 
 
-def test_a_shard_that_was_frozen_during_a_delete_hears_of_it_without_a_restart(
+def test_a_shard_that_was_frozen_during_a_delete_learns_of_it_without_a_restart(
     tmp_path: Path,
 ) -> None:
     """Its client's call is over, nobody sends it again."""
@@ -569,7 +573,7 @@ def test_a_shard_that_was_frozen_during_a_delete_hears_of_it_without_a_restart(
         alone.close()
 
 
-def test_what_is_hot_gets_a_replica_that_stands_in_for_its_owner(tmp_path: Path) -> None:
+def test_a_hot_variant_gets_a_replica_that_serves_for_its_owner(tmp_path: Path) -> None:
     with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
         hot, raw = KEYS[0], value(8 * MIB)
         assert put(store, hot, raw) is PutOutcome.STORED

@@ -23,6 +23,7 @@ from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, Loo
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
+    ManualClock,
     checksum,
     checksummed_parts,
     completion,
@@ -37,16 +38,6 @@ from tests.helpers.cachestore_parts import (
 
 PAGE = 65536
 LOSSY = Precision(Codec.INT8, Codec.INT8)
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def eventually(claim: Callable[[], bool]) -> None:
@@ -402,7 +393,7 @@ def test_a_value_leased_on_disk_keeps_its_extents(tmp_path: Path) -> None:
 
 
 def test_a_lease_expires(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     with opened(tmp_path, memory_bytes=PAGE, clock=clock) as store:
         put(store, key(1), value(PAGE, 1))
         lease = lease_of(store, key(1))
@@ -445,7 +436,7 @@ def test_incoming_bytes_are_bounded(tmp_path: Path) -> None:
 
 
 def test_the_pages_of_an_aborted_put_may_be_quarantined(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
         incoming = store.begin_put(variant(key(1), value(PAGE)))
         assert not isinstance(incoming, PutOutcome)

@@ -126,23 +126,23 @@ class ExportingTelemetry(Telemetry):
             ("hits", "{value}", "Values served", self._hits),
             ("read.size", "By", "Bytes of values served", self._read_bytes),
             ("misses", "{value}", "Variants asked for and not served", self._misses),
-            ("puts", "{value}", "Puts that ended", self._puts),
+            ("puts", "{value}", "Puts that have ended", self._puts),
             ("write.size", "By", "Bytes of values put", self._written_bytes),
-            ("evictions", "{value}", "Values that made room", self._evictions),
-            ("evictions.size", "By", "Bytes of values that made room", self._evicted_bytes),
-            ("deletions", "{variant}", "Variants that deletes dropped", self._deletions),
+            ("evictions", "{value}", "Evicted values", self._evictions),
+            ("evictions.size", "By", "Bytes of evicted values", self._evicted_bytes),
+            ("deletions", "{variant}", "Variants that deletes removed", self._deletions),
         ):
             meter.create_observable_counter(f"{_PREFIX}.{name}", [sum_.seen], unit, description)
         self._read_seconds = meter.create_histogram(
             f"{_PREFIX}.read.duration",
             "s",
-            "From the call until the last byte was handed over",
+            "Time from the call until the last byte was handed over",
             explicit_bucket_boundaries_advisory=_DURATION_BOUNDS_S,
         )
         self._write_seconds = meter.create_histogram(
             f"{_PREFIX}.write.duration",
             "s",
-            "From the call until the acknowledgement",
+            "Time from the call until the acknowledgement",
             explicit_bucket_boundaries_advisory=_DURATION_BOUNDS_S,
         )
 
@@ -306,43 +306,43 @@ _GAUGES: Final = (
     _Gauge(
         "used",
         "By",
-        "Bytes of values held, by tier",
+        "Bytes of stored values, by tier",
         lambda levels: _by_tier(levels.memory_bytes, levels.disk_bytes),
     ),
     _Gauge(
         "capacity",
         "By",
-        "Bytes that a tier may hold",
+        "Capacity of a tier in bytes",
         lambda levels: _by_tier(levels.memory_capacity_bytes, levels.disk_capacity_bytes),
     ),
     _Gauge(
         "variants",
         "{variant}",
-        "Variants held",
+        "Stored variants",
         lambda levels: [(levels.variants, {})],
     ),
     _Gauge(
         "leases",
         "{lease}",
-        "Values being read",
+        "Open leases",
         lambda levels: [(levels.leases, {})],
     ),
     _Gauge(
         "tombstones",
         "{tombstone}",
-        "Deletes that are remembered",
+        "Remembered deletes",
         lambda levels: [(levels.tombstones, {})],
     ),
     _Gauge(
         "unwritten",
         "{variant}",
-        "Values whose write to disk is still to come",
+        "Writes to disk that are queued or running",
         lambda levels: [(levels.unwritten, {})],
     ),
     _Gauge(
         "precision",
         "By",
-        "Bytes of values held, by the codecs of keys and values",
+        "Bytes of stored values, by the codecs of keys and values",
         lambda levels: [
             (num_bytes, {"precision": precision})
             for precision, num_bytes in levels.bytes_by_precision.items()

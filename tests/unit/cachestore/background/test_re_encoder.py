@@ -50,6 +50,7 @@ from ragcache_core.tiering.precision_assignment import (
 from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
 from ragcache_kv.codecs import decode_part
 from ragcache_kv.values.layout import FORMAT, checksum
+from tests.helpers.cachestore_parts import ManualClock
 
 SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 TOKENS = 4
@@ -165,23 +166,17 @@ class DictStore:
         return len(keys)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def run(re_encoder: ReEncoder, clock: Clock, seconds: float) -> None:
+def run(re_encoder: ReEncoder, clock: ManualClock, seconds: float) -> None:
     """Do what the thread would do in that time."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now = min(until, clock.now + max(re_encoder.step(clock.now), 1e-3))
 
 
-def make(assignment: PrecisionAssignment, pace: Pace = PACE) -> tuple[DictStore, ReEncoder, Clock]:
-    store, clock = DictStore(), Clock()
+def make(
+    assignment: PrecisionAssignment, pace: Pace = PACE
+) -> tuple[DictStore, ReEncoder, ManualClock]:
+    store, clock = DictStore(), ManualClock()
     return store, ReEncoder(store, assignment, pace, clock), clock
 
 
@@ -466,7 +461,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
 
 
 def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     re_encoder = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
     try:
@@ -508,7 +503,7 @@ def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path
 
 
 def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     for name in range(4):
         put_for_real(store, name)

@@ -16,7 +16,7 @@ from tests.helpers.cachestore_parts import TIMEOUT_S
 from tests.unit.cachestore.state.test_catalog import variant
 
 
-class Gate:
+class GatedCalls:
     """Notes the order of calls. The first one waits until the gate is open."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Gate:
 
 
 def test_urgent_writes_run_first() -> None:
-    gate = Gate()
+    gate = GatedCalls()
     writer = WriteBack(gate, threads=1)
     jobs = [writer.submit(variant(n), urgent=False) for n in range(3)]
     assert gate.entered.wait(TIMEOUT_S)
@@ -135,7 +135,7 @@ def test_an_error_reaches_the_waiting_caller() -> None:
 
 
 def test_a_cancelled_job_is_not_written_and_a_slow_one_times_out() -> None:
-    gate = Gate()
+    gate = GatedCalls()
     writer = WriteBack(gate, threads=1)
     slow = writer.submit(variant(1), urgent=True)
     assert gate.entered.wait(TIMEOUT_S)
@@ -155,7 +155,7 @@ def test_a_cancelled_job_is_not_written_and_a_slow_one_times_out() -> None:
 def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.background.promoter.CAPACITY", 2)
     monkeypatch.setattr("ragcache_cachestore.background.promoter.THREADS", 1)
-    gate = Gate()
+    gate = GatedCalls()
     done = threading.Event()
 
     def promote(one: CatalogVariant) -> None:
@@ -228,7 +228,7 @@ def test_a_sweeper_runs_its_first_task_when_woken_and_survives_errors() -> None:
 
 
 def test_cancelled_jobs_leave_the_queue() -> None:
-    gate = Gate()
+    gate = GatedCalls()
     writer = WriteBack(gate, threads=1)
     writer.submit(variant(1), urgent=True)
     assert gate.entered.wait(TIMEOUT_S)
@@ -244,7 +244,7 @@ def test_cancelled_jobs_leave_the_queue() -> None:
 
 
 def test_close_does_not_wait_for_a_stuck_thread() -> None:
-    gate = Gate()
+    gate = GatedCalls()
     writer = WriteBack(gate, threads=1)
     writer.submit(variant(1), urgent=True)
     left = writer.submit(variant(2), urgent=False)

@@ -46,7 +46,7 @@ Point = tuple[str, frozenset[tuple[str, Any]]]
 
 
 @dataclass
-class Kept:
+class RecordedTelemetry:
     """Telemetry with a backend in memory."""
 
     reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
@@ -76,13 +76,13 @@ class Kept:
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
-    kept = Kept()
+def kept() -> Iterator[RecordedTelemetry]:
+    kept = RecordedTelemetry()
     yield kept
     kept.telemetry.close()
 
 
-def test_events_are_counted_by_their_attributes(kept: Kept) -> None:
+def test_events_are_counted_by_their_attributes(kept: RecordedTelemetry) -> None:
     telemetry = kept.telemetry
     telemetry.hit(Tier.MEMORY, "shared", 100, 0.001)
     telemetry.hit(Tier.MEMORY, "shared", 50, 0.003)
@@ -106,7 +106,7 @@ def test_events_are_counted_by_their_attributes(kept: Kept) -> None:
     assert kept.value("deletions") == 4
 
 
-def test_histograms_separate_microseconds_from_seconds(kept: Kept) -> None:
+def test_histograms_separate_microseconds_from_seconds(kept: RecordedTelemetry) -> None:
     for seconds in (0.00002, 0.0003, 5.0):
         kept.telemetry.hit(Tier.MEMORY, "shared", 1, seconds)
     where = frozenset({("tier", "memory"), ("transport", "shared")})
@@ -116,7 +116,7 @@ def test_histograms_separate_microseconds_from_seconds(kept: Kept) -> None:
     assert sum(1 for count in point.bucket_counts if count) == 3
 
 
-def test_levels_are_read_at_export(kept: Kept) -> None:
+def test_levels_are_read_at_export(kept: RecordedTelemetry) -> None:
     asked = []
 
     def read() -> StoreLevels:
@@ -137,7 +137,7 @@ def test_levels_are_read_at_export(kept: Kept) -> None:
     assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
 
 
-def test_a_span_is_a_child_of_the_callers_span(kept: Kept) -> None:
+def test_a_span_is_a_child_of_the_callers_span(kept: RecordedTelemetry) -> None:
     with kept.telemetry.span("get", METADATA, keys=3):
         pass
     [span] = kept.spans.get_finished_spans()
@@ -158,7 +158,7 @@ def test_a_span_is_a_child_of_the_callers_span(kept: Kept) -> None:
     ],
 )
 def test_a_caller_without_a_trace_makes_no_span(
-    kept: Kept, metadata: list[tuple[str, str]]
+    kept: RecordedTelemetry, metadata: list[tuple[str, str]]
 ) -> None:
     with kept.telemetry.span("get", metadata):
         pass
@@ -166,13 +166,13 @@ def test_a_caller_without_a_trace_makes_no_span(
 
 
 @pytest.mark.parametrize("nonsense", ["", "x", f"00-{'0' * 32}-{PARENT_ID}-01", "00-a-b-c-d" * 99])
-def test_an_invalid_trace_context_makes_no_span(kept: Kept, nonsense: str) -> None:
+def test_an_invalid_trace_context_makes_no_span(kept: RecordedTelemetry, nonsense: str) -> None:
     with kept.telemetry.span("get", [("traceparent", nonsense)]):
         pass
     assert kept.spans.get_finished_spans() == ()
 
 
-def test_an_error_is_recorded_on_the_span_and_raised(kept: Kept) -> None:
+def test_an_error_is_recorded_on_the_span_and_raised(kept: RecordedTelemetry) -> None:
     with pytest.raises(ValueError, match="no"), kept.telemetry.span("put", METADATA):
         raise ValueError("no")
     [span] = kept.spans.get_finished_spans()
