@@ -8,7 +8,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name of what no namespace holds: two releases of one name must not meet there. */}}
+{{/* Name of cluster-scoped objects: two releases of one name must not conflict. */}}
 {{- define "ragcache.clusterName" -}}
 {{ include "ragcache.fullname" . }}.{{ .Release.Namespace }}
 {{- end -}}
@@ -18,7 +18,7 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* commonLabels add to these and may replace some, never what selects or what Helm goes by. */}}
+{{/* commonLabels extend these and may override some, but no selector labels or labels of Helm. */}}
 {{- define "ragcache.labels" -}}
 {{- $fixed := include "ragcache.selector" . | fromYaml -}}
 {{- $_ := set $fixed "app.kubernetes.io/managed-by" .Release.Service -}}
@@ -28,7 +28,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ merge $fixed .Values.commonLabels $usual | toYaml }}
 {{- end -}}
 
-{{/* Neither labels nor image tags may hold the '+' of a local version. */}}
+{{/* Labels and image tags must not contain the '+' of a local version. */}}
 {{- define "ragcache.appVersion" -}}
 {{ .Chart.AppVersion | replace "+" "-" | trunc 63 }}
 {{- end -}}

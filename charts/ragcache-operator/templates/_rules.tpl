@@ -1,4 +1,4 @@
-{{/* What the operator does in a namespace that it serves. */}}
+{{/* Permissions of the operator in a namespace that it serves. */}}
 {{- define "ragcache.rules" -}}
 - apiGroups: [ragcache.dev]
   resources: [ragcaches, ragcollections]
@@ -6,14 +6,14 @@
 - apiGroups: [ragcache.dev]
   resources: [ragcaches/status, ragcollections/status]
   verbs: [patch]
-# An owner reference that holds up its owner's deletion asks for this.
+# Owner references with blockOwnerDeletion need this permission.
 - apiGroups: [ragcache.dev]
   resources: [ragcaches/finalizers, ragcollections/finalizers]
   verbs: [update]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
   verbs: [get, list, watch, create, patch, delete]
-# The key that a RagCache's plans are sealed with: made once, and neither read nor changed after.
+# The signing key of a RagCache: the operator creates it once, and neither reads nor changes it.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -35,11 +35,11 @@
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]
-# Claims are a StatefulSet's; the operator only ends them, where dataPolicy says so.
+# StatefulSets create claims. The operator only deletes them, with dataPolicy Delete.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, list, watch, delete]
-# Why a part does not start, and how far a synchronisation is.
+# For the cause of a failed start, and for the progress of a sync.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
@@ -51,7 +51,7 @@
   verbs: [create]
 {{- end -}}
 
-{{/* What it needs wherever it serves, because these kinds have no namespace. */}}
+{{/* Permissions for cluster-scoped kinds, which the operator always needs. */}}
 {{- define "ragcache.clusterRules" -}}
 {{- if .Values.webhook.enabled }}
 - apiGroups: [admissionregistration.k8s.io]
