@@ -1,8 +1,8 @@
-"""Prompts whose answers do not hang on how sums are rounded.
+"""Finds prompts whose answers do not depend on how sums are rounded.
 
-Beside other requests a prompt is computed in batches of another shape, and on some machines their
-sums are rounded otherwise, with our connector or without it. Where two tokens are about as likely
-that may change the answer, and where one of them is far ahead it may not.
+Concurrent requests are computed in batches of another shape. On some machines their sums are
+rounded differently, with the connector or without it. That may change the answer where two tokens
+are about equally likely, but not where one is far ahead.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import httpx
 
 from ragcache_core.plan.prompt import Prompt
 
-AHEAD = 0.4
-"""Of the next likely token, in log-probability: several times what rounding to bfloat16 makes."""
+MIN_LEAD = 0.4
+"""Lead in log-probability over the second token, several times the error of bfloat16."""
 
 
 def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
-    """Whether each of the tokens that vLLM alone says is far ahead of the next likely one."""
+    """Tell whether each token of vLLM's own answer is far ahead of the second most likely one."""
     body = {
         "model": "model",
         "prompt": list(prompt.token_ids),
@@ -32,6 +32,6 @@ def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
     for likely in reply["choices"][0]["logprobs"]["top_logprobs"]:
         best, second, *_ = sorted(likely.values(), reverse=True)
-        if best - second < AHEAD:
+        if best - second < MIN_LEAD:
             return False
     return True

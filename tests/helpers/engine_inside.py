@@ -1,4 +1,4 @@
-"""Checks inside a vLLM engine, in a process of its own: prints what it found as one JSON object.
+"""Checks inside a vLLM engine, in a process of its own. Prints the findings as one JSON object.
 
 python -m tests.helpers.engine_inside MODEL_FOLDER DTYPE
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BLOCKS_APART = 20
-"""Block tables start so far from each other, and from what the engine itself has used."""
+"""Distance between the first blocks of the tests' block tables."""
 
 QUESTION = range(480, 520)
 
 PIECE = 256
-"""Of a prompt, in one pass of vLLM's own."""
+"""Tokens of a prompt in one pass of vLLM."""
 
 
 def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
-    """What a worker that has just prefilled token_ids can say of its own model and cache."""
+    """Return findings of a worker that has just prefilled token_ids."""
     import torch
 
     from bench.support.chunk_attention import ChunkAttentionHook
@@ -45,11 +45,11 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     def kv(blocks: Sequence[int]) -> torch.Tensor:
         return cache.read(blocks, 0, count)
 
-    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((found.float() - expected.float()).norm() / expected.float().norm())
 
-    engines_own = runner.input_batch.block_table[0].get_numpy_array()[0]
-    prefilled = kv(engines_own[: len(table(1))].tolist())
+    own_blocks = runner.input_batch.block_table[0].get_numpy_array()[0]
+    prefilled = kv(own_blocks[: len(table(1))].tolist())
     found: dict[str, Any] = {}
 
     recomputer.recompute(token_ids, table(1), [range(count)])
@@ -59,17 +59,17 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
         recomputer.recompute(token_ids, table(2), [range(start, stop)])
     found["slices_error"] = error(kv(table(2)), prefilled)
 
-    spoiled = prefilled.clone()
+    corrupted = prefilled.clone()
     runs = [range(3, 9), range(50, 51), range(127, 131), range(300, 420), range(count - 1, count)]
     for run in runs:
-        spoiled[:, :, run.start : run.stop] = 7.0
-    found["spoiled_error"] = error(spoiled, prefilled)
-    cache.write(spoiled, cache.slots(table(3), 0, count))
+        corrupted[:, :, run.start : run.stop] = 7.0
+    found["corrupted_error"] = error(corrupted, prefilled)
+    cache.write(corrupted, cache.slots(table(3), 0, count))
     recomputer.recompute(token_ids, table(3), runs)
     found["scattered_error"] = error(kv(table(3)), prefilled)
 
-    cache.write(spoiled, cache.slots(table(3), 0, count))
-    found["beside_error"] = beside(cache, recomputer, token_ids, table, runs)
+    cache.write(corrupted, cache.slots(table(3), 0, count))
+    found["shared_pass_error"] = recompute_together(cache, recomputer, token_ids, table, runs)
     found["together_error"] = error(kv(table(3)), prefilled)
 
     try:
@@ -84,7 +84,9 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     found["influence"] = observation.influence.tolist()
     alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
-    found["question_attention"] = observer.question_attention(token_ids, table(1), QUESTION).tolist()
+    found["question_attention"] = observer.question_attention(
+        token_ids, table(1), QUESTION
+    ).tolist()
     chunks = [range(41), range(41, 301), range(301, 480)]
     hook = ChunkAttentionHook(cache, table(1), QUESTION, chunks)
     with hook.attached():
@@ -96,7 +98,7 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
-    """The same worker, when it has just prefilled token_ids in passes of PIECE tokens."""
+    """Return findings of a worker that has just prefilled token_ids in passes of PIECE tokens."""
     import torch
 
     from ragcache_engine.blend.model_access import access_model
@@ -118,16 +120,16 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     return {"pieces_equal_prefill": bool(torch.equal(computed, prefilled))}
 
 
-def beside(
+def recompute_together(
     cache: Any,
     recomputer: Any,
     token_ids: Sequence[int],
     table: Callable[[int], list[int]],
     runs: Sequence[range],
 ) -> float:
-    """Recompute runs of a prompt in table 3 in one pass with a part of another, shorter prompt.
+    """Recompute runs of a prompt in table 3 in one pass with a part of a shorter prompt.
 
-    Returns how far the latter is from where it was computed alone.
+    Return the error of the shorter prompt, compared with a pass of its own.
     """
     from ragcache_engine.blend.prompt_slice import PromptSlice
 
@@ -135,9 +137,9 @@ def beside(
     blocks = table(4)[: -(-len(other) // cache.shape.block_size)]
     recomputer.recompute(other, blocks, [range(len(other))])
     alone = cache.read(blocks, 0, len(other))
-    spoiled = alone.clone()
-    spoiled[:, :, part.start : part.stop] = 7.0
-    cache.write(spoiled, cache.slots(blocks, 0, len(other)))
+    corrupted = alone.clone()
+    corrupted[:, :, part.start : part.stop] = 7.0
+    cache.write(corrupted, cache.slots(blocks, 0, len(other)))
     recomputer.recompute_slices(
         [PromptSlice(token_ids, table(3), runs), PromptSlice(other, blocks, [part])]
     )
@@ -146,7 +148,7 @@ def beside(
 
 
 def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """What was observed, by another implementation of the model and in float32."""
+    """Return the same observations by transformers, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -156,14 +158,14 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
         model, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
-        said = llama(torch.tensor([token_ids[:520]]), output_attentions=True, use_cache=True)
-    weights = torch.stack(said.attentions)[:, 0, :, 301:]  # [layers, heads, 219, 520]
+        output = llama(torch.tensor([token_ids[:520]]), output_attentions=True, use_cache=True)
+    weights = torch.stack(output.attentions)[:, 0, :, 301:]  # [layers, heads, 219, 520]
     mean = weights.mean((0, 1))
     sums = [mean[:, a:b].sum(1) for a, b in ((0, 41), (41, 300), (300, 301), (301, 520))]
-    values = torch.stack([layer.values[0] for layer in said.past_key_values.layers])
+    values = torch.stack([layer.values[0] for layer in output.past_key_values.layers])
     values = values.repeat_interleave(weights.shape[1] // values.shape[1], dim=1)
     added = weights[..., 41:301] @ values[:, :, 41:301]
-    added = added[:-1]  # the last layer's goes into no KV
+    added = added[:-1]  # the last layer's output is in no KV
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
     later = weights[-(len(weights) // 2) :]
     asked = later[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
@@ -177,8 +179,8 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a function can go to the worker
+    """Run the command."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the worker can run a function
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     from vllm import LLM, SamplingParams
 

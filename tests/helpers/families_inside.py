@@ -1,6 +1,6 @@
-"""Small models of several families, each in a vLLM engine: can their chunks be blended?
+"""Checks in a vLLM engine whether chunks of several model families can be blended.
 
-python -m tests.helpers.families_inside FOLDER: makes the models there, prints one JSON object by family.
+python -m tests.helpers.families_inside FOLDER makes small models there and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-CHUNK, MOVED_BY = 90, 131
+CHUNK, SHIFT = 90, 131
 
 
 def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[int]) -> Any:
-    """What a worker says that has just prefilled second, which ends as first does."""
+    """Return findings of a worker that has just prefilled second, which ends with first's chunk."""
     import torch
 
     from ragcache_core.identity.keys import KVSpace
@@ -101,27 +101,27 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     space = KVSpace("", cache.num_layers, shape.num_kv_heads, shape.head_dim, "bfloat16")
     try:
         recomputer = Recomputer(access_model(runner, shape.block_size))
-        parts = make_blend_components(runner.model, recomputer, cache, config, space)
+        components = make_blend_components(runner.model, recomputer, cache, config, space)
     except Exception as error:
         return {"refused": str(error)}
 
     def table(number: int) -> list[int]:
         return [20 * number + i for i in range(-(-len(second) // shape.block_size))]
 
-    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((found.float() - expected.float()).norm() / expected.float().norm())
 
     own = runner.input_batch.block_table[0].get_numpy_array()[0]
     prefilled = cache.read(own[: len(table(1))].tolist(), 0, len(second))
-    parts.recomputer.recompute(second, table(1), [range(len(second))])
+    components.recomputer.recompute(second, table(1), [range(len(second))])
     computed = cache.read(table(1), 0, len(second))
-    parts.recomputer.recompute(first, table(2), [range(len(first))])
+    components.recomputer.recompute(first, table(2), [range(len(first))])
     chunk = cache.read(table(2), len(first) - CHUNK, len(first))
-    # A first layer's keys know only their token and their position.
+    # Keys of the first layer depend only on their token and position.
     there = computed[:1, :, -CHUNK:].contiguous()
     here = chunk[:1].contiguous()
     unmoved = error(here[:, 0], there[:, 0])
-    parts.rotation.rotate_part(here, MOVED_BY)
+    components.rotation.rotate_part(here, SHIFT)
     return {
         "whole_equals_prefill": bool(torch.equal(computed, prefilled)),
         "moved_error": error(here[:, 0], there[:, 0]),
@@ -131,7 +131,7 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
 
 
 def make(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a model with random weights; returns its config.json."""
+    """Write a model with random weights. Return its config.json."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,7 +148,7 @@ def make(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
-    """Make one model and look at it inside an engine."""
+    """Make one model, and check it inside an engine."""
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
@@ -160,23 +160,23 @@ def check(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
         return [rng.randrange(340) for _ in range(count)]
 
     chunk = ids(CHUNK)
-    first, second = [*ids(60), *chunk], [*ids(60 + MOVED_BY), *chunk]
+    first, second = [*ids(60), *chunk], [*ids(60 + SHIFT), *chunk]
     engine = LLM(str(folder), enforce_eager=True, max_model_len=1024, disable_log_stats=True)
     asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     engine.generate({"prompt_token_ids": second}, asked, use_tqdm=False)
-    # vLLM replaces some kernels when an engine starts, and fails to do that twice.
+    # vLLM replaces some kernels when an engine starts, which fails the second time.
     current_platform.register_triton_kernel_overrides = lambda: None
     [found] = engine.collective_rpc(inside, args=(config, first, second))
     del engine
     gc.collect()
     cleanup_dist_env_and_memory()
-    said: dict[str, Any] = found
-    return said
+    result: dict[str, Any] = found
+    return result
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a function can go to the worker
+    """Run the command."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the worker can run a function
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     folder = Path(argv[0])
     found = {

@@ -1,4 +1,4 @@
-"""A Llama with random weights and a small byte-level tokenizer, made on the spot."""
+"""Makes a Llama with random weights and a small byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_tiny_model(
     seed: int = 0,
 ) -> Path:
     """Write the model into folder and return it. Weights are bf16 and a function of the seed."""
-    # Imported here: only tests and benchmarks that start an engine pay for torch.
+    # Imported here, because torch is slow to import and only needed to start an engine.
     import torch
     from safetensors.torch import save_file
 
@@ -59,8 +59,8 @@ def make_tiny_model(
     generator = torch.Generator().manual_seed(seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        # Larger than an initialisation would be: attention that is not uniform makes a wrong KV
-        # visible in the very next token.
+        # Larger than usual initial weights. Attention is then not uniform, so that wrong KV
+        # changes the next token.
         scale = 2.0 / columns**0.5
         return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
 
@@ -86,7 +86,7 @@ def make_tiny_model(
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Write a tokenizer into folder; returns how many tokens it knows."""
+    """Write a tokenizer into folder. Return the size of its vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
