@@ -25,8 +25,6 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """Return findings of a worker that has just prefilled token_ids."""
     import torch
 
-    from bench.support.chunk_attention import ChunkAttentionHook
-    from ragcache_engine.blend.attention import AttentionObserver
     from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.recomputer import Recomputer
     from ragcache_engine.kv_cache.paged_cache import PagedCache
@@ -77,23 +75,33 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     except ValueError as refused:
         found["refusal"] = str(refused)
 
+    found |= observe(cache, recomputer, token_ids, table(1))
+    found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
+    return found
+
+
+def observe(
+    cache: Any, recomputer: Any, token_ids: Sequence[int], blocks: Sequence[int]
+) -> dict[str, Any]:
+    """Return what an observer measures of a prompt whose KV is in these blocks."""
+    from bench.support.chunk_attention import ChunkAttentionHook
+    from ragcache_engine.blend.attention import AttentionObserver
+
+    found: dict[str, Any] = {}
     segments = [range(41), range(41, 300), range(300, 301), range(301, 520)]
     observer = AttentionObserver(cache, recomputer)
-    observation = observer.observe(token_ids, table(1), segments[-1], segments)
+    observation = observer.observe(token_ids, blocks, segments[-1], segments)
     found["observed"] = observation.mass.tolist()
     found["influence"] = observation.influence.tolist()
-    alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
+    alone = observer.observe(token_ids, blocks, range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
-    found["question_attention"] = observer.question_attention(
-        token_ids, table(1), QUESTION
-    ).tolist()
+    found["question_attention"] = observer.question_attention(token_ids, blocks, QUESTION).tolist()
     chunks = [range(41), range(41, 301), range(301, 480)]
-    hook = ChunkAttentionHook(cache, table(1), QUESTION, chunks)
+    hook = ChunkAttentionHook(cache, blocks, QUESTION, chunks)
     with hook.attached():
-        again = observer.question_attention(token_ids, table(1), QUESTION).tolist()
+        again = observer.question_attention(token_ids, blocks, QUESTION).tolist()
     found["same_with_two_hooks"] = again == found["question_attention"]
     found["attention_by_layer"] = hook.by_layer
-    found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
 
 
