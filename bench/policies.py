@@ -34,8 +34,8 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 from bench.comparison_policies import POLICY_NAMES, make_policy
-from bench.prefill_profile import PrefillProfile
 from bench.support.clairvoyant import Intervals, clairvoyant
+from bench.support.computed_profile import ComputedProfile
 from bench.support.replay import Replay, Tally
 from bench.support.traces import DATA, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY
@@ -253,7 +253,7 @@ def main() -> None:
     capacities = QUICK_CAPACITIES if arguments.quick else CAPACITIES
     halves = [
         trace.halves()[arguments.half == "second"]
-        for trace in load_traces(arguments.data, arguments.quick, PrefillProfile())
+        for trace in load_traces(arguments.data, arguments.quick, ComputedProfile())
     ]
     results = []
     with ProcessPoolExecutor() as pool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.prefill_profile import PrefillProfile
+from bench.support.computed_profile import ComputedProfile
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
@@ -84,7 +84,7 @@ class _Prompt:
     chunks: tuple[tuple[str, int], ...]
 
 
-def load_traces(data: Path, quick: bool, profile: PrefillProfile) -> list[Trace]:
+def load_traces(data: Path, quick: bool, profile: ComputedProfile) -> list[Trace]:
     """Every sequence in both modes. Without data, or if quick, mostly a generated one."""
     prompts: dict[str, list[_Prompt]] = {}
     for name, path in RETRIEVED.items():
@@ -101,7 +101,7 @@ def load_traces(data: Path, quick: bool, profile: PrefillProfile) -> list[Trace]
     ]
 
 
-def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: PrefillProfile) -> Trace:
+def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: ComputedProfile) -> Trace:
     numbers: dict[object, int] = {}
     requests = []
     for prompt in prompts:

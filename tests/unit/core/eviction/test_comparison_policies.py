@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.comparison_policies import POLICY_NAMES, make_policy
-from bench.prefill_profile import PrefillProfile
 from bench.support.clairvoyant import Intervals, clairvoyant
+from bench.support.computed_profile import ComputedProfile
 from bench.support.replay import Replay
 from bench.support.traces import BYTES_PER_TOKEN, Access, Request, Trace
 from ragcache_core.eviction.admission import make_admission
@@ -81,7 +81,7 @@ def test_a_replay_counts_a_prefix_up_to_its_first_gap() -> None:
 
 
 def test_prefill_takes_longer_with_more_cached_and_computed_tokens() -> None:
-    profile = PrefillProfile()
+    profile = ComputedProfile()
     for cached, uncached in ((0, 100), (1000, 100), (5000, 3000)):
         seconds = profile.seconds(cached, uncached)
         assert 0 < seconds < profile.seconds(cached + 500, uncached)

@@ -23,7 +23,7 @@ def _profiled(cached: float, uncached: float) -> float:
     return (2 * _WEIGHTS * uncached + 4 * _LAYERS * _WIDTH * pairs) / _OPERATIONS_PER_S
 
 
-class PrefillProfile:
+class ComputedProfile:
     """Seconds at the points of a grid, interpolated between them."""
 
     def __init__(self) -> None:
