@@ -277,10 +277,10 @@ def ask_command(
             show_default="the platform's",
         ),
     ] = None,
-    max_recompute: Annotated[
+    max_recompute_share: Annotated[
         float | None,
         typer.Option(
-            "--max-recompute",
+            "--max-recompute-share",
             help="Share, from 0 to 1, that blend computes again.",
             show_default="the platform's",
         ),
@@ -295,7 +295,7 @@ def ask_command(
         "collection": collection,
         "top_k": top_k,
         "reuse": reuse,
-        "max_recompute": max_recompute,
+        "max_recompute_share": max_recompute_share,
     }
     given = {name: value for name, value in options.items() if value is not None}
     console = None if as_json else make_console()

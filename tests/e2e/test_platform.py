@@ -139,7 +139,7 @@ def test_blend_reuses_chunks_after_other_chunks(platform: Platform) -> None:
     drawn = sample_questions(platform.handbook, 60, "held_out")
     asked = [question for question in drawn[30:] if question.kind == "single"][:12]
     for question in asked:
-        answer = platform.ask(question.text, reuse="blend", max_recompute=0.3)
+        answer = platform.ask(question.text, reuse="blend", max_recompute_share=0.3)
         cache = answer["ragcache"]["cache"]
         blended += cache["blended_tokens"]
         recomputed += cache["recomputed_tokens"]

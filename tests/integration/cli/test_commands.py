@@ -268,7 +268,7 @@ def test_ask_passes_on_how_to_reuse(gateway: FakeGateway) -> None:
     assert gateway.asked[0]["ragcache"] == {
         "collection": "default",
         "reuse": "blend",
-        "max_recompute": 0.25,
+        "max_recompute_share": 0.25,
     }
 
 

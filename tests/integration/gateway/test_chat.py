@@ -123,7 +123,7 @@ def sent_plan(gateway: World) -> ReusePlan:
 async def test_blend_reuses_chunks_after_any_prefix_and_the_head_only_exactly(
     gateway: World,
 ) -> None:
-    response = await gateway.ask(ragcache={"reuse": "blend", "max_recompute": 0.5})
+    response = await gateway.ask(ragcache={"reuse": "blend", "max_recompute_share": 0.5})
     assert response.status_code == 200
     plan = sent_plan(gateway)
     head, *chunks = plan.segments
@@ -142,7 +142,7 @@ async def test_a_platform_set_to_blend_blends_unless_a_request_chooses(tiny_mode
     async with world(tiny_model, reuse="blend", max_recompute_share=0.3) as gateway:
         await gateway.ask()
         assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0.3)
-        await gateway.ask(ragcache={"max_recompute": 0})
+        await gateway.ask(ragcache={"max_recompute_share": 0})
         assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0)
         await gateway.ask(ragcache={"reuse": "exact"})
         assert {segment.action for segment in sent_plan(gateway).segments} == {Action.EXACT}
@@ -152,12 +152,12 @@ async def test_a_platform_set_to_blend_blends_unless_a_request_chooses(tiny_mode
 
 @pytest.mark.parametrize("reuse", [None, "exact", "off"])
 async def test_a_recompute_share_is_only_for_blend(gateway: World, reuse: str | None) -> None:
-    response = await gateway.ask(ragcache={"reuse": reuse, "max_recompute": 0.2})
+    response = await gateway.ask(ragcache={"reuse": reuse, "max_recompute_share": 0.2})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["param"] == "ragcache.max_recompute"
+    assert error["param"] == "ragcache.max_recompute_share"
     assert error["message"] == (
-        f"ragcache.max_recompute: is given, and ragcache.reuse is {reuse or 'exact'}; "
+        f"ragcache.max_recompute_share: is given, and ragcache.reuse is {reuse or 'exact'}; "
         "set ragcache.reuse to blend or leave it out"
     )
     assert gateway.retriever.searches == []

@@ -191,7 +191,7 @@ def read_question(services: ChatServices, request: ChatRequest) -> Question:
         raise NotFound("model", str(request.model), f"ask for {model!r}")
     conversation = read_conversation(request.messages)
     options = request.ragcache
-    reuse = requested_reuse(options.reuse, options.max_recompute, services.default_reuse)
+    reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
     if services.trials is not None:
         reuse = services.trials.apply_decision(reuse)
     return Question(request, conversation, reuse, started)

@@ -137,7 +137,7 @@ class RagCacheOptions(BaseModel):
             "setting."
         ),
     )
-    max_recompute: float | None = Field(
+    max_recompute_share: float | None = Field(
         default=None,
         ge=0,
         le=1,

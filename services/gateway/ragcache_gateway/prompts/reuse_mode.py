@@ -48,7 +48,7 @@ def requested_reuse(
         return ReuseMode(mode, default.max_recompute_share)
     if mode != "blend":
         raise InvalidInput(
-            "ragcache.max_recompute",
+            "ragcache.max_recompute_share",
             f"is given, and ragcache.reuse is {mode}",
             "set ragcache.reuse to blend or leave it out",
         )

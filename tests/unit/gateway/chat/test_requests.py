@@ -67,13 +67,13 @@ def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, An
         ({"ragcache": {"top_k": True}}, "ragcache.top_k"),
         ({"ragcache": {"collections": "x"}}, "ragcache.collections"),
         ({"ragcache": {"reuse": "some"}}, "ragcache.reuse"),
-        ({"ragcache": {"reuse": "blend", "max_recompute": 1.5}}, "ragcache.max_recompute"),
-        ({"ragcache": {"reuse": "blend", "max_recompute": -0.1}}, "ragcache.max_recompute"),
-        ({"ragcache": {"reuse": "blend", "max_recompute": "0.2"}}, "ragcache.max_recompute"),
-        ({"ragcache": {"reuse": "blend", "max_recompute": True}}, "ragcache.max_recompute"),
+        ({"ragcache": {"reuse": "blend", "max_recompute_share": 1.5}}, "ragcache.max_recompute_share"),
+        ({"ragcache": {"reuse": "blend", "max_recompute_share": -0.1}}, "ragcache.max_recompute_share"),
+        ({"ragcache": {"reuse": "blend", "max_recompute_share": "0.2"}}, "ragcache.max_recompute_share"),
+        ({"ragcache": {"reuse": "blend", "max_recompute_share": True}}, "ragcache.max_recompute_share"),
         (
-            {"ragcache": {"reuse": "blend", "max_recompute": float("nan")}},
-            "ragcache.max_recompute",
+            {"ragcache": {"reuse": "blend", "max_recompute_share": float("nan")}},
+            "ragcache.max_recompute_share",
         ),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
@@ -153,20 +153,20 @@ def test_only_the_gateway_sets_a_salt() -> None:
 def test_a_request_reuses_kv_as_the_platform_is_set_unless_it_chooses(default: ReuseMode) -> None:
     def wanted(**options: Any) -> ReuseMode:
         asked = read(ragcache=options).ragcache
-        return requested_reuse(asked.reuse, asked.max_recompute, default)
+        return requested_reuse(asked.reuse, asked.max_recompute_share, default)
 
-    assert wanted() == wanted(reuse=None, max_recompute=None) == default
+    assert wanted() == wanted(reuse=None, max_recompute_share=None) == default
     for mode in ("exact", "blend", "off"):
         assert wanted(reuse=mode).mode == mode
     assert wanted(reuse="blend") == ReuseMode("blend", default.max_recompute_share)
-    assert wanted(reuse="blend", max_recompute=1) == ReuseMode("blend", 1.0)
+    assert wanted(reuse="blend", max_recompute_share=1) == ReuseMode("blend", 1.0)
 
 
 def test_a_recompute_share_is_refused_without_blend() -> None:
     assert requested_reuse(None, 0.1, ReuseMode("blend", 0.3)) == ReuseMode("blend", 0.1)
     with pytest.raises(InvalidInput) as caught:
         requested_reuse(None, 0.1, ReuseMode("exact", 0.3))
-    assert caught.value.field == "ragcache.max_recompute"
+    assert caught.value.field == "ragcache.max_recompute_share"
     with pytest.raises(InvalidInput):
         requested_reuse("off", 0.0, ReuseMode("blend", 1))
 
