@@ -211,7 +211,7 @@ def test_all_layers_of_a_load_with_recomputation_are_written_at_once() -> None:
 
 
 def test_the_number_of_first_layers_follows_equation_16() -> None:
-    """Each layer of a job takes 10 ms to write. All of them take 40 ms to load, 20 ms to compute."""
+    """A layer of a job takes 10 ms to write. All layers take 40 ms to load, 20 ms to compute."""
     bench = Bench()
     for number in range(4):  # until the time of writes is known
         bench.load(job := make_job(str(number), blocks_of(number), compute_s=0.02))
