@@ -263,7 +263,7 @@ def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:
 
 
 def test_ask_passes_on_how_to_reuse(gateway: FakeGateway) -> None:
-    result = ragcache("ask", "Where?", "--reuse", "blend", "--max-recompute", 0.25)
+    result = ragcache("ask", "Where?", "--reuse", "blend", "--max-recompute-share", 0.25)
     assert result.exit_code == 0
     assert gateway.asked[0]["ragcache"] == {
         "collection": "default",
