@@ -52,7 +52,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.support.cache_craft import RankedChunk, rank_by_attention, select_by_fix_overhead
+from bench.support.cache_craft import (
+    AttentionRankedChunk,
+    rank_by_attention,
+    select_by_fix_overhead,
+)
 from models.tinyrag.examples import ask, stage_scene
 from models.tinyrag.handbook import Question
 from models.tinyrag.prompt import chunk_ids, frame
@@ -383,13 +387,15 @@ class Trial:
 
     def cache_craft(self, budget: int) -> tuple[range, ...]:
         """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
-        chunks: list[RankedChunk] = []
+        chunks: list[AttentionRankedChunk] = []
         before: list[PrefixChunk] = []
         for captured, start, ids in zip(self.captured, self.starts, self.case.chunks, strict=True):
             overlap = prefix_overlap(captured.prefix, before).adjusted
             fit = VariantFit(VariantKey(key_of(ids), bytes(KEY_BYTES)), captured.cci, overlap)
             limit = len(captured.ranking)
-            chunks.append(RankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit))
+            chunks.append(
+                AttentionRankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit)
+            )
             before.append(PrefixChunk(key_of(ids), len(ids)))
         return select_by_fix_overhead(chunks, budget).runs
 

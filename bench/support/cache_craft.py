@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class RankedChunk:
+class AttentionRankedChunk:
     """A chunk whose KV is reused.
 
     Attributes:
@@ -79,7 +79,7 @@ def rank_by_attention(inter_attention: Sequence[float]) -> list[int]:
 
 
 def select_by_fix_overhead(
-    chunks: Sequence[RankedChunk], budget_tokens: int, *, exact_head: int = 0
+    chunks: Sequence[AttentionRankedChunk], budget_tokens: int, *, exact_head: int = 0
 ) -> TokenSelection:
     """Select the top N tokens of each chunk (eq. 14) within one budget for the prompt.
 
@@ -104,7 +104,7 @@ def select_by_fix_overhead(
     return TokenSelection.of_positions(_order(in_order, exact_head)[:budget_tokens])
 
 
-def _order(chunks: Sequence[RankedChunk], exact_head: int) -> NDArray[np.int64]:
+def _order(chunks: Sequence[AttentionRankedChunk], exact_head: int) -> NDArray[np.int64]:
     """Return the positions of all tokens that may be selected, in the order of their turns."""
     positions: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
     turns: list[NDArray[np.float64]] = [np.empty(0, dtype=np.float64)]

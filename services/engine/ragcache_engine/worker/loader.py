@@ -112,7 +112,7 @@ class _RunningLoad:
         )
 
 
-class Loader:
+class ValueLoader:
     """Runs LoadJobs.
 
     Values are written in order, so the written tokens are always a prefix of the load, except for

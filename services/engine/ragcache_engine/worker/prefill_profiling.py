@@ -57,7 +57,7 @@ def measure_profile(
     block_size = cache.shape.block_size
     max_tokens = min(max_length, (num_blocks - 1 - _NULL_BLOCK) * block_size)
     longest_pass = min(recomputer.max_tokens, max_tokens)
-    timer = _PassTimer(cache, recomputer, range(1 + _NULL_BLOCK, num_blocks), max_tokens)
+    timer = _PassMeasurement(cache, recomputer, range(1 + _NULL_BLOCK, num_blocks), max_tokens)
     timer.pass_s(0, _MIN_TOKENS)  # warm-up
     first_row: dict[int, float] = {}
     for computed in _pass_sizes(longest_pass):
@@ -126,7 +126,7 @@ def _pass_sizes(longest: int) -> Iterator[int]:
     yield longest
 
 
-class _PassTimer:
+class _PassMeasurement:
     def __init__(
         self, cache: PagedCache, recomputer: Recomputer, blocks: Sequence[int], max_tokens: int
     ) -> None:

@@ -30,7 +30,7 @@ from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.tiers.local_tiers import make_local_tiers
 from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.load_results import LoadResults
-from ragcache_engine.worker.loader import Loader
+from ragcache_engine.worker.loader import ValueLoader
 from ragcache_engine.worker.pass_timer import PassTimer
 from ragcache_engine.worker.saver import Saver
 from ragcache_engine.worker.value_exporter import ValueExporter
@@ -88,7 +88,7 @@ class ConnectorWorker:
         self._client = client
         # A store that does not learn of reads in these tiers would think their values cold.
         self._tiers = make_local_tiers(settings, space, cache.device, client.note_reads)
-        self._loader = Loader(
+        self._loader = ValueLoader(
             Fetcher(client, space, self._tiers, rotation, cache.device),
             self._tiers,
             _warm_up_steps(client, settings.load_deadline_s, rotation, cache.device),

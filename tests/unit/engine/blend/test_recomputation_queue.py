@@ -89,7 +89,7 @@ class FakeModel:
 
 
 @dataclass
-class BlendHarness:
+class BlendWorkerHarness:
     """A worker with a fake model."""
 
     worker: WorkerHarness
@@ -109,7 +109,7 @@ class BlendHarness:
         return outcome
 
 
-def make_blend(settings: EngineSettings | None = None) -> BlendHarness:
+def make_blend(settings: EngineSettings | None = None) -> BlendWorkerHarness:
     model = FakeModel()
     rotation = KeyRotation(ROPE, "bfloat16")
     rotation.warm_up()  # not within a load's deadline
@@ -122,11 +122,11 @@ def make_blend(settings: EngineSettings | None = None) -> BlendHarness:
 
     worker = WorkerHarness(settings, cast("Any", FakeComponents(rotation, model, model)))
     model.cache = worker.cache
-    return BlendHarness(worker, model, rotation)
+    return BlendWorkerHarness(worker, model, rotation)
 
 
 @pytest.fixture
-def blend() -> Iterator[BlendHarness]:
+def blend() -> Iterator[BlendWorkerHarness]:
     made = make_blend()
     yield made
     made.worker.connector.close()
@@ -155,13 +155,13 @@ def job(
     return LoadJob("r", tuple(wanted), first, end, BLOCKS, "tenant", recomputation)
 
 
-def is_computed(blend: BlendHarness, position: int) -> bool:
+def is_computed(blend: BlendWorkerHarness, position: int) -> bool:
     value = blend.worker.cache.read(BLOCKS, position, position + 1)
     return bool((value == COMPUTED).all())
 
 
 @pytest.mark.parametrize("base", [0, 3, 10, 5000])
-def test_keys_are_rotated_to_their_new_position(blend: BlendHarness, base: int) -> None:
+def test_keys_are_rotated_to_their_new_position(blend: BlendWorkerHarness, base: int) -> None:
     wanted = spans(10, 50, 120)
     store = blend.worker.store
     tensors = {k: value.clone() for k, value in store.fill(wanted).items()}
@@ -178,7 +178,7 @@ def test_keys_are_rotated_to_their_new_position(blend: BlendHarness, base: int) 
     assert torch.equal(blend.worker.cache.read(BLOCKS, 50, 120), tensors[wanted[2].variant])
 
 
-def test_only_the_tokens_with_the_highest_need_are_recomputed(blend: BlendHarness) -> None:
+def test_only_the_tokens_with_the_highest_need_are_recomputed(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
     blend.model.attended = (40,)
@@ -191,7 +191,7 @@ def test_only_the_tokens_with_the_highest_need_are_recomputed(blend: BlendHarnes
     assert [is_computed(blend, p) for p in (19, 20, 21, 60)] == [False, True, True, False]
 
 
-def test_question_attention_is_measured_before_recomputation(blend: BlendHarness) -> None:
+def test_question_attention_is_measured_before_recomputation(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
     blend.model.attended = (77,)
@@ -202,7 +202,7 @@ def test_question_attention_is_measured_before_recomputation(blend: BlendHarness
     assert outcome.recomputed_tokens == 8
 
 
-def test_missing_chunks_do_not_count_against_the_budget(blend: BlendHarness) -> None:
+def test_missing_chunks_do_not_count_against_the_budget(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 50, 80, 120)
     blend.worker.store.fill(wanted)
     blend.worker.store.values[key(2)] = Miss.EVICTED
@@ -217,7 +217,7 @@ def test_missing_chunks_do_not_count_against_the_budget(blend: BlendHarness) -> 
 
 @pytest.mark.parametrize("scratch", [(), SCRATCH])
 def test_a_question_is_cut_to_its_scratch_blocks(
-    blend: BlendHarness, scratch: tuple[int, ...]
+    blend: BlendWorkerHarness, scratch: tuple[int, ...]
 ) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
@@ -228,14 +228,14 @@ def test_a_question_is_cut_to_its_scratch_blocks(
     assert [len(question) for question, _ in blend.model.questions] == [40] * len(scratch)
 
 
-def test_without_a_budget_nothing_is_computed_or_measured(blend: BlendHarness) -> None:
+def test_without_a_budget_nothing_is_computed_or_measured(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
     outcome = blend.run(job(wanted, recompute(chunk(10, 120))))
     assert (blend.model.passes, blend.model.questions, outcome.recomputed_tokens) == ([], [], 0)
 
 
-def test_a_missing_chunk_may_overlap_the_cached_prefix(blend: BlendHarness) -> None:
+def test_a_missing_chunk_may_overlap_the_cached_prefix(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 60, 120)
     blend.worker.store.fill(wanted)
     blend.worker.store.values[key(1)] = Miss.EVICTED
@@ -244,7 +244,7 @@ def test_a_missing_chunk_may_overlap_the_cached_prefix(blend: BlendHarness) -> N
     assert blend.model.recomputed == list(range(32, 60))
 
 
-def test_the_cached_prefix_is_never_recomputed(blend: BlendHarness) -> None:
+def test_the_cached_prefix_is_never_recomputed(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
     outcome = blend.run(job(wanted, recompute(chunk(10, 120), exact_end=32, budget=999), first=32))
@@ -253,7 +253,7 @@ def test_the_cached_prefix_is_never_recomputed(blend: BlendHarness) -> None:
 
 
 @pytest.mark.parametrize("miss", [Miss.EVICTED, Miss.CORRUPT])
-def test_a_missing_chunk_is_recomputed_completely(blend: BlendHarness, miss: Miss) -> None:
+def test_a_missing_chunk_is_recomputed_completely(blend: BlendWorkerHarness, miss: Miss) -> None:
     wanted = spans(10, 50, 80, 120)
     blend.worker.store.fill(wanted)
     blend.worker.store.values[key(2)] = miss
@@ -264,7 +264,7 @@ def test_a_missing_chunk_is_recomputed_completely(blend: BlendHarness, miss: Mis
     assert blend.worker.connector.take_bad_blocks() == set()
 
 
-def test_missing_positions_hold_zeros_until_they_are_recomputed(blend: BlendHarness) -> None:
+def test_missing_positions_hold_zeros_until_they_are_recomputed(blend: BlendWorkerHarness) -> None:
     wanted = spans(10, 120)
     blend.worker.store.fill(wanted)
     found: list[torch.Tensor] = []
@@ -278,7 +278,9 @@ def test_missing_positions_hold_zeros_until_they_are_recomputed(blend: BlendHarn
     assert not found[0].any()
 
 
-def test_an_exact_value_that_was_re_encoded_with_a_loss_is_not_used(blend: BlendHarness) -> None:
+def test_an_exact_value_that_was_re_encoded_with_a_loss_is_not_used(
+    blend: BlendWorkerHarness,
+) -> None:
     wanted = spans(40, 120)
     store = blend.worker.store
     store.fill(wanted)
@@ -292,7 +294,7 @@ def test_an_exact_value_that_was_re_encoded_with_a_loss_is_not_used(blend: Blend
 
 @pytest.mark.parametrize(("after", "first_bad"), [(0, 0), (1, 1)])
 def test_a_failed_load_keeps_only_its_exact_blocks(
-    blend: BlendHarness, after: int, first_bad: int
+    blend: BlendWorkerHarness, after: int, first_bad: int
 ) -> None:
     """vLLM recomputes from the first block that is not exact, so the answer is exact."""
     wanted = spans(40, 60, 80, 120)
@@ -305,7 +307,9 @@ def test_a_failed_load_keeps_only_its_exact_blocks(
 
 
 @pytest.mark.parametrize("after", [2, 3])
-def test_chunks_of_a_blend_after_an_outage_are_recomputed(blend: BlendHarness, after: int) -> None:
+def test_chunks_of_a_blend_after_an_outage_are_recomputed(
+    blend: BlendWorkerHarness, after: int
+) -> None:
     """Chunks that arrived before the outage are used."""
     wanted = spans(40, 60, 80, 120)
     blend.worker.store.fill(wanted)
@@ -319,7 +323,7 @@ def test_chunks_of_a_blend_after_an_outage_are_recomputed(blend: BlendHarness, a
     assert blend.worker.connector.take_counts().failures == {"store unavailable": len(missing)}
 
 
-def test_chunks_of_a_blend_that_time_out_are_recomputed(blend: BlendHarness) -> None:
+def test_chunks_of_a_blend_that_time_out_are_recomputed(blend: BlendWorkerHarness) -> None:
     wanted = spans(40, 60, 120)
     worker = blend.worker
     worker.store.fill(wanted)
@@ -341,7 +345,7 @@ def test_chunks_of_a_blend_that_time_out_are_recomputed(blend: BlendHarness) -> 
     assert blend.model.recomputed == list(range(60, 120))
 
 
-def test_a_step_with_other_requests_recomputes_one_slice(blend: BlendHarness) -> None:
+def test_a_step_with_other_requests_recomputes_one_slice(blend: BlendWorkerHarness) -> None:
     made = make_blend(EngineSettings(cachestore=FixedMembers(()), recompute_slice_tokens=16))
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
@@ -371,7 +375,7 @@ def test_a_cancelled_recomputation_stops_and_is_reported() -> None:
     connector.close()
 
 
-def test_a_recomputation_that_raises_fails_only_its_load(blend: BlendHarness) -> None:
+def test_a_recomputation_that_raises_fails_only_its_load(blend: BlendWorkerHarness) -> None:
     wanted = spans(40, 120)
     blend.worker.store.fill(wanted)
     blend.model.error = RuntimeError("device error")
@@ -544,7 +548,7 @@ def test_blocks_are_released_at_the_deadline_without_an_idle_step() -> None:
     assert chunk_observer.advance(idle=False) == {"ended"}
 
 
-def test_blocks_are_released_when_vllm_needs_them(blend: BlendHarness) -> None:
+def test_blocks_are_released_when_vllm_needs_them(blend: BlendWorkerHarness) -> None:
     connector = blend.worker.connector
     connector.start_loads(StepJobs(observes=(observe_job(),)))
     connector.advance((), busy=True)
@@ -563,7 +567,9 @@ def test_blocks_are_released_when_an_observation_fails() -> None:
     assert saved == []
 
 
-def test_an_observation_is_saved_with_its_variant_and_deleted_with_it(blend: BlendHarness) -> None:
+def test_an_observation_is_saved_with_its_variant_and_deleted_with_it(
+    blend: BlendWorkerHarness,
+) -> None:
     chunk_observer = FakeObserver()
     blend.model.observe = chunk_observer.observe  # type: ignore[attr-defined]
     connector, store = blend.worker.connector, blend.worker.store

@@ -23,7 +23,7 @@ from ragcache_engine.worker.prefill_profiling import (
 BLOCK = 32
 
 
-class Machine:
+class SimulatedMachine:
     """Runs passes of a given duration, on a clock of its own."""
 
     def __init__(self, max_tokens: int, token_s: float) -> None:
@@ -49,7 +49,7 @@ class Machine:
         self.now_s += 1e-4 + self._token_s * len(run) * (1 + 1e-3 * run.start)
 
 
-def measure(machine: Machine, **given: Any) -> PrefillProfile:
+def measure(machine: SimulatedMachine, **given: Any) -> PrefillProfile:
     cache: Any = machine
     recomputer: Any = machine
     asked = {"num_blocks": 100, "max_length": 2048, "budget_s": 5.0} | given
@@ -57,7 +57,7 @@ def measure(machine: Machine, **given: Any) -> PrefillProfile:
 
 
 def test_a_fast_model_is_measured_up_to_the_longest_pass_and_prompt() -> None:
-    machine = Machine(1024, 1e-6)
+    machine = SimulatedMachine(1024, 1e-6)
     profile = measure(machine)
     assert profile.computed == (1, 4, 16, 64, 256, 1024)
     assert profile.cached == (0, 512, 1024)
@@ -66,7 +66,7 @@ def test_a_fast_model_is_measured_up_to_the_longest_pass_and_prompt() -> None:
 
 
 def test_a_slow_model_is_measured_by_short_passes() -> None:
-    machine = Machine(1024, 2e-3)
+    machine = SimulatedMachine(1024, 2e-3)
     profile = measure(machine, budget_s=5.0)
     assert profile.computed[-1] < 1024
     assert machine.now_s < 2 * 5.0
@@ -77,7 +77,7 @@ def test_a_slow_model_is_measured_by_short_passes() -> None:
 def test_every_cache_size_and_length_gives_a_profile(
     num_blocks: int, max_length: int, max_tokens: int
 ) -> None:
-    machine = Machine(max_tokens, 1e-6)
+    machine = SimulatedMachine(max_tokens, 1e-6)
     profile = measure(machine, num_blocks=num_blocks, max_length=max_length)
     assert max(run.stop for run in machine.passes) <= max_length
     assert machine.blocks <= set(range(1, num_blocks))
@@ -87,7 +87,7 @@ def test_every_cache_size_and_length_gives_a_profile(
 def test_a_profile_is_saved_for_the_next_start(tmp_path: Path) -> None:
     path = profile_path(tmp_path, model="a", threads=2)
     assert read_saved_profile(path) is None
-    profile = measure(Machine(1024, 1e-6))
+    profile = measure(SimulatedMachine(1024, 1e-6))
     write_profile(path, profile)
     assert read_saved_profile(path) == profile
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -112,4 +112,4 @@ def test_an_unreadable_profile_is_none(content: str, tmp_path: Path) -> None:
 
 def test_a_read_only_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "ragcache").write_text("a file, where the folder should be")
-    write_profile(profile_path(tmp_path), measure(Machine(1024, 1e-6)))
+    write_profile(profile_path(tmp_path), measure(SimulatedMachine(1024, 1e-6)))
