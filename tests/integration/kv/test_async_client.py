@@ -1,4 +1,4 @@
-"""The async client of one store: its calls do what the blocking client's do."""
+"""The async clients do what the blocking clients do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.cachestore_parts import TIMEOUT_S, key, put_value, serving, v
 RAW = value(300_000)
 
 
-async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
+async def test_values_use_the_fastest_transport(tmp_path: Path) -> None:
     with serving(tmp_path, transports=("shared", "socket")) as served:
         client = AsyncStoreClient(served.address)
         assert client.transport == ""
@@ -43,7 +43,7 @@ async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
         await client.close()
 
 
-async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> None:
+async def test_a_watch_starts_with_a_snapshot_and_continues(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         put_value(served.client, key(1), RAW)
         client = AsyncStoreClient(served.address)
@@ -97,15 +97,13 @@ async def test_a_lookup_asks_the_owners_of_the_chunks(tmp_path: Path) -> None:
         owners = RendezvousHash((one.address, other.address)).owners([one.chunk for one in keys])
         clients = {one.address: one.client, other.address: other.client}
         assert set(owners) == clients.keys()
-        for place, owner in enumerate(owners):
-            if place % 3:
-                put_value(clients[owner], keys[place], value(1000, place))
+        for i, owner in enumerate(owners):
+            if i % 3:
+                put_value(clients[owner], keys[i], value(1000, i))
         found = await store.lookup([LookupKey.for_variant(one) for one in keys])
-        assert [bool(variants.stored) for variants in found] == [
-            bool(place % 3) for place in range(16)
-        ]
+        assert [bool(variants.stored) for variants in found] == [bool(i % 3) for i in range(16)]
         assert [variants.stored[0].key for variants in found if variants.stored] == [
-            one for place, one in enumerate(keys) if place % 3
+            one for i, one in enumerate(keys) if i % 3
         ]
         await store.close()
 

@@ -1,4 +1,4 @@
-"""Several real stores behind one client: whole, losing a shard, growing and shrinking."""
+"""One client of several real stores: complete, with a lost shard, growing and shrinking."""
 
 from __future__ import annotations
 
@@ -73,33 +73,33 @@ def raw_of(wanted: VariantKey) -> bytes:
 def values(
     store: ShardedStore, keys: list[VariantKey], timeout_s: float = TIMEOUT_S
 ) -> list[object]:
-    """What get gives, as bytes or a Miss, in its order."""
+    """Return the results of get in order, as bytes or a Miss."""
     found = list(store.get(keys, timeout_s))
     assert [wanted for wanted, _ in found] == keys
     return [stored if isinstance(stored, Miss) else bytes(stored.value) for _, stored in found]
 
 
 def misses(answer: ShardedLookup) -> set[Miss | None]:
-    """Why what is not held is not."""
+    """Return the reasons of the misses."""
     return {variants.miss for variants in answer.variants if not variants.stored}
 
 
 def deletion(*chunks: bytes, **named: object) -> Deletion:
-    """One that has just been made."""
+    """Return a new deletion."""
     made = Deletion(os.urandom(16), chunks, made_at_ms=time.time_ns() // 1_000_000)
     return replace(made, **named)  # type: ignore[arg-type]
 
 
 def eventually(claim: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @contextmanager
 def silent_peer() -> Iterator[str]:
-    """Takes connections and never answers, as a frozen process or a lost node does."""
+    """Accepts connections and never answers, as a frozen process or a lost node does."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -173,7 +173,7 @@ def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[ServedSt
 
 
 def lost_among(shards: list[ServedStore], lost: str) -> tuple[list[str], set[VariantKey]]:
-    """Members with a lost one, and the keys that the others own."""
+    """Return members with a lost one, and the keys that the others own."""
     addresses = [*(shard.address for shard in shards), lost]
     owners = RendezvousHash(addresses).owners([wanted.chunk for wanted in KEYS])
     kept = {k for k, owner in zip(KEYS, owners, strict=True) if owner != lost}
@@ -217,7 +217,7 @@ def test_a_shard_that_stops_answering_makes_no_other_lost(shards: list[ServedSto
             for wanted in kept:
                 put(store, wanted, raw_of(wanted))
             found = values(store, KEYS, TIMES_OUT_S)
-            first_lost = next(place for place, wanted in enumerate(KEYS) if wanted not in kept)
+            first_lost = next(i for i, wanted in enumerate(KEYS) if wanted not in kept)
             assert found[:first_lost] == [raw_of(wanted) for wanted in KEYS[:first_lost]]
             expected = [raw_of(wanted) if wanted in kept else Miss.LOST for wanted in KEYS]
             assert values(store, KEYS) == expected
@@ -231,11 +231,11 @@ def test_a_lost_shard_that_answers_again_is_used_again(
     orphan = next(wanted for wanted in KEYS if wanted not in kept)
     with opened(*addresses) as store:
         assert store.lookup(WANTS, TIMES_OUT_S).by_key() == {}
-        with caplog.at_level("INFO"), serving(tmp_path / "late", port=port) as late:
-            # Nobody needs to ask it in vain for that.
+        with caplog.at_level("INFO"), serving(tmp_path / "again", port=port) as restarted:
+            # No caller needs to fail for that.
             eventually(lambda: "available again" in caplog.text)
             assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
-            assert late.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
+            assert restarted.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
 
 
 def test_a_short_timeout_does_not_make_a_shard_lost(
@@ -339,8 +339,8 @@ def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Serv
         # What was computed after the chunk is as dead, on whichever shard.
         origin = Origin(prefix_chunks=(KEYS[0].chunk,))
         for wanted in KEYS[1:5]:
-            late = replace(variant(wanted, raw), origin=origin)
-            outcome = store.put(late, whole(late, raw), TIMEOUT_S, as_of=before)
+            outdated = replace(variant(wanted, raw), origin=origin)
+            outcome = store.put(outdated, whole(outdated, raw), TIMEOUT_S, as_of=before)
             assert outcome is PutOutcome.DELETED
 
 
@@ -373,7 +373,7 @@ def test_a_put_without_a_known_lookup_is_stored_if_nothing_was_deleted(
 def replicated(
     shards: list[ServedStore], wanted: VariantKey, raw: bytes
 ) -> tuple[ServedStore, ServedStore]:
-    """Put on its owner and, as the owner would, on the next one; returns both."""
+    """Put on the owner and, as the owner would, on the next shard. Return both."""
     by_name = {shard.address: shard for shard in shards}
     owner, second = RendezvousHash(by_name).ranked([wanted.chunk], 2)[0]
     for name in (owner, second):
@@ -440,7 +440,7 @@ async def test_a_delete_goes_to_the_named_shard(tmp_path: Path) -> None:
 
 
 class Shards:
-    """Shards as processes of their own that know of each other."""
+    """Shards as processes that know each other."""
 
     def __init__(self, folder: Path, count: int, **env: str) -> None:
         self.folder = folder
@@ -506,7 +506,7 @@ def test_a_shard_that_was_down_during_a_delete_never_serves_the_deleted_variants
         stop = threading.Event()
 
         def ask() -> None:
-            """As soon as it answers at all."""
+            """Wait until it answers."""
             client = StoreClient(dead)
             while not stop.is_set():
                 try:
@@ -530,15 +530,15 @@ def test_a_shard_that_was_down_during_a_delete_never_serves_the_deleted_variants
 
 
 def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
-    """Those of keys that a shard holds, which has just been started."""
-    client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
+    """Return those of keys that a shard has after its start."""
+    client, deadline = StoreClient(address), time.monotonic() + TIMEOUT_S
     while True:
         try:
             found = client.lookup(
                 [LookupKey.for_variant(wanted) for wanted in keys], TIMEOUT_S
             ).variants
         except Unavailable:  # this process' gRPC has not yet tried again to connect
-            assert time.monotonic() < give_up
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         else:
             client.close()
@@ -546,7 +546,7 @@ def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
 
 
 def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
-    """Whether a shard has written all of keys to its disk."""
+    """Return whether a shard has written all keys to its disk."""
     client = StoreClient(address)
     try:
         return client.stats().disk_bytes >= sum(len(raw_of(wanted)) for wanted in keys)
@@ -557,7 +557,7 @@ def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
 def test_a_shard_that_was_frozen_during_a_delete_learns_of_it_without_a_restart(
     tmp_path: Path,
 ) -> None:
-    """Its client's call is over, nobody sends it again."""
+    """The client's call is over, and no client repeats it."""
     with processes(tmp_path, 2) as shards:
         one, other = shards.addresses
         client = StoreClient(other)
@@ -567,8 +567,8 @@ def test_a_shard_that_was_frozen_during_a_delete_learns_of_it_without_a_restart(
         eventually(lambda: get_value(client, KEYS[0]) is None)
         # And a copy that is planned on what was known before is refused there, too.
         raw = raw_of(KEYS[0])
-        late = variant(KEYS[0], raw)
-        assert client.put(late, whole(late, raw), TIMEOUT_S) is PutOutcome.DELETED
+        outdated = variant(KEYS[0], raw)
+        assert client.put(outdated, whole(outdated, raw), TIMEOUT_S) is PutOutcome.DELETED
         client.close()
         alone.close()
 
@@ -578,9 +578,9 @@ def test_a_hot_variant_gets_a_replica_that_serves_for_its_owner(tmp_path: Path) 
         hot, raw = KEYS[0], value(8 * MIB)
         assert put(store, hot, raw) is PutOutcome.STORED
         owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
-        give_up = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas:
-            assert time.monotonic() < give_up, "it was not replicated"
+            assert time.monotonic() < deadline, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
         assert store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas == (second,)

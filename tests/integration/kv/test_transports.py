@@ -1,4 +1,4 @@
-"""All transports to a store carry the same values, hold what is read, and end in time."""
+"""All transports carry the same values, keep leases while they read, and end in time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def key(number: int) -> VariantKey:
 
 
 def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, memoryview]:
-    """A variant with parts of sizes, of random bytes that depend on number."""
+    """Return a variant with parts of sizes, and random bytes that depend on number."""
     value = memoryview(np.random.default_rng(number).bytes(sum(sizes)))
     info = VariantInfo(8, len(value), 3, Provenance(exact=exact))
     origin = Origin(domain="public", document="d")
@@ -71,7 +71,7 @@ def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, 
 
 
 def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
-    """A shape that gives parts of sizes, as there is for equal ones; None: opaque bytes."""
+    """Return a shape with parts of sizes; None (opaque bytes) if the sizes differ."""
     head_dim, rest = divmod(sizes[0], 2 * num_tokens * 2)
     if rest or len(set(sizes)) > 1:
         return None
@@ -79,7 +79,7 @@ def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
 
 
 class Served:
-    """A store and both its faces, in this process."""
+    """A store with its gRPC and data servers, in this process."""
 
     def __init__(
         self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
@@ -100,7 +100,7 @@ class Served:
         return server
 
     def interrupt(self) -> None:
-        """End every connection, from the store's side."""
+        """Close every connection in the store."""
         with self.transports._lock:  # one that has greeted its client may not be listed yet
             connections = list(self.transports._connections)
         for connection in connections:
@@ -164,9 +164,9 @@ def only(client: StoreClient, number: int, **options: object) -> StoredValue | M
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -179,7 +179,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> None:
+def test_a_get_returns_the_value_that_was_put(client: StoreClient, sizes: list[int]) -> None:
     variant, value = new(1, sizes)
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.ALREADY_STORED
@@ -212,7 +212,9 @@ def test_too_little_memory_is_refused(client: StoreClient) -> None:
     assert isinstance(only(client, 1), StoredValue)
 
 
-def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Served) -> None:
+def test_values_arrive_in_order_and_misses_have_reasons(
+    client: StoreClient, served: Served
+) -> None:
     for number, exact in ((1, True), (2, False), (3, True)):
         variant, value = new(number, [10_000 * number], exact)
         client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -243,7 +245,7 @@ def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
             assert found.value == new(number, [100 + number])[1]
 
 
-def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
+def test_layers_arrive_in_order_over_all_values(client: StoreClient) -> None:
     sizes = {1: [70_000] * 4, 2: [10], 3: [200_000] * 3}
     values = {}
     for number, parts in sizes.items():
@@ -267,7 +269,7 @@ def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
     assert list(client.get([], TIMEOUT_S)) == []
 
 
-def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
+def test_values_on_disk_are_read(client: StoreClient, served: Served) -> None:
     for number in range(12):  # more than memory holds
         variant, value = new(number, [4 * MIB, 4 * MIB])
         assert (
@@ -289,10 +291,10 @@ def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
 @pytest.mark.parametrize("rotten", [0, MIB, 6 * MIB - 1, None])
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("tier", [Tier.MEMORY, Tier.DISK])
-def test_whoever_reads_a_piece_verifies_it(
+def test_both_reader_threads_verify_their_pieces(
     serve: Serve, rotten: int | None, busy: bool, tier: Tier
 ) -> None:
-    """Large values are read by two threads, or by one if the other is busy."""
+    """Two threads read a large value, or one if the other is busy."""
     served = serve(memory_bytes=8 * MIB, policy="lru")
     free = threading.Event()
     with client_of(served.address, "shared") as client:
@@ -345,7 +347,7 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_what_was_found_corrupt_can_be_put_anew_at_once(
+def test_a_corrupt_value_can_be_put_again_at_once(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, value = new(1, [100_000])
@@ -387,7 +389,7 @@ def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
-def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
+def test_errors_are_the_same_on_every_transport(client: StoreClient) -> None:
     variant, value = new(1, [100])
     with pytest.raises(InvalidInput, match="value: has 99 bytes"):
         client.put(variant, whole(variant, value[:99]), TIMEOUT_S)
@@ -401,7 +403,7 @@ def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
 
 
 class Coming(OutgoingValue):
-    """A value whose parts come when the test says so."""
+    """A value whose parts become ready when the test says so."""
 
     def __init__(self, variant: NewVariant, value: memoryview) -> None:
         super().__init__(memoryview(bytearray(len(value))))
@@ -448,7 +450,7 @@ def putting(
 
 @pytest.fixture
 def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[IncomingPut]:
-    """What the store makes room for, from now on."""
+    """Return a list that gets the puts which the store accepts from now on."""
     incoming_puts: list[IncomingPut] = []
     begin = served.store.begin_put
 
@@ -463,7 +465,7 @@ def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Incom
 
 
 @pytest.mark.parametrize("sizes", [[70_000] * 4, [MIB, 1, 700_000, 3], [100, 100, 100, 100]])
-def test_parts_are_with_the_store_before_the_next_ones_are_computed(
+def test_parts_reach_the_store_before_the_next_ones_are_computed(
     served: Served, client: StoreClient, incoming_puts: list[IncomingPut], sizes: list[int]
 ) -> None:
     variant, value = new(1, sizes)
@@ -478,7 +480,7 @@ def test_parts_are_with_the_store_before_the_next_ones_are_computed(
             if client.transport == "shared" and count < 4:
                 eventually(lambda: there.sums.num_bytes == so_far)  # noqa: B023
             assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
-        assert not put.done()  # all of it is there, but nobody knows yet that it is right
+        assert not put.done()  # all parts are ready, but not known to be right yet
         coming.end(well=True)
         assert put.result(TIMEOUT_S) is PutOutcome.STORED
     found = only(client, 1)
@@ -491,7 +493,7 @@ def test_parts_are_with_the_store_before_the_next_ones_are_computed(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
-def test_a_value_that_does_not_become_whole_leaves_nothing(
+def test_an_incomplete_value_leaves_nothing(
     served: Served, client: StoreClient, incoming_puts: list[IncomingPut], count: int
 ) -> None:
     variant, value = new(1, [MIB] * 4)
@@ -509,7 +511,7 @@ def test_a_value_that_does_not_become_whole_leaves_nothing(
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
-def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
+def test_a_value_that_times_out_is_no_failure_of_the_store(
     served: Served, client: StoreClient
 ) -> None:
     variant, value = new(1, [MIB] * 4)
@@ -525,7 +527,9 @@ def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
 
 
 @pytest.mark.parametrize("said", [[4 * MIB + 1], [MIB, MIB - 1]])
-def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said: list[int]) -> None:
+def test_a_client_that_reports_impossible_progress_is_disconnected(
+    served: Served, said: list[int]
+) -> None:
     channel = connect(served, "shared")
     begin_put(channel, 1)
     for num_bytes in said:
@@ -550,7 +554,7 @@ def test_a_completion_of_another_value_is_refused(served: Served) -> None:
     assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
 
 
-def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
+def test_a_put_across_a_delete_stores_nothing(client: StoreClient) -> None:
     variant, value = new(1, [100])
     as_of = client.lookup([LookupKey.for_variant(key(1))]).as_of
     client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
@@ -582,7 +586,7 @@ def test_threads_share_a_client(client: StoreClient) -> None:
     assert not failures
 
 
-def test_the_best_lane_is_picked_and_said(
+def test_the_best_transport_is_chosen_and_logged(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO, "ragcache.store"):
@@ -590,7 +594,7 @@ def test_the_best_lane_is_picked_and_said(
         assert client.transport == ""
         client.connect()
         assert client.transport == "shared"
-        assert "over the shared transport" in caplog.text
+        assert "transport=shared" in caplog.text
         client.close()
         (served.transports._path or Path()).unlink()
         client = StoreClient(served.address)
@@ -659,7 +663,7 @@ def test_a_reader_that_stops_early_holds_nothing(served: Served, transport: str)
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
+def test_a_failed_read_holds_no_lease_while_its_error_is_alive(
     served: Served, transport: str
 ) -> None:
     with client_of(served.address, transport) as client:
@@ -675,7 +679,7 @@ def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
 
 
 def connect(served: Served, transport: str) -> FramedConnection:
-    """A client of its own making, greeted."""
+    """Return a bare connection that has received WELCOME."""
     if transport == "shared":
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(served.transports.hello().data_socket)
@@ -715,7 +719,7 @@ def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, transpo
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_a_slow_client_is_let_go(
+def test_a_slow_client_is_disconnected(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_cachestore.api.data_connection.LEASE_S", 0.3)
@@ -736,7 +740,7 @@ def test_a_slow_client_is_let_go(
     reader.close()
 
 
-def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_connections_get_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.api.data_server.MAX_CONNECTIONS", 1)
     for transport in ("shared", "socket"):
         with client_of(served.address, transport) as first:
@@ -769,7 +773,7 @@ def test_a_child_process_cannot_use_its_parents_client(served: Served) -> None:
     with client_of(served.address, "shared") as client:
         client.connect()
         client._pid += 1  # as if forked
-        with pytest.raises(Unavailable, match="forked"):
+        with pytest.raises(Unavailable, match="parent process"):
             client.get([key(1)], TIMEOUT_S)
         client._pid -= 1
 
@@ -837,7 +841,7 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_a_release_that_fails_is_not_the_next_answer(
+def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, failures = served.store.release, [Unavailable("cachestore", "its disk is full")]
@@ -879,7 +883,7 @@ def port() -> int:
 
 @contextlib.contextmanager
 def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A store as a process, killed afterwards."""
+    """Run a store as a process, and kill it at the end."""
     environment = os.environ | {
         "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
         "RAGCACHE_DATA_DIR": str(folder / "data"),
@@ -899,12 +903,12 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(client: StoreClient) -> None:
-    give_up = time.monotonic() + 2 * TIMEOUT_S
+    deadline = time.monotonic() + 2 * TIMEOUT_S
     while True:
         with contextlib.suppress(Unavailable):
             client.connect()
             return
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -925,7 +929,7 @@ def test_a_store_that_is_killed_costs_one_call_at_most(
             running.kill()
             running.wait()
             started = time.monotonic()
-            if transport == "shared":  # what it has a lease of stays where it is, whoever is gone
+            if transport == "shared":  # a leased value stays at its address without the store
                 assert all(isinstance(found, StoredValue) for _, found in values)
             else:
                 with pytest.raises(Unavailable):
@@ -957,9 +961,7 @@ def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, trans
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_store_that_stands_still_is_unavailable_in_time(
-    tmp_path: Path, port: int, transport: str
-) -> None:
+def test_a_frozen_store_is_unavailable_in_time(tmp_path: Path, port: int, transport: str) -> None:
     with client_of(f"127.0.0.1:{port}", transport) as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
@@ -979,7 +981,7 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
         assert isinstance(only(client, 1), StoredValue)
 
 
-def test_a_connection_that_cannot_be_served_ends_no_lane(
+def test_a_refused_connection_ends_no_transport(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_by = data_connection.DataConnection.start
@@ -1000,7 +1002,7 @@ def test_a_connection_that_cannot_be_served_ends_no_lane(
         assert client.transport == "socket"
 
 
-def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
+def test_a_refusing_transport_is_skipped_and_used_later(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_client, "FASTER_TRANSPORT_EVERY_S", 0.0)
@@ -1021,7 +1023,7 @@ def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_a_lease_that_was_over_is_no_hit(
+def test_an_expired_lease_is_no_hit(
     served: Served, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     monkeypatch.setattr(served.store, "is_leased", lambda _: False)
@@ -1033,7 +1035,7 @@ def test_a_lease_that_was_over_is_no_hit(
     assert served.store.stats().hits_memory == 0
 
 
-def test_a_full_client_says_nothing_about_its_store(
+def test_a_client_with_too_many_calls_does_not_doubt_its_store(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
@@ -1075,7 +1077,7 @@ def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator[StoreClient]:
-    """A client on the shared transport that has read values, with nothing deferred any more."""
+    """A client with shared memory that has read values and sent its deferred messages."""
     with client_of(served.address, "shared") as client:
         for number in numbers:
             variant, value = new(number, [size // 2, size // 2])
@@ -1088,7 +1090,7 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
 
 
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKind]:
-    """The kinds of what client asks its store from now on."""
+    """Return a list that gets the kinds of requests which client sends from now on."""
     kinds: list[FrameKind] = []
     ask = framed_transport.FramedTransport.call
 
@@ -1100,7 +1102,7 @@ def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKin
     return kinds
 
 
-def test_a_value_is_read_again_without_asking_and_the_store_is_told(
+def test_a_value_is_read_again_without_a_request_and_the_read_is_reported(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1, 2]) as client:
@@ -1121,7 +1123,7 @@ def test_a_value_is_read_again_without_asking_and_the_store_is_told(
         assert sent == 3 * MIB
 
 
-def test_what_is_remembered_comes_in_order_with_what_is_not(
+def test_cached_and_uncached_values_arrive_in_order(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1, 3]) as client:
@@ -1139,7 +1141,7 @@ def test_what_is_remembered_comes_in_order_with_what_is_not(
         assert kinds == [FrameKind.GET]
 
 
-def test_what_was_deleted_is_not_read_again(served: Served) -> None:
+def test_a_deleted_value_is_not_read_again(served: Served) -> None:
     with remembering(served, [1, 2]) as client, client_of(served.address, "grpc") as other:
         other.delete(Deletion(os.urandom(16), chunks=(key(1).chunk,)))
         assert only(client, 1) is Miss.DELETED
@@ -1147,35 +1149,35 @@ def test_what_was_deleted_is_not_read_again(served: Served) -> None:
 
 
 def read_until(
-    client: StoreClient, number: int, gone: threading.Event, late: list[StoredValue | Miss]
+    client: StoreClient, number: int, gone: threading.Event, found_after: list[StoredValue | Miss]
 ) -> None:
-    """Read a value again and again; late gets what the read found that began when gone was set."""
-    while not late:
+    """Read a value repeatedly; found_after gets the result of the read that began after gone."""
+    while not found_after:
         began_after = gone.is_set()
         found = only(client, number)
         if began_after:
-            late.append(found)
+            found_after.append(found)
 
 
-def test_no_delete_is_overtaken_by_a_read(served: Served) -> None:
-    """Whatever moment a delete falls in: what starts after it was acknowledged is a miss."""
+def test_no_read_returns_a_deleted_value(served: Served) -> None:
+    """At any time of a delete, a read that starts after its acknowledgement is a miss."""
     with remembering(served, []) as client, client_of(served.address, "grpc") as other:
         for number in range(60):
             variant, value = new(number, [200_000])
             client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, number), StoredValue)
             gone = threading.Event()
-            late: list[StoredValue | Miss] = []
-            reader = threading.Thread(target=read_until, args=[client, number, gone, late])
+            found_after: list[StoredValue | Miss] = []
+            reader = threading.Thread(target=read_until, args=[client, number, gone, found_after])
             reader.start()
             time.sleep(0.001 * (number % 5))
             other.delete(Deletion(os.urandom(16), chunks=(key(number).chunk,)))
             gone.set()
             reader.join()
-            assert late == [Miss.DELETED]
+            assert found_after == [Miss.DELETED]
 
 
-def test_after_a_delete_what_is_left_is_asked_for_at_once(
+def test_after_a_delete_the_other_values_are_requested_at_once(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1, 2, 3, 4]) as client:
@@ -1187,7 +1189,7 @@ def test_after_a_delete_what_is_left_is_asked_for_at_once(
         assert kinds == [FrameKind.GET]
 
 
-def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
+def test_a_better_value_replaces_the_cached_one(served: Served) -> None:
     with client_of(served.address, "shared") as client:
         poor, value = new(1, [MIB], exact=False)
         client.put(poor, whole(poor, value), TIMEOUT_S)
@@ -1202,7 +1204,7 @@ def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Serv
         assert found.value == better
 
 
-def test_a_place_that_was_taken_by_another_value_is_noticed(serve: Serve) -> None:
+def test_reused_memory_is_noticed(serve: Serve) -> None:
     served = serve(memory_bytes=8 * MIB, disk_bytes=MIB, policy="lru")  # the disk holds none
     with remembering(served, [1, 2], size=2 * MIB) as client:
         for number in range(10, 20):
@@ -1222,7 +1224,7 @@ def test_a_place_that_was_taken_by_another_value_is_noticed(serve: Serve) -> Non
         assert served.store.stats().corrupt == 0
 
 
-def test_a_remembered_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
+def test_a_cached_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
     served = serve(disk_bytes=0)
     with remembering(served, [1]) as client:
         [lease] = served.store.open([key(1)])
@@ -1233,14 +1235,14 @@ def test_a_remembered_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
         eventually(lambda: served.store.stats().corrupt == 1)
 
 
-def test_what_is_remembered_of_one_domain_is_not_given_to_another(served: Served) -> None:
+def test_a_cached_value_of_one_domain_is_not_served_to_another(served: Served) -> None:
     with remembering(served, [1]) as client:
         assert isinstance(only(client, 1, domain="public"), StoredValue)
         assert only(client, 1, domain="secret") is Miss.OTHER_DOMAIN
         assert isinstance(only(client, 1, exact=True), StoredValue)
 
 
-def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+def test_the_memory_of_a_stopped_store_is_not_served(tmp_path: Path, port: int) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client:
         with process(tmp_path, port):
             wait_for(client)
@@ -1258,7 +1260,7 @@ def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port
             assert only(client, 1) is Miss.DELETED
 
 
-def test_clients_cannot_write_to_the_board(served: Served) -> None:
+def test_clients_cannot_write_to_the_status_page(served: Served) -> None:
     fd = served.store.status_page.reader_fd
     with pytest.raises(PermissionError):
         mmap.mmap(fd, mmap.PAGESIZE)
@@ -1270,7 +1272,7 @@ def test_clients_cannot_write_to_the_board(served: Served) -> None:
     os.close(again)
 
 
-def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
+def test_reported_reads_are_bounded(served: Served) -> None:
     with remembering(served, [1], size=1000) as client:
         before = served.store.stats().hits[Tier.MEMORY]
         channel = connect(served, "shared")
@@ -1285,7 +1287,7 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
+def test_reads_of_own_copies_are_reported_where_the_store_accepts_them(
     served: Served, transport: str
 ) -> None:
     with client_of(served.address, transport) as client:
@@ -1327,7 +1329,7 @@ def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -
         assert all(isinstance(one, StoredValue) for one in found)
 
 
-def test_a_witness_that_was_silent_for_long_is_replaced(
+def test_an_idle_liveness_connection_is_replaced(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1]) as client:
@@ -1339,7 +1341,7 @@ def test_a_witness_that_was_silent_for_long_is_replaced(
         assert kinds == []
 
 
-def test_what_a_store_that_stands_still_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+def test_the_memory_of_a_frozen_store_is_not_served(tmp_path: Path, port: int) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
@@ -1355,9 +1357,7 @@ def test_what_a_store_that_stands_still_has_shared_is_not_served(tmp_path: Path,
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e30])
-def test_no_time_that_is_said_of_a_reread_spoils_predictions(
-    served: Served, seconds: float
-) -> None:
+def test_no_reported_read_time_distorts_predictions(served: Served, seconds: float) -> None:
     with remembering(served, [1]) as client:
         before = served.store.stats().hits[Tier.MEMORY]
         channel = connect(served, "shared")
@@ -1369,7 +1369,7 @@ def test_no_time_that_is_said_of_a_reread_spoils_predictions(
         assert 0 <= variants.stored[0].load_s < TIMEOUT_S
 
 
-def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
+def test_reads_cannot_be_reported_over_a_network(served: Served) -> None:
     with remembering(served, [1]):
         channel = connect(served, "socket")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=1, seconds=0.1)
@@ -1379,7 +1379,7 @@ def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
         channel.close()
 
 
-def test_without_a_witness_a_store_is_asked(
+def test_without_a_liveness_connection_the_store_is_asked(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1, 2]) as client:
@@ -1390,7 +1390,7 @@ def test_without_a_witness_a_store_is_asked(
         assert kinds == [FrameKind.GET, FrameKind.GET]
 
 
-def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, port: int) -> None:
+def test_a_store_that_stops_during_a_read_report_is_gone(tmp_path: Path, port: int) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [1000])
@@ -1399,6 +1399,6 @@ def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, por
             assert isinstance(only(client, 1), StoredValue)
         running.kill()
         running.wait()
-        time.sleep(2 * framed_transport.DEFERRED_SEND_S)  # it is told of them meanwhile, in vain
+        time.sleep(2 * framed_transport.DEFERRED_SEND_S)  # meanwhile the reports of reads fail
         with pytest.raises(Unavailable):
             only(client, 1)

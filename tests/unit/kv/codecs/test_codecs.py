@@ -1,4 +1,4 @@
-"""Codecs of KV: what each may change, and by how much at most."""
+"""The largest error of each codec, and the bytes that it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ shapes = st.builds(
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
-    """Compiling belongs to no single example."""
+    """Compile the kernels before the examples."""
     for codec in Codec:
         for dtype in DTYPES:
             warm_up(Precision(codec, codec), ValueShape(1, 1, 2, dtype))
@@ -50,7 +50,7 @@ def compiled() -> None:
 
 @st.composite
 def finite_parts(draw: st.DrawFn) -> tuple[Bytes, ValueShape, int]:
-    """LayeredValues of any finite numbers: of one scale, of all scales, of few distinct ones."""
+    """Layers of finite numbers: of one scale, of all scales, or of a few distinct ones."""
     shape, num_tokens = draw(shapes), draw(st.integers(0, 5))
     count = 2 * num_tokens * shape.num_kv_heads * shape.head_dim
     number = NUMBERS[shape.dtype]
@@ -84,7 +84,7 @@ def floats(part: Bytes, shape: ValueShape) -> Floats:
 
 
 def group_most(values: Floats, dim: int, group: int) -> Floats:
-    """Largest magnitude of each number's group."""
+    """Return the largest magnitude of each number's group."""
     rows = np.abs(values).reshape(-1, dim)
     most = np.zeros_like(rows)
     for start in range(0, dim, group):
@@ -94,7 +94,7 @@ def group_most(values: Floats, dim: int, group: int) -> Floats:
 
 
 def error_bound(codec: Codec, values: Floats, shape: ValueShape) -> np.ndarray:
-    """Largest error allowed for each number, in float64.
+    """Return the largest allowed error of each number, in float64.
 
     INT8, INT4: half a step of the group, a hair more for a scale of eight bits. FP8: half a unit of
     its fraction, or of its smallest number. GSE-8: a quarter of the number, which is half a unit
@@ -186,7 +186,7 @@ def test_packed_kv_is_smaller_and_noise_hardly_larger() -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES))
 def test_order_is_kept(codec: Codec, seed: int, dtype: str) -> None:
-    """Of two numbers with one scale the larger never becomes the smaller."""
+    """Two numbers with one scale never change their order."""
     rng = np.random.default_rng(seed)
     shape = ValueShape(1, 1, 32, dtype)
     values = rng.standard_t(1.5, 64) * np.exp2(rng.integers(-12, 6, 64))
@@ -202,7 +202,7 @@ def test_order_is_kept(codec: Codec, seed: int, dtype: str) -> None:
 def test_bfloat16_decodes_as_float32_does(
     codec: Codec, held: tuple[Bytes, ValueShape, int]
 ) -> None:
-    """The kernels and the plain arithmetic in numpy agree on every bit but the sign of zero."""
+    """The kernels and numpy agree on every bit, except for the sign of zero."""
     part, shape, num_tokens = held
     bits = narrow(floats(part, shape), NUMBERS["bfloat16"])
     short = ValueShape(1, shape.num_kv_heads, shape.head_dim, "bfloat16")
@@ -218,7 +218,9 @@ def test_bfloat16_decodes_as_float32_does(
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_never_looks_like_a_number(codec: Codec, dtype: str, bad: float) -> None:
+def test_numbers_that_are_not_finite_never_decode_as_finite(
+    codec: Codec, dtype: str, bad: float
+) -> None:
     number, shape = NUMBERS[dtype], ValueShape(1, 2, 128, dtype)
     values = np.ones((2, 3, 2, 128), np.float32)
     values[1, 2, 1, 100] = bad
@@ -268,7 +270,9 @@ def test_zeros_and_denormals(codec: Codec, dtype: str) -> None:
     key=st.sampled_from([codec for codec in Codec if codec is not Codec.PACKED]),
     value=st.sampled_from([codec for codec in Codec if codec is not Codec.PACKED]),
 )
-def test_sizes_are_as_told(shape: ValueShape, num_tokens: int, key: Codec, value: Codec) -> None:
+def test_sizes_are_as_announced(
+    shape: ValueShape, num_tokens: int, key: Codec, value: Codec
+) -> None:
     precision = Precision(key, value)
     part = np.zeros(native_part_bytes(shape, num_tokens), np.uint8)
     encoded = encode_part(part, shape, num_tokens, precision)
@@ -290,7 +294,7 @@ def test_sizes_of_a_usual_layer() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(held=finite_parts(), key=st.sampled_from(list(Codec)), value=st.sampled_from(list(Codec)))
-def test_keys_and_values_are_coded_apart(
+def test_keys_and_values_are_encoded_separately(
     held: tuple[Bytes, ValueShape, int], key: Codec, value: Codec
 ) -> None:
     part, shape, num_tokens = held
@@ -364,7 +368,7 @@ def test_a_packed_exception_outside_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("codec", "name"), [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")])
-def test_fp8_is_what_torch_calls_so(codec: Fp8, name: str) -> None:
+def test_fp8_equals_that_of_torch(codec: Fp8, name: str) -> None:
     torch = pytest.importorskip("torch")
     dtype = getattr(torch, name)
     theirs = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
@@ -415,6 +419,6 @@ def test_native_values_are_their_parts_in_order() -> None:
     assert kv_value.value_parts(KVSpace("m", 3, 2, 8, "bfloat16"), 5) == (160 * 2,) * 3
 
 
-def test_a_dtype_that_is_no_kv() -> None:
+def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="int32"):
         native_part_bytes(ValueShape(1, 1, 1, "int32"), 1)

@@ -1,4 +1,4 @@
-"""Decoding in Triton, through its interpreter, against the CPU's codecs; and compiled for a GPU.
+"""Decoding in Triton, with its interpreter, equals that of the CPU; and it compiles for a GPU.
 
 Triton reads TRITON_INTERPRET as it is imported, so each runs in a process of its own: this file as
 a program. To compile takes no GPU. The interpreter accepts what the compiler does not.
@@ -24,7 +24,7 @@ NUM_TOKENS = 6
 
 
 def difference(dtype: str, dim: int, precision: Precision) -> str:
-    """Empty if both decode alike; else what differs."""
+    """Return the difference of the two results; empty if they are equal."""
     import torch
 
     from ragcache_kv.codecs import device
@@ -51,21 +51,23 @@ def difference(dtype: str, dim: int, precision: Precision) -> str:
 
 
 def refusals() -> list[str]:
-    """Inputs that are refused, which should be; the others are named."""
+    """Return the names of invalid inputs that were accepted."""
     import torch
 
     from ragcache_kv.codecs import device
 
     shape, precision = ValueShape(1, 2, 32, "bfloat16"), Precision(Codec.INT8, Codec.INT4)
     encoded = torch.from_numpy(encode_part(np.zeros(512, np.uint8), shape, 2, precision))
+    packed = Precision(Codec.PACKED, Codec.INT8)
+    cases: dict[str, tuple[torch.Tensor, Precision, torch.Tensor | None]] = {
+        "short": (encoded[:-1], precision, None),
+        "packed": (encoded, packed, None),
+        "out": (encoded, precision, torch.zeros(2, 2, 2, 32)),
+    }
     taken = []
-    for name, arguments in {
-        "short": (encoded[:-1], shape, 2, precision),
-        "packed": (encoded, shape, 2, Precision(Codec.PACKED, Codec.INT8)),
-        "out": (encoded, shape, 2, precision, torch.zeros(2, 2, 2, 32)),
-    }.items():
+    for name, (part, its_precision, out) in cases.items():
         try:
-            device.decode_part(*arguments)
+            device.decode_part(part, shape, 2, its_precision, out)
             taken.append(name)
         except ValueError:
             pass
@@ -73,7 +75,7 @@ def refusals() -> list[str]:
 
 
 def compiled() -> list[str]:
-    """The kernels that are compiled, each for the dtypes of keys and values."""
+    """Compile every kernel for each dtype, and return their names."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -81,7 +83,7 @@ def compiled() -> list[str]:
     from ragcache_kv.codecs import device
 
     fp8 = {"CODE_BITS": 8, "GROUP": 32, "PER_PROGRAM": 64}
-    kinds = {
+    kinds: dict[str, dict[str, float]] = {
         "int8": {**fp8, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
         "int4": {**fp8, "CODE_BITS": 4, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
         "e4m3": {**fp8, "FRACTION_BITS": 3, "BIAS": 7, "UNIT": 2.0**-9},
@@ -95,8 +97,8 @@ def compiled() -> list[str]:
         signature = {"encoded": "*u8", "out": pointer} | dict.fromkeys(numbers, "i32")
         signature |= dict.fromkeys(chosen, "constexpr")
         kernel = device._decode_gse if name == "gse8" else device._decode_grouped
-        places = {(list(signature).index(one),): value for one, value in chosen.items()}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+        constexprs = {(list(signature).index(one),): value for one, value in chosen.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
         done.append(f"{name} {pointer}")
     return done

@@ -92,7 +92,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def moves(name: str) -> list[tuple[int, int]]:
-    """From where to where keys are moved."""
+    """Positions from which and to which keys are moved."""
     last = config(name)["max_position_embeddings"] - TOKENS
     return [(0, 1000), (3000, 17), (1000, 1001), (11, last), (last, 0), (last, last - 700)]
 
@@ -130,19 +130,19 @@ def main(path: str) -> None:
                 rotary_embedding.get_rope(dim, longest, neox, scaling, dtype)
                 for dtype in (torch.float32, torch.bfloat16)
             )
-        place = f"{name} {pairing}"
-        found[f"{place} frequencies"] = own_frequencies(exact, scaling).numpy()
+        label = f"{name} {pairing}"
+        found[f"{label} frequencies"] = own_frequencies(exact, scaling).numpy()
         cosines, sines = exact.cos_sin_cache[1].chunk(2)
-        found[f"{place} magnitude"] = (cosines**2 + sines**2).sqrt().numpy()
+        found[f"{label} magnitude"] = (cosines**2 + sines**2).sqrt().numpy()
         theirs = None
         # Of transformers' models, Llama knows no ntk, and without scaling turns whole keys.
         partial = scaling["rope_type"] == "default" and "partial_rotary_factor" in scaling
         if neox and scaling["rope_type"] != "ntk" and not partial:
             theirs = modeling_llama.LlamaRotaryEmbedding(parsed)
-            found[f"{place} theirs"] = theirs.inv_freq.numpy()
+            found[f"{label} theirs"] = theirs.inv_freq.numpy()
         for start, end in moves(name):
             keys = torch.randn(TOKENS, HEADS, dim, generator=generator)
-            move = f"{place} {start} {end}"
+            move = f"{label} {start} {end}"
             found[f"{move} before"] = rotated(exact, keys, start).numpy()
             found[f"{move} after"] = rotated(exact, keys, end).numpy()
             served_keys = rotated(served, keys.bfloat16(), end)
@@ -154,7 +154,7 @@ def main(path: str) -> None:
                 by_head = keys.transpose(0, 1)[None]
                 moved, _ = modeling_llama.apply_rotary_pos_emb(by_head, by_head, *tables)
                 found[f"{move} transformers"] = moved[0].transpose(0, 1).numpy()
-    np.savez(path, **found)
+    np.savez(path, allow_pickle=True, **found)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def read(name: str, pairing: Pairing) -> Rope:
 
 
 def sizes(keys: NDArray[Any], rope: Rope) -> NDArray[Any]:
-    """Length of the pair that every number of a key belongs to; of itself where it does not turn.
+    """Return the length of each number's pair; its own magnitude if it is not rotated.
 
     A rotation's error is a share of that.
     """
@@ -196,12 +196,12 @@ def sizes(keys: NDArray[Any], rope: Rope) -> NDArray[Any]:
 
 
 def largest_error(actual: NDArray[Any], expected: NDArray[Any], rope: Rope) -> float:
-    """As a share of the pair's length."""
+    """Return the error as a share of the pair's length."""
     return float(np.max(np.abs(actual - expected) / np.maximum(sizes(expected, rope), 1e-30)))
 
 
 def angle_error(name: str) -> float:
-    """By how much a float32 angle at the last position may be off, twice: at start and end."""
+    """Return twice the error of a float32 angle at the last position: for start and end."""
     return 2 * config(name)["max_position_embeddings"] * 2.0**-24 + 2.0**-20
 
 

@@ -1,4 +1,4 @@
-"""Rotation in Triton, through its interpreter, against the CPU's.
+"""Rotation in Triton, with its interpreter, equals that of the CPU.
 
 Triton reads TRITON_INTERPRET as it is imported, so the comparison runs in a process of its own:
 this file as a program. There is no GPU in it, so tensors of the CPU are given to the kernel itself.
@@ -27,7 +27,7 @@ CASES = list(itertools.product(NUMBERS, Pairing, KEYS, (True, False), (-3001, 0,
 def difference(
     dtype: str, pairing: Pairing, keys: tuple[int, float], in_place: bool, delta: int
 ) -> str:
-    """Empty if both rotate alike; else what differs."""
+    """Return the difference of the two rotations; empty if they are equal."""
     import torch
 
     from ragcache_kv.rotation import device
@@ -45,7 +45,7 @@ def difference(
         values[1, 0, 3, 1, 5], values[1, 0, 4, 1, 6] = np.nan, np.inf
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
-    single = {"float16": half, "float32": values}
+    single: dict[str, NDArray[np.float16 | np.float32]] = {"float16": half, "float32": values}
     bits = nearest_bfloat16(values) if dtype == "bfloat16" else single[dtype].view(number.bits)
     expected = KeyRotation(rope, dtype).rotate_part(bits.copy(), delta)
     signed = torch.from_numpy(bits.view(f"<i{number.num_bytes}").copy())
@@ -61,7 +61,7 @@ def difference(
 
 
 def overlapping() -> str:
-    """Empty if a place that overlaps is refused."""
+    """Return "" if overlapping memory is refused."""
     import torch
 
     from ragcache_kv.rotation import device
@@ -76,7 +76,7 @@ def overlapping() -> str:
 
 
 def fused() -> dict[str, int]:
-    """Products fused with a sum in the machine code of every kind of kernel; there should be none.
+    """Count products that are fused with a sum in each kernel; there must be none.
 
     They are rounded once where the CPU rounds twice.
     """
@@ -96,8 +96,8 @@ def fused() -> dict[str, int]:
         signature |= {"num_rows": "i32", "group_numbers": "i64"} | dict.fromkeys(
             chosen, "constexpr"
         )
-        places = {(list(signature).index(name),): value for name, value in chosen.items()}
-        source = ASTSource(fn=device._rotate, signature=signature, constexprs=places)
+        constexprs = {(list(signature).index(name),): value for name, value in chosen.items()}
+        source = ASTSource(fn=device._rotate, signature=signature, constexprs=constexprs)
         target = GPUTarget("cuda", chip, 32)
         compiled = triton.compile(source, target=target, options={"enable_fp_fusion": False})
         found[f"{pointer} {neighbours} {chip}"] = compiled.asm["ptx"].count("fma.")

@@ -1,4 +1,4 @@
-"""Rotating keys: what every rotation keeps, whatever the model, the dtype and the difference."""
+"""Properties of every rotation of keys, for all models, dtypes and differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
 from ragcache_kv.rotation.angles import cos_sin
 
 STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-"""What rounding once changes at most, as a share of the number."""
+"""Largest relative error of one rounding."""
 FLOAT32_NOISE = 2.0**-21  # of products, a sum, and of the table's cosines
 
 
@@ -49,7 +49,7 @@ def some_keys(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Bits:
 
 
 def pairs(keys: NDArray[Any], given: Rope) -> NDArray[np.complex128]:
-    """Every pair that turns as one complex number; a rotation is a product."""
+    """Rotate each pair as a product of complex numbers."""
     turning = keys[..., : given.rotary_dim].astype(np.float64)
     if given.pairing is Pairing.HALVES:
         left, right = np.split(turning, 2, axis=-1)
@@ -79,7 +79,7 @@ def test_a_rotation_is_a_product_of_complex_numbers(
 
 @given(given=ropes, dtype=dtypes, first=deltas, second=deltas)
 @example(given=rope(), dtype="bfloat16", first=131_072, second=-131_072)
-def test_two_rotations_are_one_and_there_and_back_is_none(
+def test_two_rotations_add_up_and_cancel_out(
     given: Rope, dtype: str, first: int, second: int
 ) -> None:
     rotation, number = KeyRotation(given, dtype), NUMBERS[dtype]
@@ -161,23 +161,23 @@ def test_tensors_hold_the_same_bits(dtype: str, pairing: Pairing) -> None:
 
 @pytest.mark.parametrize("pairing", Pairing)
 def test_pairs_at_odd_addresses(pairing: Pairing) -> None:
-    """A part within a frame may lie anywhere that its own numbers may."""
+    """A part in a frame may begin at any multiple of a number's size."""
     rotation = KeyRotation(rope(pairing=pairing), "bfloat16")
     keys = some_keys("bfloat16", (3, 64))
     expected = rotation.rotate_keys(keys.copy(), 9)
     for offset in range(1, 4):
-        room = np.zeros(keys.size + 8, np.uint16)
-        place = room[offset : offset + keys.size].reshape(3, 64)
-        np.testing.assert_array_equal(rotation.rotate_keys(keys, 9, place), expected)
-        place[:] = keys
-        np.testing.assert_array_equal(rotation.rotate_keys(place, 9), expected)
-        assert not room[:offset].any()
-        assert not room[offset + keys.size :].any()
+        frame = np.zeros(keys.size + 8, np.uint16)
+        view = frame[offset : offset + keys.size].reshape(3, 64)
+        np.testing.assert_array_equal(rotation.rotate_keys(keys, 9, view), expected)
+        view[:] = keys
+        np.testing.assert_array_equal(rotation.rotate_keys(view, 9), expected)
+        assert not frame[:offset].any()
+        assert not frame[offset + keys.size :].any()
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("pairing", Pairing)
-def test_numbers_that_are_not_finite_spoil_their_own_pair_alone(
+def test_a_number_that_is_not_finite_affects_only_its_own_pair(
     dtype: str, pairing: Pairing
 ) -> None:
     given, number = rope(pairing=pairing), NUMBERS[dtype]
@@ -214,11 +214,11 @@ def test_no_tokens_and_no_layers() -> None:
 def test_arrays_of_another_kind_are_refused() -> None:
     rotation = KeyRotation(rope(), "bfloat16")
     part = np.zeros((2, 3, 2, 64), np.uint16)
-    room = np.zeros(part.size + 64, np.uint16)
+    frame = np.zeros(part.size + 64, np.uint16)
     readonly = part.copy()
     readonly.flags.writeable = False
-    shifted = room.view(np.uint8)[1 : 1 + part.nbytes].view(np.uint16).reshape(part.shape)
-    overlapping = room[: part.size].reshape(part.shape), room[64:].reshape(part.shape)
+    shifted = frame.view(np.uint8)[1 : 1 + part.nbytes].view(np.uint16).reshape(part.shape)
+    overlapping = frame[: part.size].reshape(part.shape), frame[64:].reshape(part.shape)
     for wrong, out in (
         (part.view(np.float16), None),
         (part.astype(np.uint32), None),
@@ -256,7 +256,7 @@ def test_tensors_of_another_kind_are_refused() -> None:
 
 
 def test_angles_are_exact_at_128k_where_float32_is_off() -> None:
-    """Against angles reduced in whole numbers, by a pi of 256 bits."""
+    """Compare with angles that integers and a pi of 256 bits reduce."""
     given, delta = rope(128, theta=1e6), 131_071
     pi = 0x3243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89
     unit = 1 << 252  # of pi, which begins with 3

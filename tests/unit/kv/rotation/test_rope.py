@@ -1,4 +1,4 @@
-"""Which rotations are read from a config.json, and which are refused with what reason."""
+"""Which rotations are read from a config.json, and which are refused for which reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_plain_rope_as_published() -> None:
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN])
-def test_old_and_new_places_of_settings_say_the_same(scaling: dict[str, Any]) -> None:
+def test_old_and_new_locations_of_settings_are_equivalent(scaling: dict[str, Any]) -> None:
     new = {"model_type": "mistral", "hidden_size": 256, "num_attention_heads": 4, "head_dim": None}
     new |= {"rope_parameters": {**scaling, "rope_theta": 5e5, "partial_rotary_factor": 0.5}}
     old = {**new, "rope_parameters": None, "rope_theta": 5e5, "partial_rotary_factor": 0.5}

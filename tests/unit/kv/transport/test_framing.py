@@ -1,4 +1,4 @@
-"""Frames and messages come out as they went in; what is none ends the connection."""
+"""Frames and messages round-trip, and an invalid frame ends the connection."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ variants = st.builds(
 
 
 @given(new_variants(), st.sampled_from(store_api.Ack))
-def test_a_put_crosses_whole(variant: store_api.NewVariant, ack: store_api.Ack) -> None:
+def test_a_put_round_trips(variant: store_api.NewVariant, ack: store_api.Ack) -> None:
     raw = conversions.to_put_header(variant, ack).SerializeToString()
     header = pb.PutHeader.FromString(raw)
     assert conversions.from_put_header("header", header, MAX_VALUE_BYTES) == (variant, ack)
 
 
 @given(st.lists(variants, max_size=4).map(tuple), ids, sequences)
-def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None:
+def test_a_lookup_round_trips(found: Any, store: bytes, sequence: int) -> None:
     answer = store_api.LookupAnswer(found, store_api.AsOf(store, sequence))
     raw = conversions.to_lookup_reply(answer, 3).SerializeToString()
     assert conversions.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
@@ -130,14 +130,14 @@ def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None
 @given(
     st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids), max_size=4), st.booleans(), names
 )
-def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
+def test_lookup_keys_round_trip(wants: Any, exact: bool, domain: str) -> None:
     raw = conversions.to_lookup_request(wants, exact, domain).SerializeToString()
     request = pb.LookupRequest.FromString(raw)
     assert conversions.from_lookup_request(request) == (wants, exact, domain)
 
 
 def _names_something(deletion: store_api.Deletion) -> bool:
-    """By the rules of a Deletion: documents need a domain, and a domain as a whole stands alone."""
+    """Return whether a Deletion is valid: documents need a domain, and a whole domain is alone."""
     if deletion.documents:
         return bool(deletion.domain)
     return bool(deletion.chunks or deletion.variants) != bool(deletion.domain)
@@ -154,7 +154,7 @@ def _names_something(deletion: store_api.Deletion) -> bool:
         made_at_ms=sequences,
     ).filter(_names_something)
 )
-def test_a_deletion_crosses_whole(deletion: store_api.Deletion) -> None:
+def test_a_deletion_round_trips(deletion: store_api.Deletion) -> None:
     raw = conversions.to_deletion(deletion).SerializeToString()
     assert conversions.from_deletion("deletion", pb.Deletion.FromString(raw)) == deletion
 
@@ -165,7 +165,7 @@ def test_a_deletion_crosses_whole(deletion: store_api.Deletion) -> None:
         (pb.Deletion(), "deletion"),
         (pb.Deletion(id=bytes(16), made_at_ms=5), "deletion"),
         (pb.Deletion(documents=["doc"]), "deletion.domain"),
-        # Whoever names a chunk of a domain does not mean the domain.
+        # A chunk and a domain together are ambiguous.
         (pb.Deletion(chunks=[bytes(16)], domain="acme"), "deletion.domain"),
         (
             pb.Deletion(variants=[pb.VariantKey(chunk=bytes(16), prefix=bytes(16))], domain="acme"),
@@ -191,20 +191,20 @@ def test_a_deletion_of_nothing_or_of_too_much_is_refused(deletion: pb.Deletion, 
         info=st.none() | infos,
     )
 )
-def test_an_event_crosses_whole(event: store_api.Event) -> None:
+def test_an_event_round_trips(event: store_api.Event) -> None:
     raw = conversions.to_event(event).SerializeToString()
     assert conversions.from_event(pb.Event.FromString(raw)) == event
 
 
 @given(st.lists(keys, max_size=4), st.booleans(), names)
-def test_a_get_crosses_whole(wanted: list[VariantKey], exact: bool, domain: str) -> None:
+def test_a_get_round_trips(wanted: list[VariantKey], exact: bool, domain: str) -> None:
     raw = conversions.to_get_request(wanted, exact, domain).SerializeToString()
     request = pb.GetRequest.FromString(raw)
     assert conversions.from_get_request(request) == (wanted, exact, domain)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple), seconds)
-def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -> None:
+def test_a_completion_round_trips(checksums: tuple[int, ...], cost_s: float) -> None:
     completion = store_api.PutCompletion(checksums, cost_s)
     raw = conversions.to_completion(completion).SerializeToString()
     message = pb.PutCompletion.FromString(raw)
@@ -215,7 +215,7 @@ def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -
 
 
 @given(new_variants(), st.sampled_from(Tier))
-def test_a_values_header_crosses_whole(new: store_api.NewVariant, tier: Tier) -> None:
+def test_a_value_header_round_trips(new: store_api.NewVariant, tier: Tier) -> None:
     sizes = enumerate(new.part_bytes)
     told = (new.info, tuple(ValuePart(n, i) for i, n in sizes), new.shape, new.value_format, tier)
     header = conversions.to_value_header(3, *told)
@@ -224,12 +224,12 @@ def test_a_values_header_crosses_whole(new: store_api.NewVariant, tier: Tier) ->
 
 
 @pytest.mark.parametrize("outcome", store_api.PutOutcome)
-def test_outcomes_cross(outcome: store_api.PutOutcome) -> None:
+def test_outcomes_round_trip(outcome: store_api.PutOutcome) -> None:
     assert conversions.from_outcome(conversions.to_outcome(outcome)) is outcome
 
 
 @pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.TIMED_OUT, Miss.LOST}])
-def test_misses_cross(miss: Miss) -> None:
+def test_misses_round_trip(miss: Miss) -> None:
     assert conversions.from_miss(conversions.to_miss(miss)) is miss
     assert conversions.from_miss(pb.MISS_UNSPECIFIED) is None
 
@@ -246,7 +246,7 @@ def good_header() -> pb.PutHeader:
 
 
 def shift(header: pb.PutHeader, num_bytes: int) -> None:
-    """Parts that add up, where only the second is not a layer's."""
+    """Change two parts so that they add up, but neither has a layer's size."""
     header.part_bytes[1] -= num_bytes
     header.info.num_bytes -= num_bytes
 
@@ -284,7 +284,9 @@ MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
 
 
 @pytest.mark.parametrize(("field", "spoil"), MISTAKES, ids=[field for field, _ in MISTAKES])
-def test_a_mistake_in_a_put_is_named(field: str, spoil: Callable[[pb.PutHeader], object]) -> None:
+def test_the_error_names_the_invalid_field_of_a_put(
+    field: str, spoil: Callable[[pb.PutHeader], object]
+) -> None:
     header = good_header()
     conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     spoil(header)
@@ -320,7 +322,7 @@ def test_opaque_parts_may_have_any_size() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_no_bytes_make_a_parser_fail_otherwise(raw: bytes) -> None:
+def test_invalid_bytes_raise_only_invalid_input(raw: bytes) -> None:
     readers: list[Callable[[], object]] = [
         lambda: conversions.from_get_request(parse(pb.GetRequest, memoryview(raw))),
         lambda: conversions.from_put_header("h", parse(pb.PutHeader, memoryview(raw)), 1 << 20),
@@ -342,7 +344,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_cross_as_themselves(error: RagCacheError) -> None:
+def test_errors_round_trip(error: RagCacheError) -> None:
     again = from_error("cachestore", pb.DataError.FromString(to_error(error).SerializeToString()))
     assert type(again) is type(error)
     assert str(error) in str(again)
@@ -360,7 +362,7 @@ def ends() -> Iterator[tuple[FramedConnection, FramedConnection]]:
 
 
 @pytest.mark.parametrize("size", [0, 1, READ_BYTES - 20, READ_BYTES, READ_BYTES + 1, 300_000])
-def test_frames_and_raw_bytes_come_as_they_went(
+def test_frames_and_raw_bytes_arrive_as_sent(
     ends: tuple[FramedConnection, FramedConnection], size: int
 ) -> None:
     one, other = ends
@@ -397,10 +399,10 @@ def test_a_deferred_frame_follows_the_next_frame(
     assert not one.deferred
 
 
-def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
+def test_a_deferred_release_precedes_a_put_and_follows_other_frames(
     ends: tuple[FramedConnection, FramedConnection],
 ) -> None:
-    """After PUT there is nothing but its value."""
+    """Nothing may come between PUT and its value."""
     one, other = ends
     for kind, expected in (
         (FrameKind.PUT, [FrameKind.RELEASE, FrameKind.PUT]),
@@ -479,7 +481,9 @@ def test_a_frame_over_its_bound_is_not_read(
         other.receive(100)
 
 
-def test_the_end_of_the_other_is_noticed(ends: tuple[FramedConnection, FramedConnection]) -> None:
+def test_the_close_of_the_other_end_is_noticed(
+    ends: tuple[FramedConnection, FramedConnection],
+) -> None:
     one, other = ends
     one.send_raw(HEADER.pack(10, FrameKind.GET, 0) + b"half")
     one.close()
@@ -495,7 +499,7 @@ def test_silence_ends_with_the_deadline(ends: tuple[FramedConnection, FramedConn
     with pytest.raises(TimedOut):
         other.receive(100)
     one.deadline = time.monotonic() + 0.05
-    with pytest.raises(TimedOut):  # nobody reads
+    with pytest.raises(TimedOut):  # the other end does not read
         one.send_raw(bytes(64 << 20))
     with pytest.raises(TimedOut):
         one.send(FrameKind.GET)

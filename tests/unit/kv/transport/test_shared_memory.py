@@ -1,4 +1,4 @@
-"""Shared memory: mapped where huge pages can be, for as long as anybody has a view of it."""
+"""Shared memory is mapped where huge pages can be, until its last view is gone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_is_mapped_until_the_last_view_is_gone(fd: int) -> None:
 
 
 def test_making_a_page_huge_keeps_what_it_holds(fd: int) -> None:
-    """Where the system makes none, nothing changes either."""
+    """The bytes stay even if the system makes no huge page."""
     os.ftruncate(fd, 2 * HUGE_BYTES + 4096)
     memory = SharedMemory(fd, 2 * HUGE_BYTES + 4096)
     memory.view[HUGE_BYTES + 70_000 :][:5] = b"hello"
@@ -70,7 +70,7 @@ def test_making_a_page_huge_keeps_what_it_holds(fd: int) -> None:
     assert not memory.make_huge(2 * HUGE_BYTES)  # beyond its end
 
 
-def test_of_nothing_there_is_an_empty_view(fd: int) -> None:
+def test_an_empty_file_has_an_empty_view(fd: int) -> None:
     memory = SharedMemory(fd, 0)
     assert len(memory.view) == 0
     assert not memory.make_huge(0)

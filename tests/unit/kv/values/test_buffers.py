@@ -1,4 +1,4 @@
-"""Every byte is moved where it belongs, and no flipped one passes."""
+"""Copies are complete, and no flipped byte passes the checksums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ragcache_kv.values.buffers import (
 
 
 def pieces_of(value: bytes | bytearray, cuts: Sequence[int]) -> list[memoryview]:
-    """Value as views that end at each of cuts."""
+    """Return value as views that end at each of cuts."""
     ends = sorted({min(end, len(value)) for end in cuts} | {len(value)})
     view, start, pieces = memoryview(bytearray(value)), 0, []
     for end in ends:
@@ -47,7 +47,7 @@ def sizes_of(value: bytes, where: Sequence[int]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small values are cut as large ones are."""
+    """Make blocks small, so that small values have several."""
     monkeypatch.setattr(buffers, "BLOCK_BYTES", 64)
 
 
@@ -67,9 +67,9 @@ def test_no_flipped_byte_passes(
     value: bytes, sources: list[int], parts: list[int], data: st.DataObject
 ) -> None:
     named = checksummed_parts(memoryview(value), sizes_of(value, parts))
-    place = data.draw(st.integers(0, len(value) - 1))
+    index = data.draw(st.integers(0, len(value) - 1))
     wrong = bytearray(value)
-    wrong[place] ^= 1 << data.draw(st.integers(0, 7))
+    wrong[index] ^= 1 << data.draw(st.integers(0, 7))
     target = memoryview(bytearray(len(value)))
     assert not copy_verified(target, pieces_of(wrong, sources), named)
     assert not matches_checksums(pieces_of(wrong, sources), named)
@@ -80,17 +80,17 @@ def test_a_file_is_read_as_memory_is(value: bytes, sources: list[int], parts: li
     named = checksummed_parts(memoryview(value), sizes_of(value, parts))
     with tempfile.TemporaryFile() as file:
         write_from(memoryview(value), file.fileno(), 10)
-        places, offset = [], 10
+        extents, offset = [], 10
         for piece in pieces_of(value, sources):
-            places.append((offset, len(piece)))
+            extents.append((offset, len(piece)))
             offset += len(piece)
         target = memoryview(bytearray(len(value)))
-        assert read_verified(target, file.fileno(), places, named)
+        assert read_verified(target, file.fileno(), extents, named)
         assert target == value
         os.pwrite(file.fileno(), bytes((value[-1] ^ 128,)), offset - 1)
-        assert not read_verified(target, file.fileno(), places, named)
+        assert not read_verified(target, file.fileno(), extents, named)
         os.ftruncate(file.fileno(), offset - 1)
-        assert not read_verified(target, file.fileno(), places, named)
+        assert not read_verified(target, file.fileno(), extents, named)
 
 
 @given(values, cuts)
@@ -120,7 +120,9 @@ def test_scatter_fills_its_targets_in_order(value: bytes, where: list[int]) -> N
 
 
 @given(values, cuts, st.data())
-def test_cut_gives_the_bytes_asked_for(value: bytes, where: list[int], data: st.DataObject) -> None:
+def test_slice_views_returns_the_requested_bytes(
+    value: bytes, where: list[int], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, len(value)))
     num_bytes = data.draw(st.integers(0, len(value) - start))
     views = slice_views(pieces_of(value, where), start, num_bytes)

@@ -1,4 +1,4 @@
-"""Values that go out while they are computed, whoever carries them."""
+"""Values that go out while they are computed, for every transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.cachestore_parts import key, value, variant, whole
 
 
 class Scripted(OutgoingValue):
-    """Gives as many parts at a time as was said, and notes until when it was waited for."""
+    """Has the given numbers of parts ready at a time, and records the deadlines of its callers."""
 
     def __init__(self, raw: bytes, came: Sequence[Sequence[int]], delay_s: float = 0.0) -> None:
         super().__init__(memoryview(raw))
@@ -58,7 +58,7 @@ def test_runs_are_the_value_however_its_parts_come(sizes: list[int], data: st.Da
     assert runs.completion().cost_s == 2.5
 
 
-def test_what_is_whole_is_one_run() -> None:
+def test_a_ready_value_is_one_run() -> None:
     raw = value(100)
     new = replace(variant(key(1), raw), part_bytes=(30, 70))
     outgoing = ReadyValue.with_checksums(memoryview(raw), (30, 70), 1.5)
@@ -70,7 +70,7 @@ def test_what_is_whole_is_one_run() -> None:
     )
 
 
-def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_lease() -> None:
+def test_time_is_left_for_the_replies_and_memory_is_reserved_for_a_lease_at_most() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
     for left_s, latest in ((10.0, 10 - ANSWER_S), (1.0, 0.8), (300.0, 300 - ANSWER_S)):
         outgoing = Scripted(b"abcd", [[1], [2]])
@@ -83,7 +83,7 @@ def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_
         assert second == last <= min(first, time.monotonic() + LEASE_S - ANSWER_S)
 
 
-def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
+def test_a_slow_store_is_not_mistaken_for_a_slow_value() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
     runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
     assert next(runs) == b"ab"
@@ -92,7 +92,7 @@ def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
     assert runs.completion().checksums == (1, 2)
 
 
-def test_what_comes_too_late_does_not_go_out() -> None:
+def test_a_part_after_the_deadline_is_not_sent() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
     runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)
     with pytest.raises(IncompleteValue):
@@ -110,7 +110,7 @@ def test_what_comes_too_late_does_not_go_out() -> None:
         ((2, 2), [[1], [2, 3]], "value"),
     ],
 )
-def test_parts_that_are_not_the_variants_are_refused(
+def test_parts_that_do_not_match_the_variant_are_refused(
     part_bytes: tuple[int, ...], came: list[list[int]], field: str
 ) -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=part_bytes)
