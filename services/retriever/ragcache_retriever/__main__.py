@@ -69,31 +69,8 @@ async def serve(settings: RetrieverSettings) -> None:
 
 
 async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
-    defaults = collection_defaults(settings)
-    health.set_progress("loading the model's tokenizer")
-    # In a thread: the hub may have to send the model first.
-    tokenizer = await asyncio.to_thread(
-        load_serving_tokenizer, settings.model, settings.model_dtype
-    )
-    knowledge_base = KnowledgeBase(
-        DocumentStore(settings.data_dir),
-        make_embedder(settings),
-        tokenizer,
-        defaults,
-        markdown=pb.CONTENT_TYPE_MARKDOWN,
-    )
-    service = RetrieverService(knowledge_base, spans)
-    try:
-        server = GrpcServer(
-            settings.listen,
-            [SERVICE_NAME],
-            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
-            health,
-        )
-    except RuntimeError as error:
-        raise InvalidInput(
-            "RAGCACHE_LISTEN", f"{settings.listen} cannot be used: {error}", "name a free port"
-        ) from error
+    knowledge_base = await _make_knowledge_base(settings, health)
+    server = _make_server(settings.listen, RetrieverService(knowledge_base, spans), health)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(until_stopped())
@@ -112,6 +89,36 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
         await server.stop()
         await asyncio.gather(loading, stopping, return_exceptions=True)
         await knowledge_base.close()
+
+
+async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
+    defaults = collection_defaults(settings)
+    health.set_progress("loading the model's tokenizer")
+    # In a thread, because the model may come from the hub first.
+    tokenizer = await asyncio.to_thread(
+        load_serving_tokenizer, settings.model, settings.model_dtype
+    )
+    return KnowledgeBase(
+        DocumentStore(settings.data_dir),
+        make_embedder(settings),
+        tokenizer,
+        defaults,
+        markdown=pb.CONTENT_TYPE_MARKDOWN,
+    )
+
+
+def _make_server(listen: str, service: RetrieverService, health: HealthServer) -> GrpcServer:
+    try:
+        return GrpcServer(
+            listen,
+            [SERVICE_NAME],
+            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
+            health,
+        )
+    except RuntimeError as error:
+        raise InvalidInput(
+            "RAGCACHE_LISTEN", f"{listen} cannot be used: {error}", "name a free port"
+        ) from error
 
 
 async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
