@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.eviction import POLICY_NAMES
+from ragcache_core.eviction.admission import ADMISSION_NAMES
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_wire.settings.cachestore import CacheStoreSettings
 from tests.helpers.settings import read_settings
@@ -140,3 +142,15 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
             CacheStoreSettings, REQUIRED | {"RAGCACHE_OWN_ADDRESS": "a:1"} | {name: value}
         )
     assert refused.value.field == name
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_policy_of_core_is_a_choice(name: str) -> None:
+    environment = REQUIRED | {"RAGCACHE_POLICY": name, "RAGCACHE_ADMISSION": "always"}
+    assert read_settings(CacheStoreSettings, environment).policy == name
+
+
+@pytest.mark.parametrize("name", ADMISSION_NAMES)
+def test_every_admission_of_core_is_a_choice(name: str) -> None:
+    environment = REQUIRED | {"RAGCACHE_ADMISSION": name}
+    assert read_settings(CacheStoreSettings, environment).admission == name
