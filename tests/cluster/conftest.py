@@ -25,12 +25,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def layers_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make images' layers beside the tests that need none; who needs some waits for the rest."""
-    needed = any(item.get_closest_marker("images") for item in request.session.items)
+    items = request.session.items
+    needed = any(item.get_closest_marker("images") for item in items)
+    previous = any(item.get_closest_marker("slow") for item in items)
     with ExitStack() as stack:
         with suppress(Unavailable):  # the tests that need them say so
             if needed:
                 packages.require(packages.IMAGES)  # here, as one process at a time may install
                 words = [sys.executable, "-m", "tests.cluster.layers"]
+                words += ["--previous"] if previous else []
                 making = stack.enter_context(subprocess.Popen(words))
                 stack.callback(making.terminate)
         yield

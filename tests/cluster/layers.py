@@ -1,11 +1,12 @@
-"""Make the layers of this release's images and the last one's, for tests that come later.
+"""Make the layers of this release's images ahead of the tests that need them.
 
-python -m tests.cluster.layers
+python -m tests.cluster.layers [--previous]: also those of the previous release, for the upgrade.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,15 +20,17 @@ _NICENESS = 10
 
 
 def main() -> None:
-    """Entry point. What is in the way is told by the tests that need the images."""
+    """Make the layers; the tests that need the images report a failure."""
     os.nice(_NICENESS)
     try:
         make_images(IMAGES)
+        if "--previous" not in sys.argv:
+            return
         with tempfile.TemporaryDirectory() as folder:
             _version, checkout = previous_release(Path(folder))
             make_images(IMAGES, source=checkout)
     except (Unavailable, InvalidInput) as problem:
-        print(f"no layers ahead: {problem}")
+        print(f"layers were not made: {problem}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from tests.cluster.platform import (
 from tests.cluster.releases import previous_release
 from tests.cluster.timeline import step
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _PAUSE_S = 4
 """Between two questions. For a second after each, vLLM's worker spins on the core that it is bound
