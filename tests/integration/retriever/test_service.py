@@ -166,7 +166,9 @@ async def test_settings_of_collections(client: RetrieverClient) -> None:
     assert (await client.put_collection(pb.Collection(name="team"))).window == 1
 
 
-async def test_changed_chunking_splits_documents_again(client: RetrieverClient, tiny_model) -> None:
+async def test_changed_chunking_splits_documents_again(
+    client: RetrieverClient, tiny_model: Path
+) -> None:
     count = tokenizer_of(tiny_model).count
     await client.put_collection(pb.Collection(name="team"))
     for name in ("a", "b"):

@@ -104,7 +104,7 @@ class TestTopN:
 
     @given(prompts(), budgets, heads)
     def test_a_budget_is_spent_to_the_token(
-        self, chunks: list[RankedChunk], budget: int, head: int
+        self, chunks: list[AttentionRankedChunk], budget: int, head: int
     ) -> None:
         chosen = select_by_fix_overhead(chunks, budget, exact_head=head)
         most = sum(min(each.limit, len(eligible(each, head))) for each in chunks)
@@ -112,7 +112,7 @@ class TestTopN:
 
     @given(prompts(), budgets, heads)
     def test_of_each_chunk_it_is_the_head_of_its_ranking(
-        self, chunks: list[RankedChunk], budget: int, head: int
+        self, chunks: list[AttentionRankedChunk], budget: int, head: int
     ) -> None:
         chosen = set(select_by_fix_overhead(chunks, budget, exact_head=head).positions())
         for each in chunks:
@@ -122,7 +122,7 @@ class TestTopN:
 
     @given(prompts(), budgets)
     def test_only_ratios_of_overheads_count_against_a_budget(
-        self, chunks: list[RankedChunk], budget: int
+        self, chunks: list[AttentionRankedChunk], budget: int
     ) -> None:
         quarter = [replace(each, fix_overhead=each.fix_overhead / 4) for each in chunks]
         if any(0 < each.fix_overhead < 1e-6 for each in chunks):
@@ -133,7 +133,7 @@ class TestTopN:
 class TestAlways:
     @given(prompts(), budgets, budgets, heads)
     def test_a_larger_budget_never_drops_a_token(
-        self, chunks: list[RankedChunk], one: int, other: int, head: int
+        self, chunks: list[AttentionRankedChunk], one: int, other: int, head: int
     ) -> None:
         low, high = sorted((one, other))
         fewer = select_by_fix_overhead(chunks, low, exact_head=head)
@@ -142,7 +142,7 @@ class TestAlways:
 
     @given(prompts(), budgets, heads)
     def test_only_eligible_positions_within_the_budget(
-        self, chunks: list[RankedChunk], budget: int, head: int
+        self, chunks: list[AttentionRankedChunk], budget: int, head: int
     ) -> None:
         chosen = select_by_fix_overhead(chunks, budget, exact_head=head)
         positions = chosen.positions()
@@ -154,7 +154,7 @@ class TestAlways:
 
     @given(prompts(), heads)
     def test_a_budget_for_all_tokens_selects_all(
-        self, chunks: list[RankedChunk], head: int
+        self, chunks: list[AttentionRankedChunk], head: int
     ) -> None:
         spend = [replace(each, limit=len(each.ranking)) for each in chunks]
         every = sorted(position for each in chunks for position in eligible(each, head))
@@ -163,7 +163,7 @@ class TestAlways:
 
     @given(prompts(), budgets, heads, st.data())
     def test_the_order_of_chunks_does_not_matter(
-        self, chunks: list[RankedChunk], budget: int, head: int, data: st.DataObject
+        self, chunks: list[AttentionRankedChunk], budget: int, head: int, data: st.DataObject
     ) -> None:
         shuffled = data.draw(st.permutations(chunks))
         chosen = select_by_fix_overhead(chunks, budget, exact_head=head)

@@ -1,6 +1,7 @@
 """The handbook generator and the prompt contract of the bundled model."""
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from models.tinyrag.handbook import (
     ABSENT_ANSWER,
     Document,
     Handbook,
+    Split,
     ask_absent,
     ask_single,
     ask_two_step,
@@ -37,11 +39,11 @@ def _sentences(document: Document) -> list[str]:
 
 
 @given(SEEDS, SPLITS)
-def test_names_belong_to_the_split_they_are_drawn_for(seed, split):
+def test_names_belong_to_the_split_they_are_drawn_for(seed: int, split: Split) -> None:
     assert is_held_out(draw_name(random.Random(seed), split)) == (split == "held_out")
 
 
-def test_about_one_name_in_eight_is_held_out():
+def test_about_one_name_in_eight_is_held_out() -> None:
     names = [
         f"{head}{tail} {second}"
         for head in lexicon.NAME_HEADS
@@ -53,7 +55,7 @@ def test_about_one_name_in_eight_is_held_out():
 
 @settings(max_examples=20, deadline=None)
 @given(SEEDS)
-def test_the_same_seed_gives_the_same_handbook_and_questions(seed):
+def test_the_same_seed_gives_the_same_handbook_and_questions(seed: int) -> None:
     first, second = _handbook(seed), _handbook(seed)
     assert first == second
     assert sample_questions(first, 5, "held_out") == sample_questions(second, 5, "held_out")
@@ -61,7 +63,7 @@ def test_the_same_seed_gives_the_same_handbook_and_questions(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_a_page_names_its_service_only_in_title_and_opener(seed):
+def test_a_page_names_its_service_only_in_title_and_opener(seed: int) -> None:
     for document in _handbook(seed).documents:
         opener, *rest = _sentences(document)
         assert document.text.startswith(f"# {document.title}\n\n")
@@ -71,7 +73,7 @@ def test_a_page_names_its_service_only_in_title_and_opener(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_pages_state_just_the_facts_of_their_service(seed):
+def test_pages_state_just_the_facts_of_their_service(seed: int) -> None:
     handbook = _handbook(seed)
     for service, document in zip(handbook.services, handbook.documents, strict=True):
         assert document.facts == service.facts
@@ -84,14 +86,14 @@ def test_pages_state_just_the_facts_of_their_service(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_a_dependency_names_its_callers(seed):
+def test_a_dependency_names_its_callers(seed: int) -> None:
     for first, second in dependency_pairs(_handbook(seed).documents):
         assert first.title in " ".join(s.text for s in second.paragraphs[0])
 
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_answers_stand_in_the_supporting_documents(seed):
+def test_answers_stand_in_the_supporting_documents(seed: int) -> None:
     rng = random.Random(seed)
     documents = _handbook(seed).documents
     single = ask_single(rng, documents[0], rng.choice(list(documents[0].facts)))
@@ -106,7 +108,7 @@ def test_answers_stand_in_the_supporting_documents(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_later_facts_are_stated_after_the_paragraph_that_names_the_service(seed):
+def test_later_facts_are_stated_after_the_paragraph_that_names_the_service(seed: int) -> None:
     rng = random.Random(seed)
     for document in _handbook(seed).documents:
         for key, value in document.facts.items():
@@ -120,7 +122,7 @@ def test_later_facts_are_stated_after_the_paragraph_that_names_the_service(seed)
 
 @settings(max_examples=50, deadline=None)
 @given(SEEDS)
-def test_what_is_absent_is_in_no_document(seed):
+def test_what_is_absent_is_in_no_document(seed: int) -> None:
     rng = random.Random(seed)
     documents = _handbook(seed).documents
     question = ask_absent(rng, documents, "held_out")
@@ -130,7 +132,7 @@ def test_what_is_absent_is_in_no_document(seed):
     assert not any(d.title == question.subject and needed in d.facts for d in documents)
 
 
-def test_two_step_questions_need_the_dependency():
+def test_two_step_questions_need_the_dependency() -> None:
     documents = _handbook(3).documents
     first, second = dependency_pairs(documents)[0]
     wrong = next(d for d in documents if d not in (first, second))
@@ -140,7 +142,7 @@ def test_two_step_questions_need_the_dependency():
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.integers(0, 8))
-def test_a_trimmed_page_is_a_prefix_that_keeps_its_first_paragraph(seed, missing):
+def test_a_trimmed_page_is_a_prefix_that_keeps_its_first_paragraph(seed: int, missing: int) -> None:
     document = _handbook(seed, 1).documents[0]
     trimmed = document.without_tail(missing)
     assert trimmed.paragraphs[0] == document.paragraphs[0]
@@ -151,7 +153,7 @@ def test_a_trimmed_page_is_a_prefix_that_keeps_its_first_paragraph(seed, missing
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.integers(10, 60), st.integers(0, 1))
-def test_chunks_cover_the_page_and_keep_their_facts(seed, size, overlap):
+def test_chunks_cover_the_page_and_keep_their_facts(seed: int, size: int, overlap: int) -> None:
     document = _handbook(seed, 1).documents[0]
     chunks = cut(document, lambda text: len(text.split()), size, overlap)
     assert chunks[0].text.startswith(f"# {document.title}")
@@ -164,7 +166,7 @@ def test_chunks_cover_the_page_and_keep_their_facts(seed, size, overlap):
             assert chunk.text[stated.start :].startswith(stated.value)
 
 
-def test_values_follow_a_space_and_questions_never_start_with_a_name():
+def test_values_follow_a_space_and_questions_never_start_with_a_name() -> None:
     for attribute in lexicon.ATTRIBUTES:
         for phrase in (*attribute.predicates, *attribute.possessives):
             assert phrase.count("{v}") == 1
@@ -172,7 +174,9 @@ def test_values_follow_a_space_and_questions_never_start_with_a_name():
         assert all(" {s}" in question for question in attribute.questions)
 
 
-def test_command_writes_markdown_and_questions(tmp_path, monkeypatch):
+def test_command_writes_markdown_and_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, questions = tmp_path / "pages", tmp_path / "questions.jsonl"
     arguments = ["--seed", "5", "--documents", "12", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["handbook.py", *arguments, "--questions", str(questions)])

@@ -1,9 +1,15 @@
 """Training examples point at what they should, and the exported model is the trained one."""
 
+from __future__ import annotations
+
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -15,6 +21,7 @@ from models.tinyrag.examples import (  # noqa: E402
     QUESTION_TOKENS,
     SLOT_SIZES,
     Encoder,
+    Example,
     stage_scene,
 )
 from models.tinyrag.export import export  # noqa: E402
@@ -25,18 +32,20 @@ from models.tinyrag.vocabulary import build_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def _example(tokenizer, seed, documents=4, questions=12):
+def _example(
+    tokenizer: PreTrainedTokenizerFast, seed: int, documents: int = 4, questions: int = 12
+) -> Example:
     encoder, rng = Encoder(tokenizer), random.Random(seed)
     scene = stage_scene(rng, "train", documents, encoder.count_tokens)
     return encoder.encode(rng, scene, "train", questions, absent_share=0.3)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sources_hold_the_tokens_to_copy(tokenizer, seed):
+def test_sources_hold_the_tokens_to_copy(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     example = _example(tokenizer, seed)
     for row in range(len(example.kinds)):
         for at in range(QUESTION_TOKENS):
@@ -53,7 +62,9 @@ def test_sources_hold_the_tokens_to_copy(tokenizer, seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_titles_and_tags_lie_where_they_are_said_to(tokenizer, seed):
+def test_titles_and_tags_lie_where_they_are_said_to(
+    tokenizer: PreTrainedTokenizerFast, seed: int
+) -> None:
     example = _example(tokenizer, seed)
     for position in set(example.title[example.title != IGNORED]):
         start = position - 3
@@ -62,7 +73,9 @@ def test_titles_and_tags_lie_where_they_are_said_to(tokenizer, seed):
     assert all(tokenizer.decode(i).strip().isdigit() for i in tagged)
 
 
-def test_exported_llama_computes_what_was_trained(tokenizer, tmp_path: Path):
+def test_exported_llama_computes_what_was_trained(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     shape = Shape(len(tokenizer), width=64, layers=4, heads=2, hidden=96)
     model = TinyLlama(shape, SLOT_SIZES, len(ATTRIBUTE_IDS) + 1)

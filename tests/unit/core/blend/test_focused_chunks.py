@@ -37,88 +37,88 @@ def after(attention: list[list[float]], window: int, cut: Cut = largest_gap_cut)
 class TestCuts:
     @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending)
-    def test_one_or_more_chunks_are_high(self, cut, scores):
+    def test_one_or_more_chunks_are_high(self, cut: Cut, scores: list[float]) -> None:
         assert min(1, len(scores)) <= cut(scores) <= len(scores)
 
     @pytest.mark.parametrize("cut", CUTS)
     @pytest.mark.parametrize("scores", [[], [3.0], [0.0, 0.0, 0.0], [2.0] * 5])
-    def test_equal_scores_are_all_high(self, cut, scores):
+    def test_equal_scores_are_all_high(self, cut: Cut, scores: list[float]) -> None:
         assert cut(scores) == len(scores)
 
     @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending, power=st.integers(-4, 4))
-    def test_only_ratios_of_scores_count(self, cut, scores, power):
+    def test_only_ratios_of_scores_count(self, cut: Cut, scores: list[float], power: int) -> None:
         assert cut([score * 2.0**power for score in scores if score > 1e-3]) == cut(
             [score for score in scores if score > 1e-3]
         )
 
-    def test_lines_5_to_9_by_hand(self):
+    def test_lines_5_to_9_by_hand(self) -> None:
         # differences 4, 3, 2, 1; p 0.4, 0.3, 0.2, 0.1; steps of entropy 0.361, 0.322, 0.230
         assert entropy_cut([11.0, 7.0, 4.0, 2.0, 1.0]) == 1
 
-    def test_as_printed_the_chunk_above_the_gap_is_left_out(self):
+    def test_as_printed_the_chunk_above_the_gap_is_left_out(self) -> None:
         # the step to difference 2, which lies under the second chunk, is the greatest; i* is 1
         two_high = [10.0, 9.0, 1.0, 0.8, 0.6]
         assert entropy_cut(two_high) == 1
         assert largest_gap_cut(two_high) == 2
 
-    def test_as_printed_a_gap_of_nearly_everything_counts_for_little(self):
+    def test_as_printed_a_gap_of_nearly_everything_counts_for_little(self) -> None:
         three_high = [10.0, 9.0, 8.0, 1.0, 0.5]
         assert entropy_cut(three_high) == 1
         assert largest_gap_cut(three_high) == 3
 
-    def test_line_8_has_no_choice_of_two(self):
+    def test_line_8_has_no_choice_of_two(self) -> None:
         assert entropy_cut([9.0, 1.0]) == 2
         assert largest_gap_cut([9.0, 1.0]) == 1
 
-    def test_chunks_with_similar_attention_stay_together(self):
+    def test_chunks_with_similar_attention_stay_together(self) -> None:
         assert largest_gap_cut([10.0, 9.9]) == 2
         assert largest_gap_cut([10.0, 7.0, 6.0]) == 3
         assert largest_gap_cut([10.0, 7.0, 6.0], most=0.7) == 1
 
-    def test_a_chunk_without_attention_is_low(self):
+    def test_a_chunk_without_attention_is_low(self) -> None:
         assert largest_gap_cut([1.0, 0.0], most=0.0) == 1
 
     @pytest.mark.parametrize("most", [-0.1, 1.1, math.nan])
-    def test_a_share_outside_0_to_1_is_refused(self, most):
+    def test_a_share_outside_0_to_1_is_refused(self, most: float) -> None:
         with pytest.raises(ValueError, match="lies in"):
             largest_gap_cut([1.0, 0.5], most=most)
 
 
 class TestLayers:
-    def test_a_cut_that_stays_for_a_window_settles(self):
+    def test_a_cut_that_stays_for_a_window_settles(self) -> None:
         state = FocusedChunks.at_start(3, window=2)
         state = state.after_layer([1.0, 9.0, 1.0])
         assert (state.cutoff, state.focused) == (None, {0, 1, 2})
         state = state.after_layer([1.0, 9.0, 1.0])
         assert (state.cutoff, state.focused) == (2, {1})
 
-    def test_a_window_of_one_settles_at_once(self):
+    def test_a_window_of_one_settles_at_once(self) -> None:
         assert after([[9.0, 1.0, 1.0]], window=1).cutoff == 1
 
-    def test_a_cut_that_moves_starts_the_window_again(self):
+    def test_a_cut_that_moves_starts_the_window_again(self) -> None:
         state = after([[9, 1, 1], [1, 90, 1], [1, 90, 1], [1, 90, 1]], window=3)
         assert (state.cutoff, state.focused) == (4, {1})
 
-    def test_attention_is_summed_over_layers(self):
+    def test_attention_is_summed_over_layers(self) -> None:
         # in the last layer alone chunk 0 is ahead; summed up (eq. 15) chunk 1 still is
         state = after([[1, 40, 1], [1, 40, 1], [30, 1, 1]], window=3)
         assert state.attention == (32, 81, 3)
         assert (state.cutoff, state.focused) == (3, {1})
 
-    def test_a_split_that_never_settles_keeps_all_chunks(self):
+    def test_a_split_that_never_settles_keeps_all_chunks(self) -> None:
         state = after([[9, 1, 1], [1, 90, 1]], window=2)
         assert (state.cutoff, state.focused) == (None, {0, 1, 2})
 
-    def test_no_chunks_and_one(self):
+    def test_no_chunks_and_one(self) -> None:
         assert after([[], []], window=2).focused == frozenset()
         assert after([[1.0], [1.0]], window=2).focused == {0}
 
-    def test_once_settled_later_layers_change_nothing(self):
+    def test_once_settled_later_layers_change_nothing(self) -> None:
         state = after([[9.0, 1.0, 1.0]], window=1)
         assert state.after_layer([0.0, 100.0, 0.0]) is state
 
-    def test_a_state_is_a_value(self):
+    def test_a_state_is_a_value(self) -> None:
         state = FocusedChunks.at_start(2, window=1)
         state.after_layer([9.0, 1.0])
         assert state == FocusedChunks.at_start(2, window=1)
@@ -126,7 +126,9 @@ class TestLayers:
             state.window = 2  # type: ignore[misc]
 
     @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
-    def test_focused_chunks_only_become_fewer_and_then_stay(self, attention, window, cut):
+    def test_focused_chunks_only_become_fewer_and_then_stay(
+        self, attention: list[list[float]], window: int, cut: Cut
+    ) -> None:
         state = FocusedChunks.at_start(len(attention[0]), window=window, cut=cut)
         for number, layer in enumerate(attention, start=1):
             then, state = state, state.after_layer(layer)
@@ -135,7 +137,7 @@ class TestLayers:
             assert then.cutoff is None or state == then
 
     @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
-    def test_it_is_algorithm_1(self, attention, window, cut):
+    def test_it_is_algorithm_1(self, attention: list[list[float]], window: int, cut: Cut) -> None:
         """Lines 1 to 14 as a loop over all layers."""
         total = [0.0] * len(attention[0])
         sets: list[set[int]] = []
@@ -152,7 +154,9 @@ class TestLayers:
         assert (state.focused, state.cutoff) == (found or (every, None))
 
     @given(layers(), st.integers(1, 4), st.data())
-    def test_the_order_of_chunks_does_not_matter(self, attention, window, data):
+    def test_the_order_of_chunks_does_not_matter(
+        self, attention: list[list[float]], window: int, data: st.DataObject
+    ) -> None:
         every = range(len(attention[0]))
         total = [math.fsum(layer[each] for layer in attention) for each in every]
         if len(set(total)) < len(total) or any(len(set(each)) < len(each) for each in attention):
@@ -165,12 +169,12 @@ class TestLayers:
 
 
 @pytest.mark.parametrize("attention", [[1.0], [1.0, math.nan], [1.0, -1.0], [math.inf, 1.0]])
-def test_impossible_attention_is_refused(attention):
+def test_impossible_attention_is_refused(attention: list[float]) -> None:
     with pytest.raises(ValueError, match="attention"):
         FocusedChunks.at_start(2, window=1).after_layer(attention)
 
 
-def test_an_impossible_start_is_refused():
+def test_an_impossible_start_is_refused() -> None:
     with pytest.raises(ValueError, match="window"):
         FocusedChunks.at_start(2, window=0)
     with pytest.raises(ValueError, match="chunks"):

@@ -113,7 +113,7 @@ def test_the_byte_format_is_stable() -> None:
 )
 def test_invalid_numbers_are_rejected(field: str, named: str, wrong: float) -> None:
     with pytest.raises(ValueError, match=named):
-        ChunkObservation.from_bytes(written(**{field: wrong}))
+        ChunkObservation.from_bytes(written(num_tokens=7, **{field: wrong}))
 
 
 def test_chunks_without_tokens_are_rejected() -> None:

@@ -21,30 +21,30 @@ budgets = st.integers(0, 90)
 
 
 class TestWantedTokens:
-    def test_it_rounds_up(self):
+    def test_it_rounds_up(self) -> None:
         assert wanted_tokens(0.3, 256) == 77  # 76.8
         assert wanted_tokens(0.001, 10) == 1
 
-    def test_float_noise_does_not_round_up(self):
+    def test_float_noise_does_not_round_up(self) -> None:
         assert 0.07 * 100 > 7
         assert wanted_tokens(0.07, 100) == 7
         assert 0.29 * 100 < 29
         assert share_to_tokens(0.29, 100) == 29
 
-    def test_ends(self):
+    def test_ends(self) -> None:
         assert [wanted_tokens(share, 9) for share in (0.0, 1.0)] == [0, 9]
         assert [share_to_tokens(share, 9) for share in (0.0, 1.0)] == [0, 9]
         assert wanted_tokens(1.0, 0) == share_to_tokens(1.0, 0) == 0
 
     @given(shares, shares, st.integers(0, 10_000))
-    def test_a_higher_share_never_has_fewer(self, one, other, tokens):
+    def test_a_higher_share_never_has_fewer(self, one: float, other: float, tokens: int) -> None:
         low, high = sorted((one, other))
         assert 0 <= wanted_tokens(low, tokens) <= wanted_tokens(high, tokens) <= tokens
         assert 0 <= share_to_tokens(low, tokens) <= share_to_tokens(high, tokens) <= tokens
         assert share_to_tokens(low, tokens) <= wanted_tokens(low, tokens)
 
     @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
-    def test_a_share_outside_0_to_1_is_refused(self, share):
+    def test_a_share_outside_0_to_1_is_refused(self, share: float) -> None:
         with pytest.raises(ValueError, match="lies in"):
             wanted_tokens(share, 10)
         with pytest.raises(ValueError, match="lies in"):
@@ -73,7 +73,8 @@ def test_tokens_that_are_recomputed_anyway_are_skipped(
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[list[int], int, list[range]]:
     """Tokens of chunks with gaps between them in any order, an exact head, selected runs."""
-    positions, position = [], 0
+    positions: list[int] = []
+    position = 0
     for length in draw(st.lists(st.integers(1, 30), max_size=4)):
         position += draw(st.integers(0, 3))
         positions += range(position, position + length)

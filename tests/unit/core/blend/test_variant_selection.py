@@ -219,7 +219,8 @@ def test_the_recompute_share_changes_only_the_recompute_tokens(
 
 @given(cases())
 def test_unobserved_variants_get_the_mean_influence(case: Case) -> None:
-    known, unknown = [], []
+    known: list[float] = []
+    unknown: list[float] = []
     for index, source in enumerate(case.blend().sources):
         if source.influence is None:
             continue

@@ -76,7 +76,9 @@ def world(target: float, right: Callable[[float], int]) -> World:
 
 class TestLadder:
     @given(st.floats(0.01, 1), st.floats(0.5, 1))
-    def test_it_differs_below_the_limit_for_a_chunk_without_its_prefix(self, budget, cci):
+    def test_it_differs_below_the_limit_for_a_chunk_without_its_prefix(
+        self, budget: float, cci: float
+    ) -> None:
         """The three lowest alphas recompute ever more tokens; the two highest reach the limit."""
         fit, tokens = VariantFit(VariantKey(bytes(16), bytes(16)), cci, 0.0), 10_000
         recomputed = [
@@ -87,29 +89,29 @@ class TestLadder:
         assert recomputed[-1] == recomputed[-2] == share_to_tokens(budget, tokens)
 
     @given(shares)
-    def test_it_ascends_and_ends_with_the_default(self, budget):
+    def test_it_ascends_and_ends_with_the_default(self, budget: float) -> None:
         ladder = alpha_ladder(budget)
         assert list(ladder) == sorted(ladder)
         assert ladder[-1] == (ALPHA if budget else 0)
 
-    def test_a_share_outside_0_to_1_is_rejected(self):
+    def test_a_share_outside_0_to_1_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="recompute_share"):
             alpha_ladder(1.1)
 
 
 class TestDecision:
-    def test_each_question_is_asked_in_full_and_then_with_every_alpha(self):
+    def test_each_question_is_asked_in_full_and_then_with_every_alpha(self) -> None:
         tried = world(0.9, lambda _: 10)
         tried.try_questions(2)
         assert tried.asked == 2 * [None, *alpha_ladder(SHARE)]
 
-    def test_nothing_is_decided_before_min_questions(self):
+    def test_nothing_is_decided_before_min_questions(self) -> None:
         tried = world(1.0, lambda _: 0)
         tried.try_questions(MIN_QUESTIONS - 1)
         decision = tried.control.decision
         assert (decision.decided, decision.alpha, decision.computes_all) == (False, None, False)
 
-    def test_the_least_sufficient_alpha_is_chosen(self):
+    def test_the_least_sufficient_alpha_is_chosen(self) -> None:
         tried = world(0.9, lambda alpha: 10 if alpha >= SHARE else 5)
         tried.try_questions(MIN_QUESTIONS)
         assert tried.control.decision.alpha is not None
@@ -120,7 +122,9 @@ class TestDecision:
         assert found.quality == pytest.approx(0.9)
         assert found.fix_overhead == pytest.approx(0.108)
 
-    def test_if_no_alpha_suffices_everything_is_computed_and_some_questions_are_sampled(self):
+    def test_if_no_alpha_suffices_everything_is_computed_and_some_questions_are_sampled(
+        self,
+    ) -> None:
         tried = world(0.9, lambda _: 5)
         assert not any(tried.control.sample_for_trial() for _ in range(RETRY_EVERY))
         tried.try_questions(MIN_QUESTIONS)
@@ -128,28 +132,28 @@ class TestDecision:
         left = [tried.control.sample_for_trial() for _ in range(3 * RETRY_EVERY)]
         assert sum(left) == 3
 
-    def test_it_follows_the_quality_of_later_answers(self):
+    def test_it_follows_the_quality_of_later_answers(self) -> None:
         tried = world(0.9, lambda _: 5)
         tried.try_questions(MIN_QUESTIONS)
         tried.right = lambda _: 10
         tried.try_questions(WINDOW_QUESTIONS * SAMPLE_EVERY)
         assert tried.control.decision.alpha == 0.0
 
-    def test_with_a_full_window_few_questions_are_replayed(self):
+    def test_with_a_full_window_few_questions_are_replayed(self) -> None:
         tried = world(0.9, lambda _: 10)
         tried.try_questions(WINDOW_QUESTIONS)
         tried.asked.clear()
         tried.try_questions(3 * SAMPLE_EVERY)
         assert tried.asked.count(None) == 3
 
-    def test_a_sampled_question_is_always_replayed(self):
+    def test_a_sampled_question_is_always_replayed(self) -> None:
         tried = world(0.9, lambda _: 10)
         tried.try_questions(WINDOW_QUESTIONS)
         for number in range(3):
             tried.control.offer(question(at=100 + number), 100, is_sampled=True)
             assert tried.control.begin_replay(102) is not None
 
-    def test_an_expired_question_is_abandoned_during_its_replays(self):
+    def test_an_expired_question_is_abandoned_during_its_replays(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question(at=1), 1)
         full = control.begin_replay(1)
@@ -158,7 +162,7 @@ class TestDecision:
         control.remove_expired(2 + MAX_AGE_MS)
         assert not control.record_answer(QuestionReplay(full.question, 0.0), "w", BLENDED_TOKENS, 0)
 
-    def test_a_question_that_is_no_longer_blended_is_abandoned(self):
+    def test_a_question_that_is_no_longer_blended_is_abandoned(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question(), 1)
         full = control.begin_replay(1)
@@ -169,7 +173,7 @@ class TestDecision:
         assert not control.record_answer(first, "w", 0, 0)
         assert control.begin_replay(1) is None
 
-    def test_an_interrupted_replay_is_asked_again(self):
+    def test_an_interrupted_replay_is_asked_again(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question(), 1)
         first, again = control.begin_replay(1), control.begin_replay(1)
@@ -179,7 +183,7 @@ class TestDecision:
         control.abandon(again)
         assert control.begin_replay(1) is None
 
-    def test_an_answer_to_an_abandoned_question_is_ignored(self):
+    def test_an_answer_to_an_abandoned_question_is_ignored(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question("gone"), 1)
         full = control.begin_replay(1)
@@ -191,48 +195,53 @@ class TestDecision:
         assert not control.record_answer(replay, "w", BLENDED_TOKENS, 0)
         assert control.begin_replay(2) is None
 
-    def test_a_question_expires_during_its_replays(self):
+    def test_a_question_expires_during_its_replays(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question(at=1), 1)
         assert control.begin_replay(1 + MAX_AGE_MS) is not None
         assert control.begin_replay(2 + MAX_AGE_MS) is None
 
     @given(wanted=shares, seed=st.lists(st.integers(0, 10), min_size=5, max_size=5))
-    def test_a_lower_quality_never_needs_a_higher_alpha(self, wanted, seed):
+    def test_a_lower_quality_never_needs_a_higher_alpha(
+        self, wanted: float, seed: list[int]
+    ) -> None:
         """For any quality of answers, a lower target never takes a higher alpha."""
         by_alpha = dict(zip(alpha_ladder(SHARE), seed, strict=True))
         low, high = world(wanted / 2, by_alpha.__getitem__), world(wanted, by_alpha.__getitem__)
         for one in (low, high):
             one.try_questions(MIN_QUESTIONS)
         if not high.control.decision.computes_all:
-            assert low.control.decision.alpha <= high.control.decision.alpha <= ALPHA
+            lower, higher = low.control.decision.alpha, high.control.decision.alpha
+            assert lower is not None
+            assert higher is not None
+            assert lower <= higher <= ALPHA
 
 
 class Reservoirs(RuleBasedStateMachine):
     """The reservoir stays bounded, recent, and free of questions about deleted documents."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.reservoir = QuestionReservoir()
         self.now = 1
-        self.deleted = {}
+        self.deleted: dict[str, int] = {}
 
     @rule(step=st.integers(0, MAX_AGE_MS // 3))
-    def time_passes(self, step):
+    def time_passes(self, step: int) -> None:
         self.now += step
 
     @rule(documents=st.sets(st.sampled_from("abcd"), min_size=1), ago=st.integers(0, MAX_AGE_MS))
-    def answered(self, documents, ago):
+    def answered(self, documents: set[str], ago: int) -> None:
         self.reservoir.add(question(*documents, at=max(1, self.now - ago)), self.now)
 
     @rule(document=st.sampled_from("abcd"))
-    def deleted_now(self, document):
+    def deleted_now(self, document: str) -> None:
         self.deleted[document] = self.now
         self.reservoir.forget_document(document, self.now)
 
-    @precondition(lambda self: len(self.reservoir))
+    @precondition(lambda self: len(self.reservoir) > 0)
     @rule()
-    def taken(self):
+    def taken(self) -> None:
         found = self.reservoir.take_newest(self.now)
         if found is not None:
             assert self.now - found.planned_at_ms <= MAX_AGE_MS
@@ -240,7 +249,7 @@ class Reservoirs(RuleBasedStateMachine):
                 assert self.deleted.get(document, 0) < found.planned_at_ms
 
     @invariant()
-    def is_bounded(self):
+    def is_bounded(self) -> None:
         assert len(self.reservoir) <= MAX_QUESTIONS
 
 
@@ -248,7 +257,7 @@ TestReservoirs = Reservoirs.TestCase
 
 
 class TestReservoir:
-    def test_the_newest_comes_first_and_the_oldest_is_dropped(self):
+    def test_the_newest_comes_first_and_the_oldest_is_dropped(self) -> None:
         reservoir = QuestionReservoir()
         asked = [question(at=n + 1) for n in range(MAX_QUESTIONS + 1)]
         for one in asked:
@@ -257,7 +266,7 @@ class TestReservoir:
         assert taken == asked[:0:-1]
         assert reservoir.take_newest(20) is None
 
-    def test_a_question_planned_before_a_delete_is_not_kept(self):
+    def test_a_question_planned_before_a_delete_is_not_kept(self) -> None:
         reservoir = QuestionReservoir()
         reservoir.forget_document("a", 5)
         reservoir.add(question("a", "b", at=5), 6)
@@ -265,7 +274,7 @@ class TestReservoir:
         reservoir.add(question("a", "b", at=6), 6)
         assert len(reservoir) == 1
 
-    def test_expired_questions_are_removed(self):
+    def test_expired_questions_are_removed(self) -> None:
         reservoir = QuestionReservoir()
         reservoir.add(question(at=1), 1)
         reservoir.remove_expired(1 + MAX_AGE_MS)
@@ -275,17 +284,19 @@ class TestReservoir:
 
 
 class TestRouge:
-    def test_worked_example(self):
+    def test_worked_example(self) -> None:
         assert rouge_l(["the", "cat", "sat"], ["the", "dog", "sat", "down"]) == pytest.approx(4 / 7)
 
     @given(words, words)
-    def test_it_is_symmetric_and_1_for_equal_answers(self, one, other):
+    def test_it_is_symmetric_and_1_for_equal_answers(
+        self, one: list[str], other: list[str]
+    ) -> None:
         value = rouge_l(one, other)
         assert 0 <= value <= 1
         assert value == rouge_l(other, one)
         assert (value == 1) == (one == other)
 
-    def test_scripts_without_spaces_are_compared_by_character(self):
+    def test_scripts_without_spaces_are_compared_by_character(self) -> None:
         assert words_of(" port 8080,\nin Paris") == ["port", "8080,", "in", "Paris"]
         assert words_of("端口是8080。") == ["端", "口", "是", "8080。"]
         assert "".join(words_of("ที่ปารีส")) == "ที่ปารีส"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -25,7 +26,7 @@ async def test_an_urgent_job_waits_only_for_the_one_that_runs() -> None:
     calls = [asyncio.create_task(thread.call(first, urgent=False))]
     await asyncio.to_thread(running.wait, 10)
     for name, urgent in [("a", False), ("b", False), ("query", True)]:
-        call = thread.call(lambda name=name: order.append(name), urgent=urgent)
+        call = thread.call(partial(order.append, name), urgent=urgent)
         calls.append(asyncio.create_task(call))
     await asyncio.sleep(0)
     go_on.set()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.documents.chunking import Chunk, first_heading, split_document
+from ragcache_retriever.documents.chunking import Chunk, CountTokens, first_heading, split_document
 from ragcache_retriever.documents.collection import Chunking
 from tests.helpers.retriever_parts import tokenizer_of
 
@@ -59,7 +60,9 @@ counters = st.sampled_from([count_words, count_bytes])
 
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings, count=counters)
-def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
+def test_no_chunk_is_larger_than_its_size(
+    text: str, markdown: bool, chunking: Chunking, count: CountTokens
+) -> None:
     for chunk in split_document(text, markdown=markdown, chunking=chunking, count_tokens=count):
         assert count(chunk.text) <= chunking.size_tokens
         assert chunk.text == chunk.text.strip()
@@ -67,21 +70,27 @@ def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
 
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings)
-def test_no_chunk_is_larger_in_tokens_of_a_real_tokenizer(tiny_model, text, markdown, chunking):
+def test_no_chunk_is_larger_in_tokens_of_a_real_tokenizer(
+    tiny_model: Path, text: str, markdown: bool, chunking: Chunking
+) -> None:
     count = tokenizer_of(tiny_model).count
     for chunk in split_document(text, markdown=markdown, chunking=chunking, count_tokens=count):
         assert count(chunk.text) <= chunking.size_tokens
 
 
 @given(text=documents, markdown=st.booleans(), size=st.integers(16, 64), count=counters)
-def test_chunks_without_overlap_are_the_document(text, markdown, size, count):
+def test_chunks_without_overlap_are_the_document(
+    text: str, markdown: bool, size: int, count: CountTokens
+) -> None:
     chunks = split_document(text, markdown=markdown, chunking=Chunking(size, 0), count_tokens=count)
     joined = "".join(texts(chunks))
     assert without_space(joined) == without_space(text.removeprefix("\ufeff"))
 
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings, count=counters)
-def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunking, count):
+def test_chunks_with_overlap_cover_the_document_in_order(
+    text: str, markdown: bool, chunking: Chunking, count: CountTokens
+) -> None:
     whole = without_space(text.removeprefix("\ufeff"))
     covered = 0
     chunks = split_document(text, markdown=markdown, chunking=chunking, count_tokens=count)
@@ -100,7 +109,9 @@ def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunkin
 
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings)
-def test_the_same_document_is_split_the_same_way(text, markdown, chunking):
+def test_the_same_document_is_split_the_same_way(
+    text: str, markdown: bool, chunking: Chunking
+) -> None:
     first, second = (
         split_document(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
         for _ in range(2)
@@ -108,17 +119,17 @@ def test_the_same_document_is_split_the_same_way(text, markdown, chunking):
     assert first == second
 
 
-def test_a_short_document_is_one_chunk_with_its_heading():
+def test_a_short_document_is_one_chunk_with_its_heading() -> None:
     text = "# Billing\n\nIt runs in region north.\n"
     assert split_words(text, 64) == [Chunk("# Billing\n\nIt runs in region north.", ("Billing",))]
 
 
-def test_a_paragraph_border_is_stronger_than_a_sentence_border():
+def test_a_paragraph_border_is_stronger_than_a_sentence_border() -> None:
     first, second = words(10, "a"), words(4, "b") + ". " + words(8, "c")
     assert texts(split_words(f"{first}\n\n{second}", 16)) == [first, second]
 
 
-def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences():
+def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences() -> None:
     first, second, third = words(4, "a"), words(6, "b") + ".", words(10, "c").capitalize()
     assert texts(split_words(f"{first}\n\n{second} {third}", 16)) == [
         f"{first}\n\n{second}",
@@ -126,18 +137,18 @@ def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences():
     ]
 
 
-def test_a_section_border_is_stronger_than_a_paragraph_border():
+def test_a_section_border_is_stronger_than_a_paragraph_border() -> None:
     section = f"# A\n\n{words(8, 'a')}"
     following = f"# B\n\n{words(2, 'b')}\n\n{words(4, 'c')}"
     assert texts(split_words(f"{section}\n\n{following}", 16)) == [section, following]
 
 
-def test_a_chunk_never_ends_with_a_heading():
+def test_a_chunk_never_ends_with_a_heading() -> None:
     first, second = words(12, "a"), f"# Next\n\n{words(12, 'b')}"
     assert texts(split_words(f"{first}\n\n{second}", 16)) == [first, second]
 
 
-def test_a_later_chunk_begins_with_the_last_sentences_of_the_one_before():
+def test_a_later_chunk_begins_with_the_last_sentences_of_the_one_before() -> None:
     a, b, c, d = (words(n, f"Part{n}") + "." for n in (7, 5, 4, 6))
     text = f"{a} {b} {c} {d}"
     assert texts(split_words(text, 16)) == [f"{a} {b} {c}", d]
@@ -145,17 +156,17 @@ def test_a_later_chunk_begins_with_the_last_sentences_of_the_one_before():
     assert texts(split_words(text, 16, overlap=4)) == [f"{a} {b} {c}", f"{c} {d}"]
 
 
-def test_an_overlap_makes_room_for_what_follows():
+def test_an_overlap_makes_room_for_what_follows() -> None:
     a, b, c = (words(n, f"Part{n}") + "." for n in (9, 7, 12))
     assert texts(split_words(f"{a} {b} {c}", 16, overlap=7)) == [f"{a} {b}", c]
 
 
-def test_a_new_section_repeats_nothing_of_the_one_before():
+def test_a_new_section_repeats_nothing_of_the_one_before() -> None:
     first, second = f"{words(8, 'a')}. {words(4, 'B')}.", f"# Next\n\n{words(9, 'c')}"
     assert texts(split_words(f"{first}\n\n{second}", 16, overlap=7)) == [first, second]
 
 
-def test_a_heading_path_names_the_sections_a_chunk_begins_in():
+def test_a_heading_path_names_the_sections_a_chunk_begins_in() -> None:
     parts = [
         f"# Guide\n\n{words(12, 'a')}",
         f"## Setup\n\n### Linux\n\n{words(10, 'b')}",
@@ -172,7 +183,7 @@ def test_a_heading_path_names_the_sections_a_chunk_begins_in():
     ]
 
 
-def test_a_heading_stays_out_of_later_chunks():
+def test_a_heading_stays_out_of_later_chunks() -> None:
     text = "# Guide\n\n" + "One two three four five. " * 6
     first, *later = texts(split_words(text, 16))
     assert first.startswith("# Guide")
@@ -180,33 +191,33 @@ def test_a_heading_stays_out_of_later_chunks():
     assert not any("Guide" in chunk for chunk in later)
 
 
-def test_a_code_fence_that_fits_is_not_split():
+def test_a_code_fence_that_fits_is_not_split() -> None:
     code = "```\n" + "\n\n".join(f"step {i}" for i in range(5)) + "\n# no heading\n```"
     before, after = words(6, "a"), words(8, "b")
     chunks = split_words(f"{before}\n\n{code}\n\n{after}", 16)
     assert chunks == [Chunk(before, ()), Chunk(code, ()), Chunk(after, ())]
 
 
-def test_a_code_fence_that_does_not_fit_is_split_between_lines():
+def test_a_code_fence_that_does_not_fit_is_split_between_lines() -> None:
     lines = [f"call {i} with argument" for i in range(12)]
     chunks = texts(split_words("```\n" + "\n".join(lines) + "\n```", 20))
     assert len(chunks) > 1
     assert [line for chunk in chunks for line in chunk.split("\n")] == ["```", *lines, "```"]
 
 
-def test_a_sentence_longer_than_a_chunk_is_split_between_words():
+def test_a_sentence_longer_than_a_chunk_is_split_between_words() -> None:
     chunks = texts(split_words(words(50, "a"), 16))
     assert [count_words(chunk) for chunk in chunks] == [16, 16, 16, 2]
     assert " ".join(chunks) == words(50, "a")
 
 
-def test_text_without_spaces_is_split_too():
+def test_text_without_spaces_is_split_too() -> None:
     chunking = Chunking(16, 0)
     chunks = split_document("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
     assert [len(chunk.text) for chunk in chunks] == [16] * 62 + [8]
 
 
-def test_a_long_gap_inside_a_sentence_is_no_text():
+def test_a_long_gap_inside_a_sentence_is_no_text() -> None:
     chunks = split_document(
         "a" + " " * 99 + "b", markdown=False, chunking=Chunking(16, 0), count_tokens=len
     )
@@ -214,17 +225,17 @@ def test_a_long_gap_inside_a_sentence_is_no_text():
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_line_ends_make_no_difference(ending):
+def test_line_ends_make_no_difference(ending: str) -> None:
     text = "# A\n\nOne two three. Four five.\n\n- six\n- seven\n"
     assert split_words(text.replace("\n", ending), 16) == split_words(text, 16)
 
 
-def test_plain_text_has_no_headings():
+def test_plain_text_has_no_headings() -> None:
     text = "# a comment, not a heading\nOne two three."
     assert split_words(text, 32, markdown=False) == [Chunk(text, ())]
 
 
-def test_list_items_and_table_rows_are_borders():
+def test_list_items_and_table_rows_are_borders() -> None:
     items = "\n".join(f"{i}. Step number {i} of many" for i in range(6))
     for chunk in texts(split_words(items, 16)):
         assert re.fullmatch(r"(\d\. Step number \d of many\n?)+", chunk)
@@ -242,12 +253,12 @@ def test_list_items_and_table_rows_are_borders():
         ("text", None),
     ],
 )
-def test_the_first_heading(text, title):
+def test_the_first_heading(text: str, title: str | None) -> None:
     assert first_heading(text) == title
 
 
 @pytest.mark.parametrize("mark", [".", "`", "#", " ", "\n", "| ", "- ", "*", "1. "])
-def test_monotonous_text_takes_no_more_than_its_length(mark):
+def test_monotonous_text_takes_no_more_than_its_length(mark: str) -> None:
     text = mark * (400_000 // len(mark))
     chunks = split_words(text, 4096)
     assert without_space("".join(texts(chunks))) == without_space(text)

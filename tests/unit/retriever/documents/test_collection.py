@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ragcache_core.errors import InvalidInput
@@ -15,7 +17,7 @@ from ragcache_retriever.documents.collection import (
 )
 from ragcache_wire.settings import RetrieverSettings
 
-REQUIRED = {"listen": "127.0.0.1:0", "data_dir": "data", "model": "model"}
+REQUIRED: dict[str, Any] = {"listen": "127.0.0.1:0", "data_dir": "data", "model": "model"}
 
 
 @pytest.mark.parametrize("name", ["a", "0", "team-docs", "a" * 63])
@@ -65,7 +67,7 @@ def test_the_settings_give_the_defaults() -> None:
     ],
 )
 def test_a_default_out_of_range_names_its_variable(setting: str, value: int) -> None:
-    settings = RetrieverSettings(**REQUIRED, **{setting: value})
+    settings = RetrieverSettings(**REQUIRED | {setting: value})
     with pytest.raises(InvalidInput) as refused:
         collection_defaults(settings)
     assert refused.value.field == f"RAGCACHE_{setting.upper()}"

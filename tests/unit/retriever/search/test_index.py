@@ -56,7 +56,7 @@ def final(index: StagedIndex, query: Vectors, top_k: int) -> IndexStage:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 10, 100, 1000])
 @pytest.mark.parametrize("top_k", [1, 10, 1000])
-def test_the_final_stage_of_a_small_collection_is_exact(count, top_k):
+def test_the_final_stage_of_a_small_collection_is_exact(count: int, top_k: int) -> None:
     vectors = clustered(count, seed=1)
     index = index_of(vectors)
     for query in clustered(5, seed=2):
@@ -66,7 +66,7 @@ def test_the_final_stage_of_a_small_collection_is_exact(count, top_k):
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 1000])
-def test_a_temporary_stage_comes_before_the_final_one(count):
+def test_a_temporary_stage_comes_before_the_final_one(count: int) -> None:
     index = index_of(clustered(count, seed=1))
     stages = list(index.search(clustered(1, seed=2)[0], 5))
     assert len(stages) >= 2
@@ -77,7 +77,7 @@ def test_a_temporary_stage_comes_before_the_final_one(count):
         assert not before.scores or before.scores[0] <= after.scores[0]
 
 
-def test_the_first_stage_scans_little_and_finds_much():
+def test_the_first_stage_scans_little_and_finds_much() -> None:
     vectors = clustered(4000, seed=1)
     index = index_of(vectors)
     found = 0
@@ -88,7 +88,7 @@ def test_the_first_stage_scans_little_and_finds_much():
     assert found / 200 >= 0.8
 
 
-def test_recall_of_a_collection_too_large_to_scan_whole():
+def test_recall_of_a_collection_too_large_to_scan_whole() -> None:
     vectors = clustered(5000, seed=1)
     index = index_of(vectors, Probing(exact_limit=500, min_share=0.1))
     found = 0
@@ -98,7 +98,7 @@ def test_recall_of_a_collection_too_large_to_scan_whole():
     assert found / 1000 >= 0.9
 
 
-def test_ties_go_to_the_smaller_row_wherever_they_lie():
+def test_ties_go_to_the_smaller_row_wherever_they_lie() -> None:
     vectors = clustered(200, seed=1)
     same = np.repeat(vectors[:1], 50, axis=0)
     forwards, backwards = index_of(vectors), index_of(vectors)
@@ -115,7 +115,7 @@ def test_ties_go_to_the_smaller_row_wherever_they_lie():
     seed=st.integers(0, 1000),
     changes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=8),
 )
-def test_a_changed_index_equals_a_new_one(seed, changes):
+def test_a_changed_index_equals_a_new_one(seed: int, changes: list[tuple[int, int]]) -> None:
     rng = np.random.default_rng(seed)
     held: dict[int, Vectors] = {}
     index = index_of(NONE)
@@ -138,7 +138,7 @@ def test_a_changed_index_equals_a_new_one(seed, changes):
     assert list(final(index, query, 5).rows) == exact(rows, vectors, query, 5)
 
 
-def test_an_empty_index_grows_cells_as_it_fills():
+def test_an_empty_index_grows_cells_as_it_fills() -> None:
     index = index_of(NONE)
     vectors = clustered(100, seed=1)
     index.replace([], range(100), vectors)
@@ -148,7 +148,7 @@ def test_an_empty_index_grows_cells_as_it_fills():
 
 
 @given(sizes=st.lists(st.integers(1, 100), max_size=50))
-def test_stages_divide_the_cells(sizes):
+def test_stages_divide_the_cells(sizes: list[int]) -> None:
     ends = stage_ends(np.cumsum(np.array(sizes, np.int64)))
     assert len(ends) >= 2
     assert ends[-1] == len(sizes)
