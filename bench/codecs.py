@@ -190,13 +190,13 @@ def main() -> None:
     found = {name: {str(p): errors(p, some) for p in PRECISIONS} for name, some in samples.items()}
     for name, reports in found.items():
         print(f"{name}: ratio, RMSE, share of RMS, median relative, attention output")
-        for precision, report in reports.items():
-            print(f"  {precision:10s}", *(f"{number:10.6f}" for number in report.values()))
+        for label, report in reports.items():
+            print(f"  {label:10s}", *(f"{number:10.6f}" for number in report.values()))
     buffer_mib = 256 if quick else 512
     speed = speeds(buffer_mib, decode_rounds=5 if quick else 25, encode_rounds=1 if quick else 7)
     print("decode/copy, GB/s, copy's GB/s, encode/copy, GB/s")
-    for precision, report in speed.items():
-        print(f"  {precision:10s}", *(f"{number:8.2f}" for number in report.values()))
+    for label, report in speed.items():
+        print(f"  {label:10s}", *(f"{number:8.2f}" for number in report.values()))
 
     def order(sample: str, names: list[str], measure: str) -> list[str]:
         return sorted(names, key=lambda name: found[sample][name][measure])

@@ -262,7 +262,7 @@ class Bench:
         self.put_off[source].append(layering.begin_pass())
         logits = self.model.run(self.ids, self.question, layering.wait_for_layer)
         assert not layering.end_pass()
-        self.writer.let_go()
+        self.writer.release_read_values()
         return logits
 
     def moved(self, source: str = PINNED) -> torch.Tensor:
@@ -289,7 +289,7 @@ class Bench:
     def load(self, source: str) -> None:
         """Write all chunks."""
         self._write(self.writer.write, partial(self.here.source, source))
-        self.writer.let_go()
+        self.writer.release_read_values()
 
     def load_encoded(self, codec: Codec) -> None:
         """Decode and write all chunks."""
@@ -297,7 +297,7 @@ class Bench:
 
     def _move(self, source: str) -> LoadJob:
         job = self._write(self.writer.write, partial(self._elsewhere, source), MOVED_BY)
-        self.writer.let_go()
+        self.writer.release_read_values()
         return job
 
     def _elsewhere(self, source: str, number: int) -> ValueSource:

@@ -177,10 +177,10 @@ class OnDisk(PrecisionAssignment):
     def __init__(self, precision: PrecisionAssignment) -> None:
         self._precision = precision
 
-    def assign(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
+    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         return self._precision.assign_precisions(observations)
 
-    def index(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         return dict.fromkeys((one.key for one in observations), Placement.DISK)
 
 
@@ -237,7 +237,7 @@ class Values:
             self._decoded[name] = checksum(
                 np.concatenate(
                     [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
-                )
+                ).data
             )
         return self._encoded[name]
 
@@ -362,7 +362,7 @@ class ArmTiers:
 
     def _check(self, arm: Arm, query: list[int]) -> None:
         for index, chunk in enumerate(query):
-            delivered = checksum(self._loader.delivered(index))
+            delivered = checksum(self._loader.delivered(index).data)
             if delivered != self._values.decoded(chunk, arm.precision[chunk]):
                 raise AssertionError(f"{arm.name} delivered something else")
 

@@ -76,12 +76,12 @@ class Values:
         """Return the bytes of a value."""
         # An odd stride makes all values different and uses all of the pool.
         start = number * (self._num_bytes + 4099) % POOL_BYTES
-        return memoryview(self._pool[start : start + self._num_bytes]).cast("B")
+        return self._pool[start : start + self._num_bytes].data.cast("B")
 
     def buffer(self, number: int) -> memoryview:
         """Return a target buffer; buffers rotate, so that none stays in the CPU's cache."""
         start = number * self._num_bytes % (POOL_BYTES - self._num_bytes + 1)
-        return memoryview(self._buffers[start : start + self._num_bytes]).cast("B")
+        return self._buffers[start : start + self._num_bytes].data.cast("B")
 
     def checksum(self, number: int) -> int:
         """Return the XXH3-64 checksum of a value."""

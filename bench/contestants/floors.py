@@ -62,8 +62,8 @@ class GrpcBytes(Contestant):
         self._server, address = grpc_server()
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         grpc.channel_ready_future(self._channel).result(20)
-        self._put = self._channel.unary_unary("/bench.Store/Put")
-        self._get = self._channel.unary_unary("/bench.Store/Get")
+        self._put = self._channel.unary_unary("/bench.Store/Put", None, None)
+        self._get = self._channel.unary_unary("/bench.Store/Get", None, None)
 
     def put(self, number: int, value: memoryview) -> None:
         """See Contestant."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.contestants.contestant import Contestant
 from bench.contestants.servers import START_S, Server, free_port
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Origin, Provenance, Tier, VariantInfo
+from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.layout import FORMAT
@@ -68,6 +68,8 @@ class RagCache(Contestant):
     def get(self, number: int, buffer: memoryview) -> None:
         """See Contestant."""
         ((_, found),) = self._client.get([self._keys[number]], TIMEOUT_S, allocate=lambda _: buffer)
+        if isinstance(found, Miss):
+            raise OSError(f"the store has no value: {found}")
         self.note(found.tier)
 
     def settle(self) -> None:

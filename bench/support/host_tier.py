@@ -37,7 +37,7 @@ class Encoded:
 
     @classmethod
     def of(cls, precision: Precision, parts: list[Bytes]) -> Encoded:
-        described = tuple(ValuePart(part.nbytes, checksum(memoryview(part))) for part in parts)
+        described = tuple(ValuePart(part.nbytes, checksum(part.data)) for part in parts)
         return cls(precision, described, np.concatenate(parts))
 
     @property
@@ -85,7 +85,7 @@ class ValueRegion:
         with path.open("wb") as file:
             for name, value in values.items():
                 self._offsets[name] = file.tell()
-                file.write(value.raw)
+                file.write(value.raw.data)
                 file.write(bytes(-value.num_bytes % PAGE_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -107,7 +107,7 @@ class ValueRegion:
 
     def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
         wanted = -(-num_bytes // 4096) * 4096
-        read = os.preadv(self._fd, [memoryview(buffer)[:wanted]], self._offsets[name])
+        read = os.preadv(self._fd, [buffer.data[:wanted]], self._offsets[name])
         if read < num_bytes:
             raise OSError(f"{read} of {num_bytes} bytes read")
 
@@ -252,6 +252,6 @@ def verify(value: Encoded, raw: Bytes) -> None:
     """Verify every part's checksum, as a client does; ``raw`` may be longer than the value."""
     start = 0
     for part in value.parts:
-        if checksum(memoryview(raw[start : start + part.num_bytes])) != part.checksum:
+        if checksum(raw[start : start + part.num_bytes].data) != part.checksum:
             raise AssertionError("a part came back damaged")
         start += part.num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -32,7 +33,7 @@ class Question:
         self._shape = shape
         self._chunk_tokens = chunk_tokens
 
-    def first_token(self, values: Sequence[torch.Tensor | NDArray[object]]) -> int:
+    def first_token(self, values: Sequence[torch.Tensor | NDArray[np.uint8]]) -> int:
         """Prefill over native values, in order: tensors on the model's device, or host bytes."""
         shape = self._shape
         layout = (shape.num_layers, 2, self._chunk_tokens, shape.num_kv_heads, shape.head_dim)
