@@ -71,7 +71,7 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     found["together_error"] = error(kv(table(3)), prefilled)
 
     try:
-        recomputer.recompute(token_ids * 9, table(3), [range(recomputer.max_tokens + 1)])
+        recomputer.recompute([*token_ids] * 9, table(3), [range(recomputer.max_tokens + 1)])
     except ValueError as refused:
         found["refusal"] = str(refused)
 

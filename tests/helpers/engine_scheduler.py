@@ -103,9 +103,9 @@ class SchedulerHarness:
             handoff_wait_s=handoff_wait_s,
         )
         self.costs = ReuseCosts()
-        store = cast("ShardedStore", self.store)
+        sharded = cast("ShardedStore", self.store)
         self.scheduler = ConnectorScheduler(
-            config, SPACE, self.records, store, self.costs, role=role
+            config, SPACE, self.records, sharded, self.costs, role=role
         )
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:

@@ -78,7 +78,8 @@ class FakePagedCache:
         self.broken = False
         self.clock: Callable[[], float] = time.monotonic
 
-    slots = PagedCache.slots
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        return PagedCache.slots(cast("PagedCache", self), blocks, start, end)
 
     def record_event(self) -> DeviceEvent:
         return DeviceEvent(torch.device("cpu"), self.clock)

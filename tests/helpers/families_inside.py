@@ -102,8 +102,8 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     try:
         recomputer = Recomputer(access_model(runner, shape.block_size))
         components = make_blend_components(runner.model, recomputer, cache, config, space)
-    except Exception as error:
-        return {"refused": str(error)}
+    except Exception as refused:
+        return {"refused": str(refused)}
 
     def table(number: int) -> list[int]:
         return [20 * number + i for i in range(-(-len(second) // shape.block_size))]

@@ -81,7 +81,11 @@ def traced(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         settings = {**SETTINGS, "RAGCACHE_OTLP_ENDPOINT": receiver.url}
         store = start_cachestore(folder / "store", env=settings)
         engine = launch_engine(
-            *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS, *vllm_arguments(cache)),
+            folder,
+            tiny_model,
+            store.address,
+            *ENGINE_ARGUMENTS,
+            *vllm_arguments(cache),
             settings={**settings, **vllm_environment(cache)},
         )
         space = load_model_folder(str(tiny_model)).space("auto")

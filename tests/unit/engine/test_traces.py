@@ -63,6 +63,8 @@ class TracedStore(FakeStoreClient):
 
 
 class TracedWorker(WorkerHarness):
+    store: TracedStore
+
     def __init__(self, kept: Kept) -> None:
         self.cache, self.store = FakePagedCache(), TracedStore()
         self.connector = ConnectorWorker(

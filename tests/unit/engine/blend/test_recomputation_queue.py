@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from ragcache_core.blend.observation import ChunkObservation, observation_key  # noqa: E402
-from ragcache_core.blend.token_ranking import InfluencedChunk  # noqa: E402
-from ragcache_core.identity.keys import ChunkKey  # noqa: E402
-from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance  # noqa: E402
-from ragcache_engine.blend.chunk_observer import ChunkObserver  # noqa: E402
-from ragcache_engine.blend.prompt_slice import PromptSlice  # noqa: E402
-from ragcache_engine.blend.recomputation_queue import RecomputationQueue  # noqa: E402
-from ragcache_engine.protocol.messages import (  # noqa: E402
+from ragcache_core.blend.observation import ChunkObservation, observation_key
+from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.identity.keys import ChunkKey
+from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
+from ragcache_engine.blend.chunk_observer import ChunkObserver
+from ragcache_engine.blend.prompt_slice import PromptSlice
+from ragcache_engine.blend.recomputation_queue import RecomputationQueue
+from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     LoadJob,
     LoadOutcome,
@@ -27,11 +30,11 @@ from ragcache_engine.protocol.messages import (  # noqa: E402
     StepJobs,
     VariantSpan,
 )
-from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
-from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
-from ragcache_wire.settings import EngineSettings  # noqa: E402
-from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from ragcache_kv.rotation import KeyRotation, Pairing, Rope
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings import EngineSettings
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.engine_worker import (
     BLOCK,
     BLOCKS,
     TIMEOUT_S,
@@ -269,7 +272,9 @@ def test_missing_positions_hold_zeros_until_they_are_recomputed(blend: BlendWork
     blend.worker.store.fill(wanted)
     found: list[torch.Tensor] = []
 
-    def read_missing(*_: Any) -> torch.Tensor:
+    def read_missing(
+        token_ids: Sequence[int], blocks: Sequence[int], question: range
+    ) -> torch.Tensor:
         found.append(blend.worker.cache.read(BLOCKS, 60, 70))
         return torch.zeros(120)
 

@@ -36,7 +36,8 @@ class FakeCache:
         self.seconds = 0.0
         self.broken_layer: int | None = None
 
-    slots = PagedCache.slots
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        return PagedCache.slots(cast("PagedCache", self), blocks, start, end)
 
     def record_event(self) -> DeviceEvent:
         return DeviceEvent(CPU, lambda: self.seconds)

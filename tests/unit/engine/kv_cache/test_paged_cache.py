@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 BLOCK, HEADS, DIM, LAYERS, BLOCKS = 32, 2, 16, 3, 9
 

@@ -529,10 +529,10 @@ def test_a_decision_about_many_chunks_takes_few_predictions() -> None:
     asked = 0
     predict = engine.costs.predict_s
 
-    def counted(reuse: ReuseOption, length: int) -> float | None:
+    def counted(option: ReuseOption, length: int) -> float | None:
         nonlocal asked
         asked += 1
-        return predict(reuse, length)
+        return predict(option, length)
 
     engine.costs.predict_s = counted  # type: ignore[method-assign]
     engine.arrive("other", make_prompt(*reversed(chunks)))

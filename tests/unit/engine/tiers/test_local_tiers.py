@@ -7,21 +7,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from ragcache_core.identity.keys import KVSpace, VariantKey  # noqa: E402
-from ragcache_core.tiering.precision_assignment import Placement  # noqa: E402
-from ragcache_core.tiering.tier_placement import TIER_POLICIES  # noqa: E402
-from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces  # noqa: E402
-from ragcache_engine.kv_cache.offered_value import OfferedValue  # noqa: E402
-from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers  # noqa: E402
-from ragcache_engine.tiers.tier_value import TierRead  # noqa: E402
-from ragcache_kv.values.layout import value_bytes  # noqa: E402
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.tiering.precision_assignment import Placement
+from ragcache_core.tiering.tier_placement import TIER_POLICIES
+from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces
+from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers
+from ragcache_engine.tiers.tier_value import TierRead
+from ragcache_kv.values.layout import value_bytes
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 CPU = torch.device("cpu")
@@ -89,7 +93,7 @@ class TiersHarness:
 
     def where(self, number: int) -> str | None:
         tier_read = self.hold(number)
-        return tier_read and tier_read.tier
+        return tier_read.tier if tier_read is not None else None
 
 
 def whole(tier_read: TierRead | None, num_tokens: int = PAGE_TOKENS) -> torch.Tensor:
@@ -321,8 +325,8 @@ def test_limits_hold_and_every_read_is_right(
             size = sizes.setdefault(number, num_tokens)
             tiers.put(offer(number, size))
         elif name == "close":
-            for *_, tier_read in held[:1]:
-                tier_read.close()
+            for *_, oldest in held[:1]:
+                oldest.close()
             held[:1] = []
         elif number in sizes and (tier_read := tiers.read(number, sizes[number])) is not None:
             assert torch.equal(whole(tier_read, sizes[number]), value(number, sizes[number]))

@@ -262,7 +262,7 @@ def stored_with(precision: Precision, num_tokens: int, *, exact: bool = True) ->
     value = torch.randn(2, 2, num_tokens, 1, 4).bfloat16()
     layers = [layer.view(torch.uint8).numpy().reshape(-1) for layer in value]
     encoded = [encode_part(one, value_shape(SPACE), num_tokens, precision) for one in layers]
-    raw = memoryview(np.concatenate(encoded))
+    raw = np.concatenate(encoded).data
     info = VariantInfo(num_tokens, len(raw), 0, Provenance(exact=exact), precision)
     parts = checksummed_parts(raw, [len(one) for one in encoded])
     return StoredValue(info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY)

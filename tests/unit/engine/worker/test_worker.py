@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from ragcache_core.identity.variant import (  # noqa: E402
+from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Precision,
@@ -21,18 +24,18 @@ from ragcache_core.identity.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_shape  # noqa: E402
-from ragcache_engine.protocol.messages import (  # noqa: E402
+from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_shape
+from ragcache_engine.protocol.messages import (
     LoadJob,
     LoadOutcome,
     StepJobs,
 )
-from ragcache_engine.worker import worker as worker_module  # noqa: E402
-from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.values.buffers import checksummed_parts  # noqa: E402
-from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
-from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from ragcache_engine.worker import worker as worker_module
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.values.buffers import checksummed_parts
+from ragcache_kv.values.layout import FORMAT, value_bytes
+from ragcache_kv.values.stored_value import StoredValue
+from tests.helpers.engine_worker import (
     BLOCK,
     BLOCKS,
     SPACE,
@@ -356,7 +359,7 @@ def test_a_write_that_raises_does_not_affect_other_loads(worker: WorkerHarness) 
     worker.connector.start_loads(StepJobs(loads=jobs))
     write, calls = worker.cache.write, iter((True, False))
 
-    def only_the_first(value: torch.Tensor, slots: torch.Tensor, first_layer: int) -> None:
+    def only_the_first(value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
         worker.cache.broken = not next(calls)
         write(value, slots, first_layer)
 

@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from ragcache_core.identity.variant import (  # noqa: E402
+from ragcache_core.identity.variant import (
     Miss,
 )
-from ragcache_engine.protocol.messages import (  # noqa: E402
+from ragcache_engine.protocol.messages import (
     LoadJob,
     StepJobs,
 )
-from ragcache_wire.settings import EngineSettings  # noqa: E402
-from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from ragcache_wire.settings import EngineSettings
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.engine_worker import (
     BLOCK,
     BLOCKS,
     WorkerHarness,
@@ -26,9 +29,6 @@ from tests.helpers.engine_worker import (  # noqa: E402
     spans,
     wait_for_puts,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def layerwise_worker() -> WorkerHarness:
@@ -123,7 +123,7 @@ def test_a_prefix_that_cannot_be_completed_is_recomputed() -> None:
     worker.store.values[key(1)] = Miss.EVICTED
     write = worker.cache.write
 
-    def no_later_layer(value: torch.Tensor, slots: torch.Tensor, first_layer: int) -> None:
+    def no_later_layer(value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
         if first_layer:
             raise RuntimeError("device error")
         write(value, slots, first_layer)
