@@ -383,7 +383,7 @@ def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_put_names_the_field(
-    tmp_path: Path, changes: dict[str, object], field: str
+    tmp_path: Path, changes: dict[str, Any], field: str
 ) -> None:
     with serving(tmp_path, memory_bytes=MIB) as served:
         error = put_refusal(served, header(b"abc", **changes), pb.PutPart(data=b"abc"))

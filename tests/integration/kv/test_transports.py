@@ -325,7 +325,7 @@ def test_both_reader_threads_verify_their_pieces(
         if rotten is not None:
             assert found == [Miss.CORRUPT]
         else:
-            assert [one.value for one in found] == [new(number, [MIB // 2] * 12)[1]] * 2  # type: ignore[union-attr]
+            assert [one.value for one in found] == [new(number, [MIB // 2] * 12)[1]] * 2
 
 
 def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:

@@ -6,9 +6,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
+from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, LookupKey, PutOutcome
 from tests.helpers.cachestore_parts import (
     MIB,
@@ -130,7 +132,7 @@ def test_a_value_is_not_replaced_by_an_equal_or_worse_one(store: Store) -> None:
 
 
 @pytest.mark.parametrize("worse", [{"exact": False}, {"precision": LOSSY}])
-def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, object]) -> None:
+def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, Any]) -> None:
     with opened(tmp_path) as store:
         assert put(store, key(1), b"worse", ack=Ack.DURABLE, **worse) is PutOutcome.STORED
         assert put(store, key(1), b"worse again", **worse) is PutOutcome.ALREADY_STORED
@@ -215,10 +217,10 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
         written = 0
         write = store.disk_tier.write
 
-        def counted(*args: object) -> None:
+        def counted(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
             nonlocal written
             written += 1
-            write(*args)  # type: ignore[arg-type]
+            write(extents, views)
 
         store.disk_tier.write = counted  # type: ignore[method-assign]
         for number in range(4):
@@ -477,10 +479,10 @@ def test_a_durable_put_that_is_replaced_waits_for_the_new_value(
     with opened(tmp_path, flush=False) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(*args: object) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(*args)  # type: ignore[arg-type]
+            write(extents, views)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []
@@ -504,9 +506,9 @@ def test_a_replaced_value_stays_on_disk_until_the_new_one_is_written(tmp_path: P
         put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
         gate, write = threading.Event(), store.disk_tier.write
 
-        def slow(*args: object) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
             assert gate.wait(TIMEOUT_S)
-            write(*args)  # type: ignore[arg-type]
+            write(extents, views)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         assert put(store, key(1), b"better") is PutOutcome.STORED
@@ -649,10 +651,10 @@ def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(*args: object) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(*args)  # type: ignore[arg-type]
+            write(extents, views)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []
@@ -677,7 +679,7 @@ def test_a_start_finishes_a_delete_that_was_killed(
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         put(store, key(2), b"y", ack=Ack.DURABLE)
-        store._metadata.remove = lambda _: None  # type: ignore[method-assign]
+        store._metadata.remove = lambda keys: None  # type: ignore[method-assign]
         store.delete(deletion(1))
     with opened(tmp_path) as store:
         assert get(store, key(1)) is Miss.DELETED

@@ -259,5 +259,4 @@ StoreMachine.TestCase.settings = settings(
 )
 
 
-class TestStoreMachine(StoreMachine.TestCase):  # type: ignore[misc]
-    pass
+TestStoreMachine = StoreMachine.TestCase

@@ -48,6 +48,9 @@ class FailingEngine(engine_pb2_grpc.EngineServicer):
     def __init__(self, error: Exception | None) -> None:
         self._error = error
 
+    async def GetCosts(self, request: Any, context: Any) -> engine_pb2.Costs:  # noqa: N802
+        raise NotImplementedError
+
     async def GetRequestRecord(self, request: Any, context: Any) -> engine_pb2.RequestRecord:  # noqa: N802
         if self._error is not None:
             raise self._error
@@ -61,7 +64,7 @@ class FailingSearch(retriever_pb2_grpc.RetrieverServicer):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    async def Search(self, request: Any, context: Any) -> AsyncIterator[retriever_pb2.SearchStage]:  # type: ignore[override]  # noqa: N802
+    async def Search(self, request: Any, context: Any) -> AsyncIterator[retriever_pb2.SearchStage]:  # noqa: N802
         yield retriever_pb2.SearchStage(progress=0.5)
         raise self._error
 
@@ -117,7 +120,8 @@ async def test_an_error_of_a_call_is_raised_again(error: RagCacheError) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 async def test_an_error_in_the_middle_of_a_stream_is_raised_again(error: RagCacheError) -> None:
     async with serving(
-        FailingSearch(error), retriever_pb2_grpc.add_RetrieverServicer_to_server
+        FailingSearch(error),  # type: ignore[abstract]  # other calls are not served
+        retriever_pb2_grpc.add_RetrieverServicer_to_server,
     ) as server:
         client = RetrieverClient(f"127.0.0.1:{server.port}")
         stages = client.search("c", "q", 1)
@@ -131,7 +135,8 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised_again(error: RagCach
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> None:
     async with serving(
-        FailingStore(error), cachestore_pb2_grpc.add_CacheStoreServicer_to_server
+        FailingStore(error),  # type: ignore[abstract]  # other calls are not served
+        cachestore_pb2_grpc.add_CacheStoreServicer_to_server,
     ) as server:
         client = StoreClient(f"127.0.0.1:{server.port}", ["grpc"])
         value = memoryview(b"abc")
@@ -175,7 +180,7 @@ class Failed(grpc.RpcError):
     def details(self) -> str:
         return "full"
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> tuple[Any, ...]:
         return (("x", b"y"), (DETAIL_KEY, self._detail))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_cachestore.state.tombstones import Tombstones
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Deletion, Tombstone
 from tests.helpers.cachestore_parts import key
@@ -21,7 +24,7 @@ def tombstone(sequence: int, made_at_ms: int = 0, **what: object) -> Tombstone:
 def test_what_a_delete_covers() -> None:
     after = Origin(prefix_chunks=(key(1).chunk,))
     document = Origin(domain="acme", document="doc")
-    cases = [
+    cases: list[tuple[dict[str, Any], VariantKey, Origin, bool]] = [
         ({"chunks": (key(1).chunk,)}, key(1, 7), Origin(), True),
         ({"chunks": (key(1).chunk,)}, key(2), after, True),
         ({"chunks": (key(2).chunk,)}, key(3), after, False),

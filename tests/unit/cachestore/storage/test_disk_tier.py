@@ -221,7 +221,7 @@ def test_concurrent_writes_leave_the_reserve(tmp_path: Path) -> None:
 
 def test_free_extents_are_returned_in_small_pieces(tmp_path: Path) -> None:
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
-    punched = []
+    punched: list[Extent] = []
 
     def punch(extents: Sequence[Extent]) -> None:
         punched.extend(extents)

@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, StoreLevels, Telemetry
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
-from ragcache_wire.tracing import ExportingTracer
+from ragcache_wire.tracing import ExportingTracer, Headers
 from tests.helpers.otlp import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
-METADATA = [
+METADATA: Headers = [
     ("user-agent", "grpc-python"),
     ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),
     ("blob-bin", b"\0"),
@@ -63,7 +63,7 @@ class RecordedTelemetry:
     def points(self) -> dict[Point, Any]:
         data = self.reader.get_metrics_data()
         return {
-            (metric.name, frozenset(point.attributes.items())): point
+            (metric.name, frozenset((point.attributes or {}).items())): point
             for of_resource in (data.resource_metrics if data else ())
             for of_scope in of_resource.scope_metrics
             for metric in of_scope.metrics

@@ -12,8 +12,10 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import NUMBERS, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
@@ -45,7 +47,7 @@ def difference(
         values[1, 0, 3, 1, 5], values[1, 0, 4, 1, 6] = np.nan, np.inf
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
-    single: dict[str, NDArray[np.float16 | np.float32]] = {"float16": half, "float32": values}
+    single: dict[str, NDArray[Any]] = {"float16": half, "float32": values}
     bits = nearest_bfloat16(values) if dtype == "bfloat16" else single[dtype].view(number.bits)
     expected = KeyRotation(rope, dtype).rotate_part(bits.copy(), delta)
     signed = torch.from_numpy(bits.view(f"<i{number.num_bytes}").copy())
