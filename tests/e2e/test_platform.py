@@ -53,7 +53,7 @@ class Platform:
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
-    def ask(self, question: str, **extension: object) -> dict[str, Any]:
+    def ask(self, question: str, **extension: Any) -> dict[str, Any]:
         reply = self.post(question, **extension)
         assert reply.status_code == 200, reply.text
         answer: dict[str, Any] = reply.json()

@@ -217,7 +217,7 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
         self.asked.append(request.request)
         if self.has_no_records:
             raise NotFound("record", request.request, "ask sooner")
-        fields = {
+        fields: dict[str, Any] = {
             "queue_s": 0.001,
             "load_s": 0.002,
             "prefill_s": 0.003,

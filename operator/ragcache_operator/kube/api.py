@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -222,7 +222,7 @@ class Api:
         labels: str = "",
         fields: str = "",
         timeout_s: int = 1800,
-    ) -> AsyncIterator[tuple[EventType, Object]]:
+    ) -> AsyncGenerator[tuple[EventType, Object], None]:
         """Yield changes since a resource version, until the stream ends after ``timeout_s``.
 
         Raises:

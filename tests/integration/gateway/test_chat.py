@@ -203,7 +203,7 @@ async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:
 async def test_a_stream_begins_with_citations_and_ends_with_costs(
     gateway: World, include_usage: bool
 ) -> None:
-    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if include_usage else {}
     response = await gateway.ask(stream=True, **options)
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, done = data_of(response.text)

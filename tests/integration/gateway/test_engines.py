@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ async def fleet(
             server = GrpcServer(
                 f"{ip}:{records_port}",
                 ["ragcache.v1.Engine"],
-                lambda s, r=records: engine_pb2_grpc.add_EngineServicer_to_server(r, s),
+                partial(engine_pb2_grpc.add_EngineServicer_to_server, records),
             )
             await server.start()
             stack.push_async_callback(server.stop)

@@ -17,6 +17,7 @@ from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import precompute
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -617,5 +618,5 @@ async def test_prefills_have_the_lowest_priority(gateway: World) -> None:
     await until(lambda: len(gateway.engine.requests) == 2)
     [prefill] = precomputed(gateway)
     [question] = [body for body in gateway.engine.requests if body is not prefill]
-    assert prefill["priority"] == precompute.LOWEST_PRIORITY > 0
+    assert prefill["priority"] == LOWEST_PRIORITY > 0
     assert "priority" not in question

@@ -55,7 +55,11 @@ async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
     for number in range(questions):
         before = len(gateway.engine.requests)
         assert (await gateway.ask(f"Question {number}?")).status_code == 200
-        await until(lambda count=before + 1 + REPLAYS: len(gateway.engine.requests) == count)
+
+        def is_tried(count: int = before + 1 + REPLAYS) -> bool:
+            return len(gateway.engine.requests) == count
+
+        await until(is_tried)
     return gateway.engine.requests[-REPLAYS:]
 
 

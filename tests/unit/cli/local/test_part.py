@@ -83,7 +83,8 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
 
 
 def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
-    path, found = tmp_path / "plan.keys", []
+    path = tmp_path / "plan.keys"
+    found: list[bytes] = []
     theirs = tmp_path / "theirs"
     theirs.write_text("")
     path.symlink_to(theirs)

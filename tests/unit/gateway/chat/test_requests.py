@@ -67,10 +67,22 @@ def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, An
         ({"ragcache": {"top_k": True}}, "ragcache.top_k"),
         ({"ragcache": {"collections": "x"}}, "ragcache.collections"),
         ({"ragcache": {"reuse": "some"}}, "ragcache.reuse"),
-        ({"ragcache": {"reuse": "blend", "max_recompute_share": 1.5}}, "ragcache.max_recompute_share"),
-        ({"ragcache": {"reuse": "blend", "max_recompute_share": -0.1}}, "ragcache.max_recompute_share"),
-        ({"ragcache": {"reuse": "blend", "max_recompute_share": "0.2"}}, "ragcache.max_recompute_share"),
-        ({"ragcache": {"reuse": "blend", "max_recompute_share": True}}, "ragcache.max_recompute_share"),
+        (
+            {"ragcache": {"reuse": "blend", "max_recompute_share": 1.5}},
+            "ragcache.max_recompute_share",
+        ),
+        (
+            {"ragcache": {"reuse": "blend", "max_recompute_share": -0.1}},
+            "ragcache.max_recompute_share",
+        ),
+        (
+            {"ragcache": {"reuse": "blend", "max_recompute_share": "0.2"}},
+            "ragcache.max_recompute_share",
+        ),
+        (
+            {"ragcache": {"reuse": "blend", "max_recompute_share": True}},
+            "ragcache.max_recompute_share",
+        ),
         (
             {"ragcache": {"reuse": "blend", "max_recompute_share": float("nan")}},
             "ragcache.max_recompute_share",
@@ -191,7 +203,12 @@ def test_a_conversation_is_split_into_system_history_and_question() -> None:
 
 
 def test_an_answer_can_be_sent_back_as_history() -> None:
-    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    empty: dict[str, object] = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
     answer = {"role": "assistant", "content": "eu-north", **empty}
     ask = {"role": "user", "content": "Why?"}
     assert len(read(messages=[ask, answer, ask]).messages) == 3

@@ -118,7 +118,7 @@ def test_a_template_without_a_system_message_is_refused(tokenizer: Any) -> None:
             return str(conversation[-1]["content"])
 
     with pytest.raises(InvalidInput, match="takes a system message"):
-        build(Forgetful()).frame(QUESTION)  # type: ignore[arg-type]  # as much of one as it takes
+        build(Forgetful()).frame(QUESTION)
 
 
 def test_an_error_of_the_template_names_the_messages(tokenizer: Any) -> None:
@@ -131,7 +131,7 @@ def test_an_error_of_the_template_names_the_messages(tokenizer: Any) -> None:
             raise TemplateError("roles must alternate")
 
     with pytest.raises(InvalidInput, match="roles must alternate"):
-        build(Strict()).frame(QUESTION)  # type: ignore[arg-type]  # as much of one as it takes
+        build(Strict()).frame(QUESTION)
 
 
 @given(texts=st.lists(st.text(max_size=8), max_size=40), capacity=st.integers(0, 200))

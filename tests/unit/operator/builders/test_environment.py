@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ragcache_operator.builders.pods.environment import (
@@ -21,7 +23,7 @@ from ragcache_wire.settings import (
 from ragcache_wire.settings.table import ServiceSettings, rows
 from tests.helpers.children_parts import build, container_of, make_cache
 
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
     "retriever": {
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}}

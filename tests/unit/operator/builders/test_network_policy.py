@@ -1,4 +1,4 @@
-"""NetworkPolicies: the edges that a RagCache needs are open, and no others."""
+"""NetworkPolicies allow the connections that a RagCache needs, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.children_parts import (
     specs,
     workloads_of,
 )
-from tests.helpers.network import Endpoint, Outside, Pod, may_talk
+from tests.helpers.network import Outside, Peer, Pod, may_talk
 
 KEDA = Path(__file__).parents[4] / "examples" / "kubernetes" / "keda-scaledobject.yaml"
 PORTS = (8000, 50051, 50052, 8081, 53, 443, 80, 22)
@@ -37,11 +37,11 @@ DNS = Pod("dns", "kube-system", {"k8s-app": "kube-dns"})
 WORLD = Outside("world", "203.0.113.7")
 SYNC_POD = Pod("sync", NAMESPACE, labels("docs", SYNC_COMPONENT))
 OTHER_SYNC = Pod("other-sync", NAMESPACE, labels("other", SYNC_COMPONENT))
-OTHERS: tuple[Endpoint, ...] = (OPERATOR, IMPOSTOR, STRANGER, NEIGHBOUR, DNS, WORLD, OTHER_SYNC)
+OTHERS: tuple[Peer, ...] = (OPERATOR, IMPOSTOR, STRANGER, NEIGHBOUR, DNS, WORLD, OTHER_SYNC)
 READERS = ("gateway", "retriever", "engine-a", "engine-b")
 SHARDS = ("cachestore", "shard")
 
-INSIDE = {
+INSIDE: set[tuple[str, str, int]] = {
     ("gateway", "retriever", 50051),
     ("gateway", "engine-a", 8000),
     ("gateway", "engine-a", 50051),
@@ -49,8 +49,8 @@ INSIDE = {
     ("gateway", "engine-b", 50051),
     *(("gateway", shard, 50051) for shard in SHARDS),
     *((f"engine-{e}", shard, port) for e in "ab" for shard in SHARDS for port in (50051, 50052)),
-    # Each other: for deletes that one missed, and to hold copies.
-    *((*pair, port) for pair in permutations(SHARDS) for port in (50051, 50052)),
+    # Shards exchange missed deletes and copies.
+    *((one, other, p) for one, other in permutations(SHARDS, 2) for p in (50051, 50052)),
     ("sync", "gateway", 8000),
     ("operator", "gateway", 8000),
     ("operator", "retriever", 8081),
@@ -58,9 +58,9 @@ INSIDE = {
     ("operator", "engine-b", 8000),
     *(("operator", shard, 8081) for shard in SHARDS),
 }
-"""Who may ask whom on which port, whatever else the spec says."""
+"""Connections that every spec allows: (client, server, port)."""
 DNS_EDGES = {(part, other.name, 53) for part in (*READERS, *SHARDS) for other in OTHERS}
-"""A resolver may be a pod, or a cache on the node."""
+"""A DNS resolver can be a pod, or a cache on the node."""
 
 
 def pods_of(children: list[Object], name: str = "docs") -> list[Pod]:
@@ -75,23 +75,23 @@ def pods_of(children: list[Object], name: str = "docs") -> list[Pod]:
 
 
 def edges(children: list[Object]) -> set[tuple[str, str, int]]:
-    """Every connection that somebody may open, as (source, target, port)."""
+    """Return every allowed connection as (source, target, port)."""
     policies = kinds_of(children, "NetworkPolicy")
     pods = pods_of(children)
     shards = [Pod("shard", pod.namespace, pod.labels) for pod in pods if pod.name == "cachestore"]
     ours = [*pods, *shards, SYNC_POD]
-    everybody: list[Endpoint] = [*ours, *OTHERS]
+    everybody: list[Peer] = [*ours, *OTHERS]
     return {
         (source.name, target.name, port)
         for source, target, port in product(everybody, everybody, PORTS)
-        # Among others our policies say nothing, and nobody asks itself over the network.
+        # Our policies do not concern other pods, and no pod connects to itself.
         if source is not target and (source in ours or target in ours)
         if may_talk(policies, source, target, port)
     }
 
 
 def expected(*also: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
-    # What a collection's pods ask outside is theirs to say, as far as the other side lets them in.
+    # A sync pod may connect to any server that accepts it.
     sources = {("sync", other.name, port) for other in OTHERS for port in PORTS}
     return INSIDE.union(DNS_EDGES, sources, *also)
 
@@ -100,11 +100,11 @@ EVERYONE = {(other.name, "gateway", 8000) for other in OTHERS}
 ENGINES = [{"name": "a"}, {"name": "b"}]
 
 
-def test_by_default_everyone_may_ask_the_gateway_and_nobody_else() -> None:
+def test_by_default_only_the_gateway_is_open_to_everyone() -> None:
     assert edges(build(engines=ENGINES)) == expected(EVERYONE)
 
 
-def test_only_the_named_clients_may_ask_the_gateway() -> None:
+def test_only_the_given_clients_may_connect_to_the_gateway() -> None:
     clients = [
         {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}},
@@ -115,16 +115,16 @@ def test_only_the_named_clients_may_ask_the_gateway() -> None:
     assert open_ == expected({("stranger", "gateway", 8000)})
 
 
-def test_a_pod_selector_alone_is_of_the_own_namespace() -> None:
+def test_a_pod_selector_alone_selects_in_the_own_namespace() -> None:
     clients = [{"podSelector": {"matchLabels": {"app": "x"}}}]
     open_ = edges(build(engines=ENGINES, networkPolicy={"clients": clients}))
     assert open_ == expected({("neighbour", "gateway", 8000)})
 
 
-def test_the_hub_is_open_to_those_who_read_models() -> None:
+def test_components_that_read_models_may_connect_to_the_hub() -> None:
     open_ = edges(build(engines=ENGINES, model={"source": "hf:a/b"}))
     hub = {(part, other.name, 443) for part in READERS for other in OTHERS}
-    # Addresses of the hub are not known, so that port is open to everywhere that lets it in.
+    # The addresses of the hub are unknown, so its port is open to every address.
     assert open_ == expected(EVERYONE, hub)
 
 
@@ -138,17 +138,17 @@ def embedder(url: str) -> Object:
         ("http://203.0.113.7/v1", (WORLD, 80), (STRANGER, 80)),
         ("http://203.0.113.7:443/v1", (WORLD, 443), (WORLD, 80)),
         ("https://api.example.com/v1", (WORLD, 443), (WORLD, 80)),
-        # A Service's pods listen where they like.
+        # The pods of a Service may listen on any port.
         ("http://embeddings/v1", (NEIGHBOUR, 22), (STRANGER, 80)),
         ("http://embeddings.elsewhere.svc/v1", (STRANGER, 22), (NEIGHBOUR, 80)),
         ("http://embeddings.elsewhere.svc.cluster.local/v1", (STRANGER, 22), (WORLD, 80)),
-        # Two words are a Service and its namespace, or a name of the world.
+        # Two labels are a Service and its namespace, or an external host.
         ("http://embeddings.elsewhere/v1", (STRANGER, 22), (NEIGHBOUR, 22)),
         ("https://example.com/v1", (WORLD, 443), (WORLD, 80)),
     ],
 )
-def test_only_the_retriever_reaches_the_embedder(
-    url: str, reached: tuple[Endpoint, int], missed: tuple[Endpoint, int]
+def test_only_the_retriever_may_connect_to_the_embedder(
+    url: str, reached: tuple[Peer, int], missed: tuple[Peer, int]
 ) -> None:
     children = build(retriever=embedder(url))
     policies = kinds_of(children, "NetworkPolicy")
@@ -166,17 +166,17 @@ def test_an_embedder_with_an_ipv6_address() -> None:
     assert not may_talk(policies, retriever, Outside("beside", "2001:db8::8"), 8080)
 
 
-def test_every_part_reaches_the_collector() -> None:
+def test_every_component_may_connect_to_the_collector() -> None:
     children = build(telemetry={"otlp": {"endpoint": "http://collector.elsewhere.svc:4318"}})
     policies = kinds_of(children, "NetworkPolicy")
     for pod in pods_of(children):
-        # A Service's pods listen where they like.
+        # The pods of a Service may listen on any port.
         assert may_talk(policies, pod, STRANGER, 22)
         assert not may_talk(policies, pod, NEIGHBOUR, 22)
         assert not may_talk(policies, pod, WORLD, 4318)
 
 
-def test_platforms_of_one_namespace_stay_apart() -> None:
+def test_platforms_of_one_namespace_are_isolated() -> None:
     mine, theirs = build(engines=ENGINES), build("other", engines=ENGINES)
     policies = kinds_of([*mine, *theirs], "NetworkPolicy")
     ours, others = pods_of(mine), pods_of(theirs, "other")
@@ -188,7 +188,7 @@ def test_platforms_of_one_namespace_stay_apart() -> None:
     assert open_ == set()
 
 
-def test_where_namespaces_have_no_name_label_the_operator_is_found_in_any() -> None:
+def test_without_a_name_label_the_operator_may_be_in_any_namespace() -> None:
     children = children_of(make_cache(), Capabilities.kubernetes_1_20())
     policies = kinds_of(children, "NetworkPolicy")
     unlabelled = Pod("operator", OPERATOR_NAMESPACE, OPERATOR.labels)
@@ -197,12 +197,12 @@ def test_where_namespaces_have_no_name_label_the_operator_is_found_in_any() -> N
     assert not may_talk(policies, STRANGER, retriever, 8081)
 
 
-def test_without_policies_nothing_is_closed() -> None:
+def test_without_policies_everything_is_open() -> None:
     assert kinds_of(build(networkPolicy={"enabled": False}), "NetworkPolicy") == []
 
 
 @given(specs, capabilities)
-def test_what_parts_need_is_open_in_every_spec(spec: Object, served: Capabilities) -> None:
+def test_needed_connections_are_open_in_every_spec(spec: Object, served: Capabilities) -> None:
     children = children_of(make_cache(**spec), served)
     policies = kinds_of(children, "NetworkPolicy")
     pods = {pod.name: pod for pod in pods_of(children)}
@@ -226,7 +226,7 @@ def test_what_parts_need_is_open_in_every_spec(spec: Object, served: Capabilitie
                 assert not may_talk(policies, STRANGER, inner, port)
 
 
-def test_the_keda_example_lets_prometheus_read_what_engines_count() -> None:
+def test_the_keda_example_lets_prometheus_scrape_engines() -> None:
     documents = list(yaml.safe_load_all(KEDA.read_text()))
     [scaled] = [d for d in documents if d["kind"] == "ScaledObject"]
     [added] = [d for d in documents if d["kind"] == "NetworkPolicy"]

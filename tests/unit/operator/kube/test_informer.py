@@ -1,4 +1,4 @@
-"""The local copy of a kind: kept by list and watch, whatever they bring."""
+"""The local copy of a kind, and the wake-up flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def obj(name: str, version: int, **fields: Any) -> dict[str, Any]:
 
 
 class FakeApi:
-    """Gives each list its objects and each watch its events; the last watch goes on for ever."""
+    """Returns given lists and watch events. The last watch never ends."""
 
     def __init__(self, lists: list[list[dict[str, Any]]], watches: list[list[Event]]) -> None:
         self._lists = iter(lists)
@@ -46,11 +46,11 @@ class FakeApi:
 async def followed(
     lists: list[list[dict[str, Any]]], watches: list[list[Event]]
 ) -> tuple[Informer, list[tuple[str | None, str | None]]]:
-    """An informer after all of it, and the names of what changed from and to."""
+    """Run an informer over all events. Return it and the names before and after each change."""
     changes: list[tuple[str | None, str | None]] = []
 
     def named(found: dict[str, Any] | None) -> str | None:
-        return found and found["metadata"]["name"]
+        return str(found["metadata"]["name"]) if found else None
 
     api = FakeApi(lists, watches)
     informer = Informer(api, CONFIG_MAPS, "", lambda a, b: changes.append((named(a), named(b))))  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ async def followed(
     return informer, changes
 
 
-async def test_it_holds_what_is_listed_and_what_comes_after() -> None:
+async def test_it_stores_listed_objects_and_later_changes() -> None:
     informer, changes = await followed(
         [[obj("a", 1)]], [[("ADDED", obj("b", 2)), ("DELETED", obj("a", 3))]]
     )
@@ -70,7 +70,7 @@ async def test_it_holds_what_is_listed_and_what_comes_after() -> None:
     assert informer.get("ns", "b") is not None
 
 
-async def test_what_is_gone_by_the_next_list_is_gone() -> None:
+async def test_an_object_missing_in_the_next_list_is_removed() -> None:
     informer, changes = await followed(
         [[obj("a", 1), obj("b", 1)], [obj("b", 5)]], [[Expired(410, "Expired", "")], []]
     )
@@ -78,13 +78,13 @@ async def test_what_is_gone_by_the_next_list_is_gone() -> None:
     assert informer.get("ns", "a") is None
 
 
-@pytest.mark.parametrize("trouble", [ApiError(500, "x", "busy"), RuntimeError("unforeseen")])
-async def test_no_trouble_ends_the_following(trouble: Exception) -> None:
-    informer, _ = await followed([[], [obj("a", 7)]], [[trouble], []])
+@pytest.mark.parametrize("failure", [ApiError(500, "x", "busy"), RuntimeError("unexpected")])
+async def test_no_failure_ends_the_watch(failure: Exception) -> None:
+    informer, _ = await followed([[], [obj("a", 7)]], [[failure], []])
     assert informer.get("ns", "a") is not None
 
 
-async def test_what_a_write_gave_back_is_not_undone_by_older_news() -> None:
+async def test_older_events_do_not_override_the_response_of_a_write() -> None:
     api = FakeApi([[obj("a", 1)]], [[]])
     informer = Informer(api, CONFIG_MAPS, "", lambda *_: None)  # type: ignore[arg-type]
     task = asyncio.create_task(informer.run())
@@ -99,7 +99,7 @@ async def test_what_a_write_gave_back_is_not_undone_by_older_news() -> None:
     assert informer.get("ns", "b") is None
 
 
-async def test_a_wake_during_a_pass_is_kept_for_the_next_wait() -> None:
+async def test_a_wakeup_during_a_pass_counts_for_the_next_wait() -> None:
     wakeups = Wakeups()
     with wakeups.subscribe(("ns", "a")) as flag:
         wakeups.wake(("ns", "a"))
@@ -108,7 +108,7 @@ async def test_a_wake_during_a_pass_is_kept_for_the_next_wait() -> None:
         assert not flag.is_set()
 
 
-async def test_a_successor_of_the_name_has_a_flag_of_its_own() -> None:
+async def test_a_new_object_of_the_same_name_has_its_own_flag() -> None:
     wakeups = Wakeups()
     with wakeups.subscribe(("ns", "a")) as old, wakeups.subscribe(("ns", "a")) as new:
         wakeups.wake(("ns", "a"))
