@@ -3,8 +3,9 @@
 vLLM makes one connector for the scheduler and one for each worker. On a CPU these are in different
 processes. Loads are asynchronous: vLLM parks the request, and other requests keep running. The
 worker copies the KV of a forward pass out before the next pass. So vLLM's hooks per layer are
-unused, and CUDA graphs stay complete. There are two exceptions: an engine with ``EngineRole.PREFILL``
-copies each layer out when it is computed, and layer-wise loading writes layers during a pass.
+unused, and CUDA graphs stay complete. There are two exceptions. An engine with
+``EngineRole.PREFILL`` copies each layer out when it is computed. Layer-wise loading writes layers
+during a pass.
 """
 
 from __future__ import annotations
