@@ -1,4 +1,4 @@
-"""The delete path: write tombstones, drop what they cover, tell them to other shards."""
+"""The delete path: write tombstones, drop what they cover, report them to other shards."""
 
 from __future__ import annotations
 

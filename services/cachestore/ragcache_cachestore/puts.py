@@ -57,7 +57,7 @@ class Puts:
         return min(MAX_VALUE_BYTES, self.memory_tier.allocator.num_pages * PAGE_BYTES)
 
     def begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> IncomingPut | PutOutcome:
-        """Allocate memory for a value, or tell why the client need not send it.
+        """Allocate memory for a value, or return why the client need not send it.
 
         With Ack.DURABLE, ALREADY_STORED means that the stored value is on disk.
 

@@ -167,7 +167,7 @@ class Store:
     def begin_put(
         self, new: NewVariant, ack: Ack = Ack.ACCEPTED, timeout_s: float = COMMIT_TIMEOUT_S
     ) -> IncomingPut | PutOutcome:
-        """Allocate memory for a value, or tell why the client need not send it."""
+        """Allocate memory for a value, or return why the client need not send it."""
         return self._puts.begin(new, ack, timeout_s)
 
     def note_put(
@@ -247,11 +247,11 @@ class Store:
         return self._swapper.swap(key, identity, precision, parts, views)
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
-        """Set whether lookups tell that a variant wants a higher precision."""
+        """Set whether lookups report that a variant wants a higher precision."""
         self._variants.set_wants_higher_precision(key, wanted)
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
-        """Set the other shards that lookups tell, until the variant is dropped."""
+        """Set the other shards that lookups report, until the variant is dropped."""
         self._variants.set_replicas(key, shards)
 
     def sweep(self) -> None:

@@ -63,14 +63,14 @@ class VariantAccess:
         return new, ReadyValue(memoryview(value), checksums, variant.origin.cost_s)
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
-        """Set whether lookups tell that a variant wants a higher precision."""
+        """Set whether lookups report that a variant wants a higher precision."""
         with self._state.lock:
             variant = self._state.catalog.get(key)
             if variant is not None:
                 variant.wants_higher_precision = wanted
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
-        """Set the other shards that lookups tell, until the variant is dropped."""
+        """Set the other shards that lookups report, until the variant is dropped."""
         with self._state.lock:
             if shards and self._state.catalog.get(key) is not None:
                 self._state.replicas[key] = shards

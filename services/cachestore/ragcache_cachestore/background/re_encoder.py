@@ -99,7 +99,7 @@ class ReEncodableStore(Protocol):
         """
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
-        """Set whether lookups tell that a variant wants a higher precision."""
+        """Set whether lookups report that a variant wants a higher precision."""
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Queue promotions into memory. Return how many were queued."""

@@ -4,14 +4,14 @@ A delete is acknowledged when one shard has written it to disk. Shards that were
 learn of it here. ``__main__`` runs::
 
     catch_up = CatchUp(store, members, own)  # members: None if this is the only shard
-    await asyncio.to_thread(catch_up.start)  # before it serves values, while it tells its deletes
+    await asyncio.to_thread(catch_up.start)  # before it serves values, while it reports its deletes
     catch_up.close()                         # before the store is closed
 
 ``start`` asks until every peer has answered, so that shards that start together exchange their
 deletes. It stops waiting after FIRST_PULL_S, because a peer that is gone must not keep the others
 from serving. A store without variants cannot serve a deleted one, so it asks once. From then on a
 thread asks every peer at intervals. A shard that was frozen or cut off without a restart has
-missed deletes too, and a peer that was away at the start may have some to tell.
+missed deletes too, and a peer that was away at the start may have some to report.
 
 A peer that did not answer for AWAY_MS may have forgotten deletes, because they live for a day.
 Then this store drops all its variants. The time of the last answer is not kept over a restart: a

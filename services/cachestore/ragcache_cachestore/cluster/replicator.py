@@ -52,7 +52,7 @@ class ReplicatedStore(Protocol):
         """
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
-        """Set the other shards that lookups tell, until the variant is dropped."""
+        """Set the other shards that lookups report, until the variant is dropped."""
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""

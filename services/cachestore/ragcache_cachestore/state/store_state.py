@@ -233,7 +233,7 @@ class StoreState:
     def remove_from_memory(self, variant: CatalogVariant, reason: Miss) -> None:
         """Release a copy in memory that the policy has already removed.
 
-        The variant stays stored on disk, gives way to the one it replaced, or is dropped.
+        The variant stays stored on disk, is replaced by the one before it, or is dropped.
         """
         assert variant.memory is not None
         self.memory.release(variant.memory)

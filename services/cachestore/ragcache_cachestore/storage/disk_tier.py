@@ -3,7 +3,7 @@
 A write takes one system call for each extent, straight from the memory in which the value arrived.
 A read goes straight into the caller's memory. The calls run outside Python's lock. Nothing here
 syncs: what ``write`` returned from survives the end of the process. After a loss of power, the
-checksums of the parts tell which values were not written.
+checksums of the parts show which values were not written.
 
 Why no blob files. RocksDB can store values too, and the first version of the cache store used it.
 ``bench.layouts`` compared both (two busy cores, medians of three runs, page cache warm). This

@@ -6,7 +6,7 @@ Keys: ``v`` + variant key -> DiskVariant, ``t`` + sequence (big endian) -> Delet
 Durability. Every call writes RocksDB's log with write(2) before it returns (``manual_wal_flush``
 is off), so what returned survives ``kill -9``. Tombstones and settings are also synced to the
 device, because a delete must outlive a loss of power. Metadata of variants is not synced. If its
-log is lost, the variant is a miss. If its value is lost, the checksums tell. The log keeps the
+log is lost, the variant is a miss. If its value is lost, the checksums show it. The log keeps the
 order of writes, and recovery stops at the first torn write. So metadata that was removed before
 its pages were used again cannot come back beside the new variant.
 

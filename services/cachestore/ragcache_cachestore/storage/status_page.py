@@ -1,7 +1,7 @@
 """The shared status page, which tells local clients whether a cached read is valid.
 
 A client that remembers the extents of a value may read them again without asking the store. The
-checksums tell the client whether the bytes have changed. They do not tell whether the value may
+checksums tell the client whether the bytes have changed. They do not show whether the value may
 still be served. Therefore the store counts every delete, and every replaced value, on the status
 page before it acknowledges it. A store that hangs hears of no deletes, so it also writes the time
 of its last heartbeat.
