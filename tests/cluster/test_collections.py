@@ -32,7 +32,8 @@ from ragcache_operator.kube.resources import (
     Resource,
 )
 from ragcache_operator.spec.crd import KINDS, definition
-from ragcache_operator.status.conditions import ObjectEvent, find
+from ragcache_operator.status.conditions import find
+from ragcache_operator.status.events import ObjectEvent
 from tests.cluster.control_plane import ControlPlane
 
 # A server this old knows no CEL.

@@ -1,4 +1,4 @@
-"""The chart as Helm renders it."""
+"""Renders the chart with Helm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Object = dict[str, Any]
 def render(
     values: Object | None = None, release: str = RELEASE, namespace: str = NAMESPACE
 ) -> list[Object]:
-    """Its objects."""
+    """Return the rendered objects."""
     with Chart.load(CHART) as chart:
         files = chart.render(values, name=release, namespace=namespace)
     return [
@@ -31,7 +31,7 @@ def render(
 
 
 def of(objects: list[Object], kind: str, name: str = "") -> Object:
-    """The only object of a kind, or the one with that name."""
+    """Return the only object of a kind, or the one with a name."""
     [found] = [
         obj
         for obj in objects

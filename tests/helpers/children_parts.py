@@ -1,4 +1,4 @@
-"""RagCaches of every shape, and what tests ask of the objects they lead to."""
+"""Generated RagCaches, and functions that read their children."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def workloads_of(children: list[Object]) -> list[Object]:
 
 
 def pod_of(children: list[Object], part: str, cache_name: str = "docs") -> Object:
-    """Pod spec of a part."""
+    """Return the pod spec of a workload."""
     [workload] = [
         w for w in workloads_of(children) if w["metadata"]["name"] == f"{cache_name}-{part}"
     ]
@@ -81,13 +81,13 @@ def container_of(children: list[Object], part: str) -> Object:
 
 
 def env_of(children: list[Object], part: str) -> dict[str, str]:
-    """Plain variables of a part."""
+    """Return the plain environment variables of a workload."""
     variables = container_of(children, part)["env"]
     return {variable["name"]: variable["value"] for variable in variables if "value" in variable}
 
 
 def secrets_of(container: Object) -> Iterator[tuple[str, str, str]]:
-    """(variable, Secret, key) of every variable that comes from a Secret."""
+    """Yield (variable, Secret, key) of every variable from a Secret."""
     for variable in container["env"]:
         reference = variable.get("valueFrom", {}).get("secretKeyRef")
         if reference is not None:
@@ -95,7 +95,7 @@ def secrets_of(container: Object) -> Iterator[tuple[str, str, str]]:
 
 
 def selects(selector: Object, labels: Object) -> bool:
-    """Whether a label selector, as Kubernetes has it, finds labels."""
+    """Whether a label selector of Kubernetes matches labels."""
     if not selector.get("matchLabels", {}).items() <= labels.items():
         return False
     return all(_holds(term, labels) for term in selector.get("matchExpressions", ()))
@@ -250,9 +250,9 @@ def _spec(model: st.SearchStrategy[Object]) -> st.SearchStrategy[Object]:
 
 
 specs = _spec(_model)
-"""Specs that every cluster can run."""
+"""Specs that every cluster supports."""
 specs_of_today = _spec(st.one_of(_model, _image_model))
-"""Specs that a current cluster can run."""
+"""Specs that a current cluster supports."""
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True)
 capabilities = st.one_of(
     st.just(Capabilities.latest()),

@@ -1,4 +1,4 @@
-"""NetworkPolicies as Kubernetes defines them: who may open a connection to whom.
+"""Evaluates NetworkPolicies as Kubernetes defines them: which pods may connect to which.
 
 For clusters whose network plugin enforces nothing.
 """
@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod. namespace_labels: of its namespace, whose name every one carries."""
+    """A pod. ``namespace_labels`` are further labels of its namespace, next to the name."""
 
     name: str
     namespace: str
@@ -31,19 +31,19 @@ class Pod:
 
 @dataclass(frozen=True)
 class Outside:
-    """A machine that is no pod."""
+    """A machine outside the cluster."""
 
     name: str
     address: str
 
 
-Endpoint = Pod | Outside
+Peer = Pod | Outside
 
 
 def may_talk(
-    policies: Sequence[Object], source: Endpoint, target: Endpoint, port: int, protocol: str = "TCP"
+    policies: Sequence[Object], source: Peer, target: Peer, port: int, protocol: str = "TCP"
 ) -> bool:
-    """Whether source may open a connection to target's port."""
+    """Whether a source may connect to a target's port."""
     leaves = not isinstance(source, Pod) or _lets(
         policies, source, "Egress", target, port, protocol
     )
@@ -57,7 +57,7 @@ def _lets(
     policies: Sequence[Object],
     pod: Pod,
     direction: str,
-    other: Endpoint,
+    other: Peer,
     port: int,
     protocol: str,
 ) -> bool:
@@ -79,7 +79,7 @@ def _lets(
 
 
 def _rule_matches(
-    rule: Object, peers: str, namespace: str, other: Endpoint, port: int, protocol: str
+    rule: Object, peers: str, namespace: str, other: Peer, port: int, protocol: str
 ) -> bool:
     ports = rule.get("ports")
     if ports and not any(p["port"] == port and p["protocol"] == protocol for p in ports):
@@ -88,7 +88,7 @@ def _rule_matches(
     return not named or any(_peer_matches(peer, namespace, other) for peer in named)
 
 
-def _peer_matches(peer: Object, namespace: str, other: Endpoint) -> bool:
+def _peer_matches(peer: Object, namespace: str, other: Peer) -> bool:
     if "ipBlock" in peer:
         if not isinstance(other, Outside):
             return False

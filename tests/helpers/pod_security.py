@@ -1,4 +1,4 @@
-"""The ``restricted`` Pod Security Standard, as far as it speaks of Linux pods.
+"""The ``restricted`` Pod Security Standard for Linux pods.
 
 Written from the standard's text, for clusters that enforce nothing of it.
 """
@@ -27,7 +27,7 @@ _SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "con
 
 
 def find_problems(pod: Object, annotations: Object | None = None) -> list[str]:
-    """What keeps a pod spec from being ``restricted``; empty for one that is."""
+    """Return the violations of the ``restricted`` standard in a pod spec."""
     return [*_of_pod(pod), *_of_annotations(annotations or {}), *_of_containers(pod)]
 
 
@@ -85,7 +85,7 @@ def _of_container(container: Object, name: str, own: Object) -> Iterator[str]:
 
 
 def _of_handlers(container: Object, name: str) -> Iterator[str]:
-    """Probes and hooks must not ask other hosts."""
+    """Check that probes and hooks connect to no other host."""
     handlers = [container.get(f"{kind}Probe", {}) for kind in ("startup", "readiness", "liveness")]
     handlers += container.get("lifecycle", {}).values()
     for handler in handlers:

@@ -1,4 +1,4 @@
-"""Places that documents are fetched from: a web server and git repositories, both real."""
+"""Real sources of documents: a web server and Git repositories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTHOR = {
 
 @dataclass
 class Page:
-    """An answer."""
+    """A response of the web server."""
 
     body: bytes = b""
     status: int = 200
@@ -34,7 +34,7 @@ class Page:
 
 
 class Web(ThreadingHTTPServer):
-    """Serves pages by path, and git repositories below /git/.
+    """Serves pages by path, and Git repositories below /git/.
 
     git_authorization: what /git/ wants to be told, if anything. seen: Authorization by path.
     """
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._git()
 
     def _git(self) -> None:
-        """git's own server of repositories, as any web server runs it."""
+        """Run git http-backend as a CGI program."""
         asked = self.server.git_authorization
         if asked is not None and self.headers.get("Authorization") != asked:
             self.send_response(401)
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             ["git", "http-backend"],
             input=body,
             capture_output=True,
-            # It also fails to say that there is no such commit.
+            # It also fails for an unknown commit.
             check=False,
             env={
                 **os.environ,
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving_web(repositories: Path) -> Iterator[Web]:
-    """A web server on loopback."""
+    """Run a web server on loopback."""
     web = Web(repositories)
     thread = threading.Thread(target=web.serve_forever, args=(0.02,))
     thread.start()
@@ -129,7 +129,7 @@ def serving_web(repositories: Path) -> Iterator[Web]:
 
 
 class Repository:
-    """A git repository to commit to. Served by its folder's name."""
+    """A Git repository that is served under the name of its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -138,7 +138,7 @@ class Repository:
         self.run("config", "uploadpack.allowAnySHA1InWant", "true")
 
     def commit(self, files: dict[str, bytes | None]) -> str:
-        """Write files (None: delete) and commit everything; the commit's hash."""
+        """Write or delete (None) files, commit everything and return the hash of the commit."""
         for name, data in files.items():
             path = self.folder / name
             if data is None:
@@ -162,7 +162,7 @@ class Repository:
 
 
 def tar_gz(files: dict[str, bytes]) -> bytes:
-    """A compressed archive."""
+    """Return a compressed archive."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
         for name, data in files.items():

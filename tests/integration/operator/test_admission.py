@@ -1,4 +1,4 @@
-"""Webhooks asked by a real API server: refusals, defaults, rotation under load, no webhook at all.
+"""Webhooks of a real API server: rejections, defaults, rotation under load, and no webhook.
 
 The API server reaches them by URL here; by their Service it does in the cluster test.
 """
@@ -64,7 +64,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 async def api(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
-    # Kopf looks for it there.
+    # Kopf reads this variable.
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig))
     async with await Api.connect(plane.kubeconfig) as api:
         minor = int((await api.read("/version"))["minor"].rstrip("+"))
@@ -96,7 +96,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def installed(api: Api, name: str, **changed: Any) -> AdmissionConfig:
-    """What a chart leaves behind: a Secret and two configurations, empty."""
+    """Create what the chart installs: an empty Secret and two empty configurations."""
     for resource in CONFIGURATIONS.values():
         await api.create(resource, named(resource.api_version, resource.kind, name))
     secret = {**named("v1", "Secret", f"{name}-tls", NAMESPACE), "type": "Opaque"}
@@ -115,8 +115,8 @@ async def installed(api: Api, name: str, **changed: Any) -> AdmissionConfig:
 
 
 def named(api_version: str, kind: str, name: str, namespace: str | None = None) -> Object:
-    place = {"namespace": namespace} if namespace else {}
-    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name, **place}}
+    scope = {"namespace": namespace} if namespace else {}
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name, **scope}}
 
 
 def replica(plane: ControlPlane, config: AdmissionConfig) -> AbstractAsyncContextManager[None]:
@@ -128,7 +128,7 @@ def replica(plane: ControlPlane, config: AdmissionConfig) -> AbstractAsyncContex
 
 @asynccontextmanager
 async def webhooks(plane: ControlPlane, config: AdmissionConfig) -> AsyncIterator[None]:
-    """A replica that serves webhooks meanwhile, and an API server that asks them."""
+    """Run a replica that serves webhooks, and wait until the API server calls them."""
     async with replica(plane, config):
         await until(lambda: refused(plane, UNFIT))
         await until(lambda: name_is_filled_in(plane))
@@ -145,7 +145,7 @@ async def uninstalled_at_the_end(api: Api, config: AdmissionConfig) -> AsyncIter
 
 
 async def kubectl(plane: ControlPlane, *words: str, obj: Object | None = None) -> tuple[bool, str]:
-    """Whether it went well, and what it said."""
+    """Run kubectl. Return whether it succeeded, and its output."""
     process = await asyncio.create_subprocess_exec(
         packages.command("kubectl"),
         f"--kubeconfig={plane.kubeconfig}",
@@ -165,7 +165,7 @@ async def kubectl(plane: ControlPlane, *words: str, obj: Object | None = None) -
 
 
 async def refused(plane: ControlPlane, obj: Object) -> bool:
-    """Whether a webhook, asked anew, speaks against the object."""
+    """Whether a webhook rejects the object now."""
     went_well, said = await kubectl(plane, "create", "--dry-run=server", obj=obj)
     assert went_well or "admission webhook" in said, said
     return not went_well
@@ -186,7 +186,7 @@ def said(text: str, caplog: pytest.LogCaptureFixture) -> Callable[[], Awaitable[
 
 
 async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Take whatever comes and say nothing, until the other side has had enough."""
+    """Read everything and never answer, until the client disconnects."""
     with closing(writer):
         await reader.read()
 
@@ -202,12 +202,12 @@ def collection(name: str, **spec: Any) -> Object:
     }
 
 
-# Well by its schema, on servers of any age: only the webhook knows better.
+# Valid by the schema on every server version. Only the webhook rejects it.
 UNFIT_SPEC = {"cacheStore": {"memory": "2Gi", "resources": {"memory": "1Gi"}}}
 UNFIT = cache("unfit", **UNFIT_SPEC)
 
 
-async def test_a_bad_manifest_is_refused_with_every_path_and_fix(
+async def test_a_bad_manifest_is_rejected_with_every_path_and_fix(
     api: Api, plane: ControlPlane
 ) -> None:
     config = await installed(api, "refusing")
@@ -220,13 +220,13 @@ async def test_a_bad_manifest_is_refused_with_every_path_and_fix(
         went_well, said = await kubectl(plane, "apply", obj=bad)
     assert not went_well
     assert 'admission webhook "validate.ragcache.dev" denied the request' in said
-    assert "spec.model.source: path:models/mine is a folder of one machine" in said
+    assert "spec.model.source: path:models/mine is a local folder" in said
     assert "use hf:ORGANISATION/NAME" in said
-    assert "spec.cacheStore.resources.memory: 1Gi does not hold the 2Gi of memory" in said
+    assert "spec.cacheStore.resources.memory: 1Gi is not above the 2Gi of memory" in said
     assert await api.get(RAG_CACHES, "bad", NAMESPACE) is None
 
 
-async def test_what_cannot_change_is_refused_with_its_path(api: Api, plane: ControlPlane) -> None:
+async def test_an_immutable_field_is_rejected_with_its_path(api: Api, plane: ControlPlane) -> None:
     config = await installed(api, "unchanging")
     async with uninstalled_at_the_end(api, config), webhooks(plane, config):
         await api.create(RAG_COLLECTIONS, collection("fixed"))
@@ -237,7 +237,7 @@ async def test_what_cannot_change_is_refused_with_its_path(api: Api, plane: Cont
         assert "spec.cacheRef" in said
 
 
-async def test_defaults_that_a_schema_cannot_know_are_filled_in(
+async def test_defaults_that_a_schema_cannot_set_are_filled_in(
     api: Api, plane: ControlPlane
 ) -> None:
     config = await installed(api, "defaulting")
@@ -252,7 +252,7 @@ async def test_defaults_that_a_schema_cannot_know_are_filled_in(
         assert own["spec"]["collection"] == "handbook"
 
 
-async def test_an_object_that_became_invalid_can_be_looked_after_and_let_go(
+async def test_an_object_that_became_invalid_can_be_edited_and_deleted(
     api: Api, plane: ControlPlane
 ) -> None:
     stored = cache("outdated", **UNFIT_SPEC)
@@ -266,7 +266,7 @@ async def test_an_object_that_became_invalid_can_be_looked_after_and_let_go(
 
         await patched({"status": {"phase": "Refused"}}, "status")
         await patched({"metadata": {"labels": {"team": "platform"}}})
-        with pytest.raises(ApiError, match="does not hold") as rejection:
+        with pytest.raises(ApiError, match="is not above") as rejection:
             await patched({"spec": {"dataPolicy": "Delete"}})
         assert rejection.value.status == 422
         assert rejection.value.is_permanent
@@ -275,7 +275,7 @@ async def test_an_object_that_became_invalid_can_be_looked_after_and_let_go(
         assert await api.get(RAG_CACHES, "outdated", NAMESPACE) is None
 
 
-async def test_the_api_goes_on_without_the_webhooks(api: Api, plane: ControlPlane) -> None:
+async def test_the_api_server_works_without_the_webhooks(api: Api, plane: ControlPlane) -> None:
     config = await installed(api, "down")
     async with uninstalled_at_the_end(api, config):
         async with webhooks(plane, config):
@@ -287,7 +287,7 @@ async def test_the_api_goes_on_without_the_webhooks(api: Api, plane: ControlPlan
         hanging.close()
 
 
-async def test_certificates_rotate_under_load_and_no_request_notices(
+async def test_certificates_rotate_under_load_without_failed_requests(
     api: Api, plane: ControlPlane
 ) -> None:
     rotation = Rotation(
@@ -296,7 +296,7 @@ async def test_certificates_rotate_under_load_and_no_request_notices(
         publish_for=timedelta(seconds=10),
     )
     config = await installed(api, "rotating", rotation=rotation)
-    # The API server asks the first replica only; clients that trust what it trusts ask both.
+    # The API server calls only the first replica. Clients with the same caBundle call both.
     second = replace(config, port=free_port())
     serials: dict[int, set[int]] = {config.port: set(), second.port: set()}
     asked = 0
@@ -312,7 +312,7 @@ async def test_certificates_rotate_under_load_and_no_request_notices(
         async def users() -> None:
             nonlocal asked
             while not enough():
-                # One that fails would be let through.
+                # A failed review would let the object pass.
                 assert await refused(plane, UNFIT)
                 asked += 1
 
@@ -330,7 +330,7 @@ async def test_certificates_rotate_under_load_and_no_request_notices(
 
 
 async def trusting(api: Api, config: AdmissionConfig) -> ssl.SSLContext:
-    """A client that trusts what the API server is told to trust."""
+    """Return a TLS client that trusts the caBundle of the webhook configuration."""
     found = await api.get(CONFIGURATIONS[VALIDATE], config.configurations)
     assert found is not None
     trusted = base64.b64decode(found["webhooks"][0]["clientConfig"]["caBundle"]).decode()
@@ -338,7 +338,7 @@ async def trusting(api: Api, config: AdmissionConfig) -> ssl.SSLContext:
 
 
 async def serial_of(port: int, client: ssl.SSLContext) -> int:
-    """Serial number of the certificate served there. Raises SSLError if it is not trusted."""
+    """Return the serial number of the served certificate. Raises SSLError if it is not trusted."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
@@ -362,7 +362,7 @@ async def test_a_connection_outlives_a_new_certificate(api: Api, plane: ControlP
                 (pooled,) = session.connector._conns.values()  # type: ignore[union-attr]
                 connections.add(id(pooled[0][0]))
                 if turn == 0:
-                    # As somebody does who wants a new one.
+                    # A user empties the Secret to get a new certificate.
                     await emptied(api, config)
                     await until_other_serial(api, config, before)
         assert len(connections) == 1
@@ -396,7 +396,7 @@ async def until_other_serial(api: Api, config: AdmissionConfig, before: int) -> 
     await until(other)
 
 
-async def test_what_others_undo_is_healed_and_nothing_else_is_written(
+async def test_changes_by_others_are_reverted_and_nothing_else_is_written(
     api: Api, plane: ControlPlane
 ) -> None:
     config = await installed(api, "healing")
@@ -416,20 +416,20 @@ async def test_what_others_undo_is_healed_and_nothing_else_is_written(
         await until(lambda: name_is_filled_in(plane))
 
 
-async def test_what_is_not_installed_is_not_made(
+async def test_a_missing_configuration_is_not_created(
     api: Api, plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = await installed(api, "half")
     await api.delete(CONFIGURATIONS[VALIDATE], config.configurations)
     async with uninstalled_at_the_end(api, config), replica(plane, config):
         await until(said("missing: ValidatingWebhookConfiguration half", caplog))
-        # The other is asked all the same.
+        # The other webhook works.
         await until(lambda: name_is_filled_in(plane))
         assert await api.get(CONFIGURATIONS[VALIDATE], config.configurations) is None
 
 
 @pytest.mark.parametrize("before", ["missing", "empty", "damaged"])
-async def test_replicas_that_start_at_once_agree_on_one_certificate(
+async def test_replicas_that_start_together_agree_on_one_certificate(
     api: Api, plane: ControlPlane, before: str
 ) -> None:
     name = f"agreed-{before}"
@@ -450,7 +450,7 @@ async def test_replicas_that_start_at_once_agree_on_one_certificate(
     assert sorted(stored["data"]) == ["ca.crt", "tls.crt", "tls.key"]
 
 
-async def test_trouble_with_the_webhooks_is_told_and_ends_nothing(
+async def test_a_failure_of_the_webhooks_is_logged_and_ends_nothing(
     api: Api, plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = await installed(api, "early")
@@ -459,11 +459,11 @@ async def test_trouble_with_the_webhooks_is_told_and_ends_nothing(
         raise ApiError(0, "NoAnswer", "no answer")
 
     async with uninstalled_at_the_end(api, config), serving_admission(nowhere, config):
-        await until(said("webhooks are not served: kubernetes: no answer", caplog))
+        await until(said("admission: not serving error=kubernetes: no answer", caplog))
     assert not await refused(plane, UNFIT)
 
 
-async def test_a_port_that_is_taken_is_waited_for(
+async def test_the_server_waits_for_a_port_in_use(
     api: Api, plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = await installed(api, "taken")

@@ -1,4 +1,4 @@
-"""The chart on a real API server: installed, upgraded, uninstalled, and what it lets whom do."""
+"""The chart on a real API server: install, upgrade, uninstall and permissions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.kubeconfig import User
 from tests.helpers.chart import CHART, NAMESPACE, RELEASE
 
-# Who the operator's pods are; RBAC goes by the name, however it was proven.
+# The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
 VIEWER, EDITOR = User("viewer"), User("editor")
 WEBHOOK = f"{RELEASE}-webhook"
@@ -43,26 +43,26 @@ WEBHOOK = f"{RELEASE}-webhook"
 T = TypeVar("T")
 
 
-class Cluster:
-    """The control plane, to install into and to ask."""
+class ChartCluster:
+    """A control plane for installations and API calls."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
         self.choice = ClusterChoice(kubeconfig=plane.kubeconfig)
 
     def install(self, values: Object | None = None, **options: Any) -> installing.Installed:
-        """As `ragcache install` does."""
+        """Install as `ragcache install` does."""
         return installing.install(self.choice, values or {}, **options)
 
     def uninstall(self) -> None:
-        """Remove the release, as `helm uninstall` does."""
+        """Remove the release as `helm uninstall` does."""
         with helm_python.Config(
             kubeconfig_path=self.plane.kubeconfig, namespace=NAMESPACE
         ) as config:
             config.uninstall(RELEASE, ignore_not_found=True)
 
     def ask(self, question: Callable[[Api], Awaitable[T]], user: User | None = None) -> T:
-        """The answer to a call of the API, made as a user."""
+        """Call the API as a user and return the answer."""
         kubeconfig = self._kubeconfig(user) if user else self.plane.kubeconfig
 
         async def asked() -> T:
@@ -72,18 +72,18 @@ class Cluster:
         return asyncio.run(asked())
 
     def _kubeconfig(self, user: User) -> Path:
-        # A service account's name has colons, which a list of kubeconfigs is cut at.
+        # The name of a service account has colons, which separate kubeconfigs in a list.
         path = self.plane.folder / user.name.rpartition(":")[2]
         return Path(shutil.copy(self.plane.kubeconfig_for(user), path))
 
     def get(
         self, resource: Resource, name: str, namespace: str | None = NAMESPACE
     ) -> Object | None:
-        """An object, or None."""
+        """Return an object, or None."""
         return self.ask(lambda api: api.get(resource, name, namespace))
 
     def denies(self, user: User, call: Callable[[Api], Awaitable[Any]]) -> bool:
-        """Whether a user may not do that."""
+        """Whether the API server denies a call to a user."""
         try:
             self.ask(call, user)
         except ApiError as error:
@@ -93,7 +93,7 @@ class Cluster:
         return False
 
     def wait_for_kinds(self) -> None:
-        """A kind is served a moment after its definition is there."""
+        """Wait until the kinds are served, shortly after their definitions exist."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
@@ -106,7 +106,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartCluster]:
     folder = tmp_path_factory.mktemp("plane")
     users = (OPERATOR, VIEWER, EDITOR)
     try:
@@ -115,14 +115,14 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     except availability.Unavailable as reason:
         availability.skip(reason)
     try:
-        yield Cluster(plane)
+        yield ChartCluster(plane)
     finally:
         starting.__exit__(None, None, None)
 
 
 @pytest.fixture
-def cluster(plane: Cluster) -> Iterator[Cluster]:
-    """Without a release, before and after; the kinds may be there."""
+def cluster(plane: ChartCluster) -> Iterator[ChartCluster]:
+    """A cluster without a release before and after the test. The kinds may exist."""
     plane.uninstall()
     yield plane
     plane.uninstall()
@@ -150,12 +150,12 @@ def objects_of(installed: installing.Installed) -> list[Object]:
     return [obj for obj in yaml.safe_load_all(installed.manifest) if obj]
 
 
-def test_it_is_installed_upgraded_and_removed_but_for_the_kinds(cluster: Cluster) -> None:
+def test_install_upgrade_and_uninstall_keep_the_kinds(cluster: ChartCluster) -> None:
     first = cluster.install()
     assert (first.was_there, first.revision) == (False, 1)
     assert "serves all namespaces" in first.notes
     assert cluster.get(DEPLOYMENTS, RELEASE) is not None
-    # This server serves no policy/v1.
+    # This server does not serve policy/v1.
     assert cluster.get(DISRUPTION_BUDGETS["v1beta1"], RELEASE) is not None
     cluster.wait_for_kinds()
     cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
@@ -188,8 +188,8 @@ def test_it_is_installed_upgraded_and_removed_but_for_the_kinds(cluster: Cluster
     cluster.ask(lambda api: api.delete(RAG_CACHES, "docs", "default"))
 
 
-def _living(cluster: Cluster, objects: list[Object]) -> set[str]:
-    """Names of those objects that are there, within a moment for what goes in the background."""
+def _living(cluster: ChartCluster, objects: list[Object]) -> set[str]:
+    """Return the names of existing objects, after a wait for background deletions."""
 
     async def found(api: Api) -> set[str]:
         names = set()
@@ -213,8 +213,8 @@ def _living(cluster: Cluster, objects: list[Object]) -> set[str]:
     return names
 
 
-def test_an_upgrade_brings_the_kinds_newer_definitions(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_upgrade_updates_the_definitions(
+    cluster: ChartCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = tmp_path / "chart"
     shutil.copytree(CHART, older)
@@ -245,7 +245,7 @@ def _properties(definition: Object) -> Object:
     return properties
 
 
-def test_an_upgrade_leaves_what_the_operator_filled_in(cluster: Cluster) -> None:
+def test_an_upgrade_keeps_what_the_operator_wrote(cluster: ChartCluster) -> None:
     cluster.install()
     hook = {
         "name": "validate.ragcache.dev",
@@ -281,7 +281,7 @@ def test_an_upgrade_leaves_what_the_operator_filled_in(cluster: Cluster) -> None
 
 
 async def until_owners_are_known(api: Api, owned: Object) -> None:
-    """Whoever checks references to owners learns of a new kind some seconds after it is served."""
+    """The admission of owner references learns of a new kind some seconds after it is served."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -294,7 +294,7 @@ async def until_owners_are_known(api: Api, owned: Object) -> None:
             return
 
 
-def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None:
+def test_the_operator_has_the_permissions_it_needs_and_no_others(cluster: ChartCluster) -> None:
     cluster.install()
     cluster.wait_for_kinds()
     service = {
@@ -355,7 +355,7 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         lambda api: api.list(SECRETS, NAMESPACE),
         lambda api: api.get(SECRETS, "any", "default"),
         lambda api: api.get(SECRETS, "any", NAMESPACE),
-        # Not even one that it has made.
+        # Not even a Secret that it has created.
         lambda api: api.get(SECRETS, "docs-signing-key", "default"),
         lambda api: api.apply(key),
         lambda api: api.delete(SECRETS, "docs-signing-key", "default"),
@@ -369,7 +369,7 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
     cluster.ask(lambda api: api.delete(RAG_CACHES, "docs", "default"))
 
 
-def test_with_namespaces_named_it_works_in_these_alone(cluster: Cluster) -> None:
+def test_with_given_namespaces_it_has_permissions_only_there(cluster: ChartCluster) -> None:
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
     cluster.ask(lambda api: api.apply(namespace))
     cluster.install({"watch": {"namespaces": ["team"]}})
@@ -381,7 +381,7 @@ def test_with_namespaces_named_it_works_in_these_alone(cluster: Cluster) -> None
     assert cluster.denies(OPERATOR, lambda api: api.list(RAG_CACHES))
 
 
-def test_the_clusters_own_roles_cover_the_kinds(cluster: Cluster) -> None:
+def test_the_default_cluster_roles_include_the_kinds(cluster: ChartCluster) -> None:
     cluster.install()
     cluster.wait_for_kinds()
     bindings = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
@@ -403,7 +403,7 @@ def test_the_clusters_own_roles_cover_the_kinds(cluster: Cluster) -> None:
                 await api.create(bindings, binding)
 
     cluster.ask(bind)
-    # The controller that gathers these roles takes a moment.
+    # The controller aggregates these roles after a short delay.
     deadline = time.monotonic() + 30
     while cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")):
         assert time.monotonic() < deadline
@@ -421,18 +421,18 @@ def test_the_clusters_own_roles_cover_the_kinds(cluster: Cluster) -> None:
     assert not cluster.denies(EDITOR, lambda api: api.delete(RAG_CACHES, "theirs", "default"))
 
 
-def test_what_goes_wrong_is_said_in_a_line(cluster: Cluster) -> None:
+def test_failures_are_reported_in_one_line(cluster: ChartCluster) -> None:
     with pytest.raises(InvalidInput, match=r"^replicas: minimum: got 0, want 1; see .*README\.md"):
         cluster.install({"replicas": 0})
     with pytest.raises(InvalidInput, match=r"^--set/--values: extraEnv: RAGCACHE_LEASE is set by"):
         cluster.install({"extraEnv": [{"name": "RAGCACHE_LEASE", "value": "x"}]})
     with pytest.raises(Unavailable, match=r"not ready after 2 s: .*Deployment"):
         cluster.install(wait_s=2)
-    # What did not come up is upgraded like anything else.
+    # A failed installation can be upgraded.
     assert cluster.install().was_there
 
 
-def test_no_cluster_answers(tmp_path: Path) -> None:
+def test_an_unreachable_cluster_is_reported(tmp_path: Path) -> None:
     missing = ClusterChoice(kubeconfig=tmp_path / "none")
     with pytest.raises(InvalidInput, match=r"^--kubeconfig: there is no .*/none; name a file"):
         installing.install(missing, {})

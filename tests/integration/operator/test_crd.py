@@ -1,4 +1,4 @@
-"""The definitions on a real API server: what it takes, fills in, refuses and prints."""
+"""The CRDs on a real API server: validation, defaults, subresources and kubectl output."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.helpers.operator_manifests import (
 
 ROOT = Path(__file__).parents[3]
 PLURALS = {kind.name: kind.plural for kind in KINDS}
-# With the field to blame, which the definitions name.
+# The CEL rules have fieldPath, which needs this version.
 CEL_SINCE = (1, 28)
 _PUBLISHING_LIMIT_S = 60
 
 
-class Server:
+class CrdServer:
     """An API server with the definitions installed."""
 
     def __init__(self, plane: ControlPlane) -> None:
@@ -81,13 +81,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrdServer]:
     try:
         stack = start_control_plane(tmp_path_factory.mktemp("definitions"))
         plane = stack.__enter__()
     except Unavailable as reason:
         skip(reason)
-    server = Server(plane)
+    server = CrdServer(plane)
     try:
         install(server)
         yield server
@@ -96,32 +96,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         stack.__exit__(None, None, None)
 
 
-def install(server: Server) -> None:
+def install(server: CrdServer) -> None:
     folder = ROOT / "crds"
     if server.version < CEL_SINCE:
         folder /= "before-1.28"
     server.kubectl("apply", "--server-side", "-f", str(folder))
-    # What `kubectl explain` reads is published a moment after they are served. (`kubectl wait` ends
+    # `kubectl explain` data is published shortly after the kinds are served. (`kubectl wait` ends
     # with an error where a definition is so new that it has no conditions.)
     for _ in range(_PUBLISHING_LIMIT_S):
         published = server.http.get("/openapi/v2").text
         named = all(f'"{kind.name}"' in published for kind in KINDS)
         if named and all(conditions(server, kind).get("Established") == "True" for kind in KINDS):
-            # kubectl remembers what the server had to offer before.
+            # kubectl caches the discovery of the server.
             shutil.rmtree(server.plane.folder / "discovered")
             return
         time.sleep(1)
     raise AssertionError("the server does not publish the definitions' schemas")
 
 
-def conditions(server: Server, kind: ResourceKind) -> dict[str, str]:
-    """Status of each of a definition's conditions; none where it has just been made."""
+def conditions(server: CrdServer, kind: ResourceKind) -> dict[str, str]:
+    """Return the status of each condition of a definition. A new definition has none."""
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind.definition_name}"
     reply = server.http.get(path).raise_for_status().json()
     return {c["type"]: c["status"] for c in reply.get("status", {}).get("conditions") or ()}
 
 
-def test_a_server_that_knows_no_cel_takes_rules_and_drops_them(server: Server) -> None:
+def test_a_server_without_cel_drops_the_rules(server: CrdServer) -> None:
     for kind in KINDS:
         made = definition(kind)
         made["metadata"]["name"] = f"{kind.plural}.other.ragcache.dev"
@@ -136,11 +136,11 @@ def test_a_server_that_knows_no_cel_takes_rules_and_drops_them(server: Server) -
         assert kept == (server.version >= (1, 25))
 
 
-def test_definitions_are_served_as_written(server: Server) -> None:
+def test_definitions_are_served_as_written(server: CrdServer) -> None:
     for kind in KINDS:
         found = conditions(server, kind)
         assert found["Established"] == "True"
-        # Which definitions are structural, the server says by this condition's absence.
+        # The server sets this condition for a definition that is not structural.
         assert "NonStructuralSchema" not in found
 
 
@@ -152,10 +152,10 @@ def refusal(reply: httpx.Response) -> str:
 @pytest.mark.parametrize(
     "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.SCHEMA], ids=lambda bad: bad.name
 )
-def test_the_schema_refuses_by_path(server: Server, bad: Bad) -> None:
+def test_the_schema_rejects_with_a_path(server: CrdServer, bad: Bad) -> None:
     message = refusal(server.create(bad.manifest))
     field = bad.server or bad.field
-    # Older servers leave positions out.
+    # Older servers omit list indexes.
     without_positions = re.sub(r"\[[0-9]+\]", "", field)
     assert f"{field}:" in message or f"{without_positions}:" in message
 
@@ -163,7 +163,7 @@ def test_the_schema_refuses_by_path(server: Server, bad: Bad) -> None:
 @pytest.mark.parametrize(
     "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.CEL], ids=lambda bad: bad.name
 )
-def test_cel_refuses_by_path_where_the_server_knows_it(server: Server, bad: Bad) -> None:
+def test_cel_rejects_with_a_path_on_new_servers(server: CrdServer, bad: Bad) -> None:
     if bad.old is None:
         reply = server.create(bad.manifest)
     else:
@@ -189,7 +189,7 @@ def test_cel_refuses_by_path_where_the_server_knows_it(server: Server, bad: Bad)
     [bad for bad in BAD if bad.rejected_by in (RejectedBy.WEBHOOK, RejectedBy.PARSER)],
     ids=lambda b: b.name,
 )
-def test_what_no_server_sees_is_left_to_the_other_layers(server: Server, bad: Bad) -> None:
+def test_the_server_accepts_what_only_webhook_or_parser_reject(server: CrdServer, bad: Bad) -> None:
     assert server.create(bad.manifest).is_success
 
 
@@ -276,7 +276,9 @@ FULL = [
 
 
 @pytest.mark.parametrize("manifest", FULL, ids=range(len(FULL)))
-def test_nothing_is_lost_and_defaults_are_the_parsers(server: Server, manifest: Object) -> None:
+def test_all_fields_are_stored_and_defaults_equal_the_parsers(
+    server: CrdServer, manifest: Object
+) -> None:
     reply = server.create(manifest)
     assert reply.status_code == 201, reply.text
     stored = reply.json()
@@ -286,7 +288,7 @@ def test_nothing_is_lost_and_defaults_are_the_parsers(server: Server, manifest: 
 
 
 def covers(stored: Any, given: Any) -> bool:
-    """Whether stored holds all of what was given."""
+    """Whether the stored value contains everything that was given."""
     if isinstance(given, dict):
         return all(key in stored and covers(stored[key], item) for key, item in given.items())
     if isinstance(given, list):
@@ -294,7 +296,7 @@ def covers(stored: Any, given: Any) -> bool:
     return bool(stored == given)
 
 
-def test_status_and_scale_are_subresources(server: Server) -> None:
+def test_status_and_scale_are_subresources(server: CrdServer) -> None:
     manifest = cache("scaled")
     server.create(manifest, keep=True).raise_for_status()
     condition = {
@@ -339,7 +341,7 @@ def test_status_and_scale_are_subresources(server: Server) -> None:
     server.delete(manifest)
 
 
-def test_names_and_categories_find_both_kinds(server: Server) -> None:
+def test_names_and_categories_find_both_kinds(server: CrdServer) -> None:
     made = [cache("listed"), collection("listed")]
     for manifest in made:
         server.create(manifest, keep=True).raise_for_status()
@@ -354,21 +356,21 @@ def test_names_and_categories_find_both_kinds(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("ragcaches", "A platform that answers questions about documents"),
+        ("ragcaches", "RagCache is a platform that answers questions"),
         ("ragcaches.spec.engines", "Groups of vLLM engines"),
         ("ragcaches.spec.engines.kvMemory", "paged KV cache, rounded up to whole GiB"),
-        ("ragcaches.status.cache.hitRate", "Share of reads that found their chunk-cache"),
-        ("ragcollections.spec.sources", "Where the documents come from"),
+        ("ragcaches.status.cache.hitRate", "Share of reads that found a variant"),
+        ("ragcollections.spec.sources", "The sources of the documents"),
         ("ragcollections.spec.sources.git.ref", "Branch, tag or commit to read"),
     ],
 )
-def test_explain_reads_well(server: Server, path: str, words: str) -> None:
+def test_explain_reads_well(server: CrdServer, path: str, words: str) -> None:
     said = " ".join(server.kubectl("explain", path).split())
     assert words in said
     assert "<no description>" not in said
 
 
-def test_explain_lists_every_field_with_its_words(server: Server) -> None:
+def test_explain_lists_every_field_with_its_description(server: CrdServer) -> None:
     said = " ".join(server.kubectl("explain", "ragcaches.spec.engines").split())
     for name in (
         "args",

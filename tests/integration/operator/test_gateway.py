@@ -1,4 +1,4 @@
-"""What the operator makes of a gateway's answers, over real HTTP."""
+"""The client of the gateways, over real HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 
 
 class Gateway:
-    """A gateway that says what it is told to. requests: (method, path, body) of each call."""
+    """A fake gateway. ``requests`` holds (method, path, body) of each call."""
 
     def __init__(self) -> None:
         self.collections: list[dict[str, Any]] = []
@@ -67,14 +67,14 @@ async def gateways() -> AsyncIterator[GatewayClient]:
 
 async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: GatewayClient) -> None:
     gateway.collections = [{"name": "small", "documents": 1}, {"name": "large", "documents": 9}]
-    verdict = await gateways.self_test(gateway.url, "tinyrag")
-    assert verdict.passed, verdict.message
+    result = await gateways.self_test(gateway.url, "tinyrag")
+    assert result.passed, result.message
     method, path, body = gateway.requests[-1]
     assert (method, path, body["model"]) == ("POST", "/v1/chat/completions", "tinyrag")
     assert body["ragcache"]["collection"] == "large"
 
 
-async def test_where_there_are_no_documents_it_brings_one(
+async def test_without_documents_it_adds_a_test_document(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
     gateway.collections = [{"name": "empty", "documents": 0}]
@@ -93,39 +93,40 @@ async def test_where_there_are_no_documents_it_brings_one(
     [
         (503, {"error": {"message": "the engine is not ready"}}, "HTTP 503: the engine is not"),
         (500, "oops", "HTTP 500"),
-        (200, {**ANSWER, "ragcache": {"citations": []}}, "cited nothing"),
-        (200, {**ANSWER, "usage": {"completion_tokens": 0}}, "no token"),
-        (200, {}, "no answer that can be read"),
-        (200, [1], "no answer that can be read"),
+        (200, {**ANSWER, "ragcache": {"citations": []}}, "has no citations"),
+        (200, {**ANSWER, "usage": {"completion_tokens": 0}}, "has no tokens"),
+        (200, {}, "sent an invalid answer"),
+        (200, [1], "sent an invalid answer"),
     ],
 )
-async def test_anything_else_fails_and_says_why(
+async def test_other_answers_fail_with_a_reason(
     gateway: Gateway, gateways: GatewayClient, status: int, answer: Any, words: str
 ) -> None:
     gateway.status, gateway.answer = status, answer
-    verdict = await gateways.self_test(gateway.url, "m")
-    assert not verdict.passed
-    assert words in verdict.message
+    result = await gateways.self_test(gateway.url, "m")
+    assert not result.passed
+    assert words in result.message
 
 
-async def test_a_gateway_that_is_away_fails(gateways: GatewayClient) -> None:
+async def test_an_unreachable_gateway_fails(gateways: GatewayClient) -> None:
     for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://[::1"):
-        verdict = await gateways.self_test(url, "m")
-        assert not verdict.passed
-        assert "does not answer" in verdict.message
+        result = await gateways.self_test(url, "m")
+        assert not result.passed
+        assert "does not answer" in result.message
 
 
-async def test_the_cache_and_progress_are_read(gateway: Gateway, gateways: GatewayClient) -> None:
-    assert await gateways.cache(gateway.url) == StoreUsage(0.5, 7)
-    assert await gateways.cache("http://127.0.0.1:1") is None
+async def test_usage_and_progress_are_read(gateway: Gateway, gateways: GatewayClient) -> None:
+    assert await gateways.store_usage(gateway.url) == StoreUsage(0.5, 7)
+    assert await gateways.store_usage("http://127.0.0.1:1") is None
     address = gateway.url.removeprefix("http://")
-    assert await gateways.progress(address) == "indexing 1 of 2"
-    assert await gateways.progress("127.0.0.1:1") is None
+    assert await gateways.startup_progress(address) == "indexing 1 of 2"
+    assert await gateways.startup_progress("127.0.0.1:1") is None
 
 
-async def test_a_body_that_never_ends_is_given_up(
-    gateway: Gateway, gateways: GatewayClient
-) -> None:
+async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayClient) -> None:
     async with asyncio.timeout(20):
-        assert await gateways.cache(f"{gateway.url}/endless") is None
-        assert await gateways.progress(f"{gateway.url.removeprefix('http://')}/endless") is None
+        assert await gateways.store_usage(f"{gateway.url}/endless") is None
+        assert (
+            await gateways.startup_progress(f"{gateway.url.removeprefix('http://')}/endless")
+            is None
+        )

@@ -1,4 +1,4 @@
-"""Leader election on a real API server: two and three replicas, deaths, cuts, clean ends."""
+"""Leader election on a real API server: clean ends, killed processes and network failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.cuttable_connection import CuttableConnection
 
 NAMESPACE = "default"
-# A machine that stands still for some seconds loses no lease.
+# A slow test machine must not lose a Lease.
 TIMING = LeaseTiming(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
 SOON_S = 60.0
 
@@ -34,8 +34,8 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
         skip(reason)
 
 
-class Stage:
-    """Where replicas work; two at once are an error."""
+class ActivityLog:
+    """Records which replica works. Two at the same time are an error."""
 
     def __init__(self) -> None:
         self.at_work: list[str] = []
@@ -56,7 +56,7 @@ class Stage:
 
         return run
 
-    async def somebody_but(self, *others: str) -> str:
+    async def other_than(self, *others: str) -> str:
         async with asyncio.timeout(SOON_S), self._changed:
             await self._changed.wait_for(
                 lambda: bool(self.at_work) and self.at_work[0] not in others
@@ -64,13 +64,13 @@ class Stage:
             return self.at_work[0]
 
 
-async def contend(api: Api, lease: str, who: str, stage: Stage) -> None:
+async def contend(api: Api, lease: str, who: str, activity: ActivityLog) -> None:
     await run_while_leading(
         api,
         NAMESPACE,
         lease,
         who,
-        stage.work(who),
+        activity.work(who),
         timing=TIMING,
         jitter=Random(who).random,
     )
@@ -89,29 +89,29 @@ async def held(api: Api, lease: str) -> Object:
     return spec
 
 
-async def test_a_clean_end_hands_over_at_once_and_leaves_nobodys_lease(plane: ControlPlane) -> None:
-    stage = Stage()
+async def test_a_clean_end_hands_over_at_once_and_releases_the_lease(plane: ControlPlane) -> None:
+    activity = ActivityLog()
     async with await Api.connect(plane.kubeconfig) as api:
-        tasks = {who: asyncio.create_task(contend(api, "clean", who, stage)) for who in "abc"}
+        tasks = {who: asyncio.create_task(contend(api, "clean", who, activity)) for who in "abc"}
         clock = asyncio.get_running_loop().time
-        leader = await stage.somebody_but()
+        leader = await activity.other_than()
         for turn in range(3):
             spec = await held(api, "clean")
             assert (spec["holderIdentity"], spec["leaseTransitions"]) == (leader, turn)
             await stop(tasks.pop(leader))
-            given_up_s = clock()
+            released_s = clock()
             if tasks:
-                leader = await stage.somebody_but(leader)
-                assert clock() - given_up_s < TIMING.duration_s, "it had to run out"
+                leader = await activity.other_than(leader)
+                assert clock() - released_s < TIMING.duration_s, "it had to expire"
         assert (await held(api, "clean"))["holderIdentity"] == ""
-    assert sorted(stage.history) == ["a", "b", "c"]
+    assert sorted(activity.history) == ["a", "b", "c"]
 
 
 _HOLDER = """
 import asyncio, sys
 from pathlib import Path
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import Timing, lead
+from ragcache_operator.kube.lease import LeaseTiming, run_while_leading
 
 async def run():
     print("leads", flush=True)
@@ -119,14 +119,14 @@ async def run():
 
 async def main(kubeconfig, lease):
     async with await Api.connect(Path(kubeconfig)) as api:
-        timing = Timing(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
-        await lead(api, "default", lease, "killed", run, timing=timing)
+        timing = LeaseTiming(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
+        await run_while_leading(api, "default", lease, "killed", run, timing=timing)
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_holder_that_is_killed_is_followed_when_its_lease_runs_out(
+async def test_a_killed_holder_is_replaced_when_its_lease_expires(
     plane: ControlPlane,
 ) -> None:
     holder = await asyncio.create_subprocess_exec(
@@ -135,56 +135,56 @@ async def test_a_holder_that_is_killed_is_followed_when_its_lease_runs_out(
     )
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"leads\n"
-    stage = Stage()
+    activity = ActivityLog()
     async with await Api.connect(plane.kubeconfig) as api:
-        tasks = [asyncio.create_task(contend(api, "killed", who, stage)) for who in "ab"]
+        tasks = [asyncio.create_task(contend(api, "killed", who, activity)) for who in "ab"]
         await asyncio.sleep(TIMING.duration_s + 2)
-        assert stage.at_work == []
+        assert activity.at_work == []
         holder.send_signal(signal.SIGKILL)
         await holder.wait()
         last = await held(api, "killed")
         assert last["holderIdentity"] == "killed"
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        await stage.somebody_but()
-        # Its last renewal was one look ago, or two.
+        await activity.other_than()
+        # The last renewal was one or two retry intervals ago.
         assert clock() - began_s > TIMING.duration_s - 3 * TIMING.retry_s
         await stop(*tasks)
 
 
-async def test_a_holder_that_is_cut_off_ends_before_the_next_begins(
+async def test_a_disconnected_holder_ends_before_the_next_begins(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
-    stage = Stage()
+    activity = ActivityLog()
     async with CuttableConnection.to(plane.url) as line, await Api.connect(plane.kubeconfig) as api:
-        behind = tmp_path / "kubeconfig"
-        behind.write_text(plane.kubeconfig.read_text().replace(plane.url, line.url))
-        async with await Api.connect(behind) as its_api:
-            holder = asyncio.create_task(contend(its_api, "cut", "holder", stage))
-            assert await stage.somebody_but() == "holder"
-            others = [asyncio.create_task(contend(api, "cut", who, stage)) for who in "ab"]
+        proxied = tmp_path / "kubeconfig"
+        proxied.write_text(plane.kubeconfig.read_text().replace(plane.url, line.url))
+        async with await Api.connect(proxied) as its_api:
+            holder = asyncio.create_task(contend(its_api, "cut", "holder", activity))
+            assert await activity.other_than() == "holder"
+            others = [asyncio.create_task(contend(api, "cut", who, activity)) for who in "ab"]
             # A failure shorter than the deadline changes nothing.
             await line.cut()
             await asyncio.sleep(TIMING.renew_deadline_s / 4)
             await line.restore()
             await asyncio.sleep(TIMING.duration_s + 2)
-            assert stage.history == ["holder"]
+            assert activity.history == ["holder"]
             await line.cut()
             with pytest.raises(LeaseLost, match="could not be renewed for 8 s"):
                 await holder
-            assert stage.at_work == []
-            assert await stage.somebody_but("holder") in "ab"
+            assert activity.at_work == []
+            assert await activity.other_than("holder") in "ab"
             await stop(*others)
-    assert len(stage.history) == 2 or stage.history[1:] == ["a", "b"]
+    assert len(activity.history) == 2 or activity.history[1:] == ["a", "b"]
 
 
-async def test_a_lease_that_somebody_edits_or_deletes_stays_its_holders(
+async def test_an_edited_or_deleted_lease_stays_with_its_holder(
     plane: ControlPlane,
 ) -> None:
-    stage = Stage()
+    activity = ActivityLog()
     async with await Api.connect(plane.kubeconfig) as api:
-        tasks = [asyncio.create_task(contend(api, "touched", who, stage)) for who in "abc"]
-        holder = await stage.somebody_but()
+        tasks = [asyncio.create_task(contend(api, "touched", who, activity)) for who in "abc"]
+        holder = await activity.other_than()
         patch = {"metadata": {"labels": {"team": "platform"}}}
         await api.merge(LEASES, "touched", NAMESPACE, patch)
         await asyncio.sleep(TIMING.duration_s)
@@ -193,23 +193,23 @@ async def test_a_lease_that_somebody_edits_or_deletes_stays_its_holders(
         assert found["metadata"]["labels"] == {"team": "platform"}
         await api.delete(LEASES, "touched", NAMESPACE)
         await asyncio.sleep(TIMING.duration_s + 2)
-        assert stage.history == [holder]
+        assert activity.history == [holder]
         await stop(*tasks)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record.message for record in caplog.records]
-    return [message for message in found if "cannot look at lease" in message]
+    return [message for message in found if "lease: read failed" in message]
 
 
-async def test_without_rights_a_replica_waits_and_says_why(
+async def test_without_permissions_a_replica_waits_and_logs_why(
     plane: ControlPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nobody = tmp_path / "kubeconfig"
-    nobody.write_text(plane.kubeconfig.read_text().replace(plane.token, "unknown"))
-    stage = Stage()
-    async with await Api.connect(nobody) as api:
-        task = asyncio.create_task(contend(api, "forbidden", "a", stage))
+    unknown_user = tmp_path / "kubeconfig"
+    unknown_user.write_text(plane.kubeconfig.read_text().replace(plane.token, "unknown"))
+    activity = ActivityLog()
+    async with await Api.connect(unknown_user) as api:
+        task = asyncio.create_task(contend(api, "forbidden", "a", activity))
         async with asyncio.timeout(SOON_S):
             while True:
                 if said(caplog):
@@ -217,5 +217,5 @@ async def test_without_rights_a_replica_waits_and_says_why(
                 await asyncio.sleep(0.1)
         await asyncio.sleep(1)
         await stop(task)
-    assert stage.history == []
-    assert len(said(caplog)) == 1, "once, not at every look"
+    assert activity.history == []
+    assert len(said(caplog)) == 1, "once, not at every try"

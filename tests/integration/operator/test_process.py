@@ -1,4 +1,4 @@
-"""The operator as a process against a real API server. No pods run; controllers make objects."""
+"""The operator process against a real API server. Controllers create objects, but no pods run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LIMIT_S = 60
 
 
 @dataclass(frozen=True)
-class Server:
-    """An API server as kubectl sees it."""
+class KubectlServer:
+    """An API server that tests use through kubectl."""
 
     plane: ControlPlane
 
@@ -47,7 +47,7 @@ class Server:
         return found
 
     def knows(self, kind: str) -> bool:
-        """Whether objects of a kind can be asked for yet."""
+        """Whether the server serves a kind yet."""
         argv = [packages.command("kubectl"), f"--kubeconfig={self.plane.kubeconfig}", "get", kind]
         return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 
@@ -65,8 +65,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An API server with our kinds, and an operator at work on it."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
+    """An API server with our kinds and a running operator."""
     folder = tmp_path_factory.mktemp("plane")
     try:
         running = start_control_plane(folder, controllers=True)
@@ -74,8 +74,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     except Unavailable as reason:
         skip(reason)
     try:
-        server = Server(plane)
-        # What 1.20 does not know of CEL it drops, but kubectl's own check refuses.
+        server = KubectlServer(plane)
+        # Kubernetes 1.20 drops unknown CEL fields, but kubectl's own validation rejects them.
         server.kubectl("apply", "--validate=false", "-f", str(ROOT / "crds"))
         eventually(lambda: server.knows("ragcaches"), "the kinds are served")
         environment = {
@@ -116,7 +116,7 @@ def eventually(check: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def observed(server: Server, name: str) -> Callable[[], bool]:
+def observed(server: KubectlServer, name: str) -> Callable[[], bool]:
     def is_observed() -> bool:
         found = server.get("ragcache", name)
         seen = found.get("status", {}).get("observedGeneration")
@@ -125,7 +125,7 @@ def observed(server: Server, name: str) -> Callable[[], bool]:
     return is_observed
 
 
-def test_children_are_made_owned_and_reported(server: Server) -> None:
+def test_children_are_created_owned_and_reported(server: KubectlServer) -> None:
     server.apply(cache("docs"))
     eventually(observed(server, "docs"), "status")
     assert server.condition("docs", "Accepted")["status"] == "True"
@@ -134,12 +134,12 @@ def test_children_are_made_owned_and_reported(server: Server) -> None:
     for name in ("docs-gateway", "docs-engine-main"):
         child = server.get("deployment", name)
         assert [o["uid"] for o in child["metadata"]["ownerReferences"]] == [uid]
-    # There is no node: what the scheduler says is handed on, as a condition and an Event.
+    # Without a node, condition and Event contain the scheduler's message.
     eventually(lambda: "Unschedulable" in server.reasons("docs"), "an Event")
     assert "nodes" in server.condition("docs", "Ready")["message"]
 
 
-def test_what_others_change_is_put_right_and_told(server: Server) -> None:
+def test_changes_by_others_are_corrected_and_reported(server: KubectlServer) -> None:
     server.apply(cache("drift"))
     eventually(observed(server, "drift"), "status")
     image = server.get("deployment", "drift-gateway")["spec"]["template"]["spec"]["containers"][0]
@@ -156,7 +156,7 @@ def test_what_others_change_is_put_right_and_told(server: Server) -> None:
     eventually(lambda: "DriftCorrected" in server.reasons("drift"), "an Event")
 
 
-def test_a_network_that_others_opened_is_closed_again(server: Server) -> None:
+def test_a_network_policy_that_others_opened_is_closed(server: KubectlServer) -> None:
     server.apply(cache("closed"))
     eventually(observed(server, "closed"), "status")
     policy, service = "closed-default-deny", "closed-gateway"
@@ -170,7 +170,7 @@ def test_a_network_that_others_opened_is_closed_again(server: Server) -> None:
     eventually(lambda: server.get("service", service)["spec"]["selector"] == selector, "a selector")
 
 
-def test_what_is_asked_for_no_more_is_removed(server: Server) -> None:
+def test_objects_that_are_no_longer_desired_are_deleted(server: KubectlServer) -> None:
     gateway = {"ingress": {"host": "docs.example.com"}}
     server.apply(cache("routed", gateway=gateway))
     eventually(lambda: bool(server.names("ingresses", "routed")), "an Ingress")
@@ -178,7 +178,7 @@ def test_what_is_asked_for_no_more_is_removed(server: Server) -> None:
     eventually(lambda: not server.names("ingresses", "routed"), "no Ingress")
 
 
-def test_an_object_of_somebody_else_is_left_alone_and_told_of(server: Server) -> None:
+def test_an_object_of_another_owner_stays_and_is_reported(server: KubectlServer) -> None:
     server.kubectl("create", "configmap", "taken-members", "--from-literal=theirs=1")
     server.apply(cache("taken"))
     eventually(
@@ -187,12 +187,12 @@ def test_an_object_of_somebody_else_is_left_alone_and_told_of(server: Server) ->
     assert "ConfigMap default/taken-members" in server.condition("taken", "Accepted")["message"]
     assert server.get("configmap", "taken-members")["data"] == {"theirs": "1"}
     server.kubectl("delete", "configmap", "taken-members")
-    server.kubectl("annotate", "ragcache", "taken", "look=again")
+    server.kubectl("annotate", "ragcache", "taken", "retry=now")
     eventually(lambda: server.condition("taken", "Accepted").get("reason") == "Valid", "acceptance")
 
 
-def test_a_spec_that_breaks_a_rule_is_refused_in_its_status_without_a_webhook(
-    server: Server,
+def test_an_invalid_spec_is_reported_in_the_status_without_a_webhook(
+    server: KubectlServer,
 ) -> None:
     server.apply(cache("wrong", retriever={"chunking": {"size": 64, "overlap": 40}}))
     eventually(lambda: server.get("ragcache", "wrong").get("status") is not None, "status")
@@ -204,7 +204,7 @@ def test_a_spec_that_breaks_a_rule_is_refused_in_its_status_without_a_webhook(
     eventually(lambda: bool(server.names("deployments", "wrong")), "children")
 
 
-def test_what_the_cluster_does_not_serve_is_told_and_the_rest_runs(server: Server) -> None:
+def test_an_unsupported_feature_is_reported_and_the_others_work(server: KubectlServer) -> None:
     engine = {"name": "main", "autoscaling": {"maxReplicas": 4}}
     server.apply(cache("scaled", engines=[engine]))
     eventually(lambda: "QueueMetricsNotServed" in server.reasons("scaled"), "an Event")
@@ -212,15 +212,15 @@ def test_what_the_cluster_does_not_serve_is_told_and_the_rest_runs(server: Serve
 
 
 @pytest.mark.parametrize("policy", ["Retain", "Delete"])
-def test_a_deletion_takes_the_children_and_what_the_policy_says(
-    server: Server, policy: str
+def test_a_deletion_removes_the_children_and_follows_the_data_policy(
+    server: KubectlServer, policy: str
 ) -> None:
     name = f"gone-{policy.lower()}"
     server.apply(cache(name, dataPolicy=policy))
     eventually(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
     [key] = server.names("secrets", name)
     server.kubectl("delete", "ragcache", name, "--wait=false")
-    # No kubelet ends the pods here.
+    # No kubelet ends the pods in this test.
     deadline = time.monotonic() + _LIMIT_S
     while server.names("pods", name) and time.monotonic() < deadline:
         labels = f"--selector=app.kubernetes.io/instance={name}"
@@ -228,7 +228,7 @@ def test_a_deletion_takes_the_children_and_what_the_policy_says(
     kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
     eventually(lambda: not server.names(kinds, name), "no children")
     eventually(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")
-    # Its owner's, as the operator may not delete it.
+    # Kubernetes deletes the Secret with its owner, because the operator may not.
     eventually(lambda: not server.names("secrets", name), f"no {key}")
     kept = 2 if policy == "Retain" else 0
     eventually(lambda: len(server.names("persistentvolumeclaims", name)) == kept, "claims")

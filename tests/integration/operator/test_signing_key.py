@@ -1,4 +1,4 @@
-"""The key of a RagCache's plans, on a real API server: made once, by who can do nothing else."""
+"""The signing key of a RagCache on a real API server: created once, without other permissions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from ragcache_operator.kube.resources import (
     Object,
 )
 from ragcache_operator.metrics import Metrics
+from ragcache_operator.reconcile.child_writer import SIGNING_KEY_BYTES
 from ragcache_operator.reconcile.children import Children
-from ragcache_operator.reconcile.reconciler import (
-    SIGNING_KEY_BYTES,
-    CacheReconciler,
-    ReconcileState,
-)
+from ragcache_operator.reconcile.reconciler import CacheReconciler
+from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.status.gateway_client import GatewayClient
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
@@ -46,7 +44,7 @@ _LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """An API server with our kinds. Nothing but the tests acts on it."""
+    """An API server with our kinds. Only the tests write to it."""
     folder = tmp_path_factory.mktemp("plane")
     with ExitStack() as stack:
         try:
@@ -73,7 +71,7 @@ async def eventually(check: Callable[[], Awaitable[bool]], what: str) -> None:
 
 @dataclass
 class Operator:
-    """One that has just been started: it knows what is there, and remembers nothing."""
+    """A new operator process: it has listed the objects, and has no state."""
 
     admin: Api
     api: Api
@@ -86,13 +84,13 @@ class Operator:
         kind = {"apiVersion": RAG_CACHES.api_version, "kind": RAG_CACHES.kind}
         await self.admin.create(RAG_CACHES, {**kind, "metadata": meta, "spec": {}})
 
-    async def look(self, name: str, memory: ReconcileState | None = None) -> list[str]:
-        """One pass over an object; the operator's calls about Secrets and its other writes."""
+    async def reconcile(self, name: str, state: ReconcileState | None = None) -> list[str]:
+        """Run one pass. Return the operator's calls about Secrets, and its other writes."""
         self.audit.calls()
         body = await self.admin.get(RAG_CACHES, name, NAMESPACE)
         assert body is not None
-        await self.reconciler.reconcile(body, memory or ReconcileState(), lambda _: None)
-        # The server writes its account a moment later; one of ours that it must have comes last.
+        await self.reconciler.reconcile(body, state or ReconcileState(), lambda _: None)
+        # The audit log is delayed, so wait until it has this last call.
         await self.api.get(DEPLOYMENTS, "the-end", NAMESPACE)
         calls: list[Object] = []
 
@@ -113,7 +111,7 @@ class Operator:
         return list((await self.admin.list(SECRETS, NAMESPACE, labels)).items)
 
     async def until_seen(self, check: Callable[[], bool]) -> None:
-        """Wait until its watches have told it."""
+        """Wait until the watches have delivered a change."""
 
         async def is_seen() -> bool:
             return check()
@@ -123,7 +121,7 @@ class Operator:
 
 @asynccontextmanager
 async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
-    """Started afresh, and ended after the block."""
+    """Start a new operator, and stop it after the block."""
     assert plane.audit_log is not None
     gateways = GatewayClient()
     async with (
@@ -134,7 +132,7 @@ async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
         children = Children(api, capabilities, lambda _: None, [NAMESPACE])
         following = asyncio.create_task(children.run())
         try:
-            await children.synced()
+            await children.wait_synced()
             reconciler = CacheReconciler(
                 *(api, children, capabilities, gateways, Metrics()),
                 images="ragcache",
@@ -153,11 +151,11 @@ def keys_of(secret: Object) -> Sequence[bytes]:
     return parse_keys("keys", base64.b64decode(content))
 
 
-async def test_a_key_is_made_once_and_a_second_pass_writes_nothing(plane: ControlPlane) -> None:
+async def test_a_key_is_created_once_and_a_second_pass_writes_nothing(plane: ControlPlane) -> None:
     async with operator(plane) as first:
         await first.make("once")
-        calls = await first.look("once")
-        assert calls[0] == "create secrets 201", "ahead of what waits for it"
+        calls = await first.reconcile("once")
+        assert calls[0] == "create secrets 201", "before the workloads that mount it"
         assert sum("secrets" in call for call in calls) == 1
         [secret] = await first.secrets("once")
         [key] = keys_of(secret)
@@ -171,55 +169,55 @@ async def test_a_key_is_made_once_and_a_second_pass_writes_nothing(plane: Contro
             assert found is not None
             assert secret["metadata"]["name"] in str(found["spec"]["template"]["spec"]["volumes"])
     async with operator(plane) as second:
-        assert await second.look("once") == []
+        assert await second.reconcile("once") == []
         assert await second.secrets("once") == [secret]
 
 
-async def test_what_the_user_has_put_there_is_left_alone(plane: ControlPlane) -> None:
+async def test_a_key_that_the_user_changed_stays(plane: ControlPlane) -> None:
     async with operator(plane) as it:
         await it.make("rotated")
-        await it.look("rotated")
+        await it.reconcile("rotated")
         [secret] = await it.secrets("rotated")
         name, [(file, old)] = secret["metadata"]["name"], secret["data"].items()
         both = base64.b64encode(b"cd" * 32 + b"\n" + base64.b64decode(old)).decode()
         await it.admin.merge(SECRETS, name, NAMESPACE, {"data": {file: both}})
-        # A workload is lost, for which the key may have been lost as well.
+        # A workload is missing, so the key may be missing too.
         assert await it.admin.delete(DEPLOYMENTS, "rotated-gateway", NAMESPACE)
         gone = {
             "kind": "Deployment",
             "metadata": {"name": "rotated-gateway", "namespace": NAMESPACE},
         }
         await it.until_seen(lambda: it.children.get(gone) is None)
-        assert (await it.look("rotated"))[0] == "create secrets 409"
+        assert (await it.reconcile("rotated"))[0] == "create secrets 409"
         [found] = await it.secrets("rotated")
         assert found["data"] == {file: both}
         assert len(keys_of(found)) == 2
 
 
-async def test_one_that_was_deleted_is_made_anew_for_pods_that_wait_for_it(
+async def test_a_deleted_key_is_created_again_for_waiting_pods(
     plane: ControlPlane,
 ) -> None:
     async with operator(plane) as it:
         await it.make("lost")
-        await it.look("lost")
+        await it.reconcile("lost")
         [secret] = await it.secrets("lost")
         assert await it.admin.delete(SECRETS, secret["metadata"]["name"], NAMESPACE)
-        # Pods that run have what they had; nobody is in need of it yet.
-        assert await it.look("lost") == []
+        # Running pods keep the mounted key, so no pod waits for it yet.
+        assert await it.reconcile("lost") == []
         await it.admin.create(PODS, pod_that_mounts(secret["metadata"]["name"]))
         waiting = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartCount": 0,
                     "state": {"waiting": {"reason": "ContainerCreating"}}}]  # fmt: skip
         status = {"status": {"containerStatuses": waiting}}
         await it.admin.merge(PODS, "lost-pod", NAMESPACE, status, "status")
-        pods = lambda: it.children.of((NAMESPACE, "lost"), "Pod")  # noqa: E731
+        pods = lambda: it.children.list_for((NAMESPACE, "lost"), "Pod")  # noqa: E731
         await it.until_seen(lambda: any("containerStatuses" in pod["status"] for pod in pods()))
-        memory = ReconcileState()
-        assert await it.look("lost", memory) == ["create secrets 201"]
-        [anew] = await it.secrets("lost")
-        assert anew["metadata"]["name"] == secret["metadata"]["name"]
-        assert keys_of(anew) != keys_of(secret)
-        # It may be an image that does not come: not again at once.
-        assert await it.look("lost", memory) == []
+        state = ReconcileState()
+        assert await it.reconcile("lost", state) == ["create secrets 201"]
+        [recreated] = await it.secrets("lost")
+        assert recreated["metadata"]["name"] == secret["metadata"]["name"]
+        assert keys_of(recreated) != keys_of(secret)
+        # The pod may wait for an image instead, so there is no immediate retry.
+        assert await it.reconcile("lost", state) == []
 
 
 def pod_that_mounts(secret: str) -> dict[str, Any]:

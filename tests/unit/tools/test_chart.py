@@ -1,4 +1,4 @@
-"""The chart, by Helm itself: what it renders, what it refuses, what it allows the operator."""
+"""The chart, rendered by Helm: objects, validation of values, and permissions."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def pod(objects: list[Object]) -> Object:
 
 
 def env(objects: list[Object]) -> Object:
-    """Value of every variable; where it comes from another place, that."""
+    """Return the value or the valueFrom of every variable."""
     [container] = pod(objects)["containers"]
     return {v["name"]: v.get("value", v.get("valueFrom")) for v in container["env"]}
 
 
 def rules(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
-    """Every rule of the operator's own roles, with its role."""
+    """Yield every rule of the operator's roles, with its role."""
     bound = {b["roleRef"]["name"] for b in objects if b["kind"].endswith("RoleBinding")}
     for role in objects:
         if role["kind"] in {"Role", "ClusterRole"} and role["metadata"]["name"] in bound:
@@ -112,7 +112,7 @@ def rules(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 @every_set
 @pytest.mark.parametrize("kube_version", ["v1.20.2", "v1.37.0"])
-def test_helm_finds_nothing_to_say_against_it(values: Object, kube_version: str) -> None:
+def test_helm_lint_passes(values: Object, kube_version: str) -> None:
     report = helm_python.lint(
         CHART, values, strict=True, namespace=NAMESPACE, kube_version=kube_version
     )
@@ -121,7 +121,7 @@ def test_helm_finds_nothing_to_say_against_it(values: Object, kube_version: str)
 
 
 @every_set
-def test_objects_are_what_todays_kubernetes_takes(values: Object) -> None:
+def test_objects_are_valid_in_current_kubernetes(values: Object) -> None:
     foreign = {"CustomResourceDefinition", "ServiceMonitor"}
     for obj in render(values):
         for version in ("1.25", "1.31", "1.37"):
@@ -130,7 +130,7 @@ def test_objects_are_what_todays_kubernetes_takes(values: Object) -> None:
 
 
 @every_set
-def test_objects_have_names_and_labels_of_their_own(values: Object) -> None:
+def test_objects_have_unique_names_and_labels(values: Object) -> None:
     objects = render(values)
     names = [(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in objects]
     assert len(set(names)) == len(names)
@@ -145,10 +145,10 @@ def test_objects_have_names_and_labels_of_their_own(values: Object) -> None:
 
 
 @every_set
-def test_everything_that_selects_finds_the_operators_pods(values: Object) -> None:
+def test_every_selector_matches_the_operators_pods(values: Object) -> None:
     objects = render(values)
     labels = of(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    # The policies of a RagCache's parts let these in.
+    # The policies of a RagCache's components allow these pods.
     assert OPERATOR_POD_LABELS.items() <= labels.items()
     ports = {port["name"] for port in pod(objects)["containers"][0]["ports"]}
     for obj in objects:
@@ -169,7 +169,7 @@ def test_everything_that_selects_finds_the_operators_pods(values: Object) -> Non
             }
 
 
-def test_two_releases_of_one_name_share_nothing_but_the_kinds() -> None:
+def test_two_releases_of_one_name_share_only_the_kinds() -> None:
     without_kinds: Object = {"crds": {"install": False}}
     here, there = (render(without_kinds, namespace=n) for n in ("team-a", "team-b"))
     names = [
@@ -179,7 +179,7 @@ def test_two_releases_of_one_name_share_nothing_but_the_kinds() -> None:
     assert not names[0] & names[1]
 
 
-def test_a_release_of_another_name_carries_it() -> None:
+def test_objects_have_the_name_of_the_release() -> None:
     assert of(render(release="docs"), "Deployment")["metadata"]["name"] == "docs-ragcache-operator"
     longest = "a" * 53
     for obj in render(release=longest):
@@ -204,7 +204,7 @@ def test_the_operators_pod_is_restricted(values: Object) -> None:
     assert all(port["containerPort"] >= 1024 for port in container["ports"])
 
 
-def test_the_operator_is_told_everything_by_its_environment() -> None:
+def test_every_setting_is_in_the_environment() -> None:
     assert env(render()) == {
         "RAGCACHE_NAMESPACES": "",
         "RAGCACHE_IMAGES": "ragcache",
@@ -226,7 +226,7 @@ def test_the_operator_is_told_everything_by_its_environment() -> None:
 
 
 @every_set
-def test_the_operator_understands_what_it_is_told(values: Object) -> None:
+def test_the_operator_accepts_its_environment(values: Object) -> None:
     told = {name: value for name, value in env(render(values)).items() if isinstance(value, str)}
     told["RAGCACHE_OPERATOR_NAMESPACE"] = NAMESPACE
     config = OperatorConfig.from_environment(told)
@@ -236,7 +236,7 @@ def test_the_operator_understands_what_it_is_told(values: Object) -> None:
     assert config.tag == values.get("image", {}).get("tag", told["RAGCACHE_IMAGE_TAG"])
 
 
-def test_the_operators_image_comes_from_where_the_parts_images_do() -> None:
+def test_all_images_have_the_same_registry() -> None:
     cache = parse_manifest(
         {
             "apiVersion": "ragcache.dev/v1alpha1",
@@ -255,7 +255,7 @@ def test_the_operators_image_comes_from_where_the_parts_images_do() -> None:
     assert container["image"] == "ragcache/operator:7"
 
 
-def test_no_right_is_a_wildcard() -> None:
+def test_no_permission_is_a_wildcard() -> None:
     for values in VALUE_SETS.values():
         for _, rule in rules(render(values)):
             assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
@@ -265,7 +265,7 @@ def test_no_right_is_a_wildcard() -> None:
 
 
 @every_set
-def test_the_only_secret_that_is_read_is_the_webhooks_own(values: Object) -> None:
+def test_the_operator_reads_only_the_webhooks_secret(values: Object) -> None:
     objects = render(values)
     about_secrets = [
         (role, rule) for role, rule in rules(objects) if "secrets" in rule["resources"]
@@ -273,7 +273,7 @@ def test_the_only_secret_that_is_read_is_the_webhooks_own(values: Object) -> Non
     named = [(role, rule) for role, rule in about_secrets if "resourceNames" in rule]
     for role, rule in about_secrets:
         assert rule["resources"] == ["secrets"]
-        # Of all others, which no rule can name in advance, none can be looked at or changed.
+        # It can create other Secrets, but not read or change them.
         assert (role, rule) in named or rule["verbs"] == ["create"]
     if not env(objects)["RAGCACHE_WEBHOOK_SERVICE"] or not about_secrets:
         assert named == []
@@ -284,7 +284,7 @@ def test_the_only_secret_that_is_read_is_the_webhooks_own(values: Object) -> Non
     assert "list" not in rule["verbs"]
 
 
-def test_with_namespaces_named_nothing_else_can_be_written() -> None:
+def test_with_given_namespaces_nothing_else_can_be_written() -> None:
     objects = render({"watch": {"namespaces": ["team-a", "team-b"]}})
     roles = [role for role in objects if role["kind"] == "Role"]
     assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b", NAMESPACE}
@@ -334,7 +334,7 @@ def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
     assert allowed["", "pods"] == {"get", "list", "watch"}
 
 
-def test_users_roles_reach_both_kinds_and_no_further() -> None:
+def test_user_roles_cover_both_kinds_and_nothing_else() -> None:
     objects = render()
     view, edit = (
         of(objects, "ClusterRole", f"{RELEASE}.{NAMESPACE}.{name}") for name in ("view", "edit")
@@ -345,7 +345,7 @@ def test_users_roles_reach_both_kinds_and_no_further() -> None:
     assert "rbac.authorization.k8s.io/aggregate-to-view" not in edit["metadata"]["labels"]
 
 
-def test_the_kinds_are_as_generated_and_outlive_the_release() -> None:
+def test_the_kinds_are_up_to_date_and_stay_after_an_uninstall() -> None:
     files = sorted((CHART / "files" / "crds").glob("*.yaml"))
     given = {d["metadata"]["name"]: d for f in files for d in yaml.safe_load_all(f.read_text())}
     assert {*given} == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
@@ -361,7 +361,7 @@ def test_the_kinds_are_as_generated_and_outlive_the_release() -> None:
     ]
 
 
-def test_its_versions_are_the_packages() -> None:
+def test_its_versions_equal_the_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with Chart.load(CHART) as chart:
         assert chart.metadata["appVersion"] == project["version"]
@@ -398,13 +398,13 @@ BAD_VALUES: list[tuple[Object, str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=[m for _, m in BAD_VALUES])
-def test_values_that_mean_nothing_are_refused(values: Object, message: str) -> None:
+def test_unknown_values_are_rejected(values: Object, message: str) -> None:
     with pytest.raises(HelmError) as refusal:
         render(values)
     assert message in str(refusal.value)
 
 
-def test_it_may_be_a_part_of_another_chart() -> None:
+def test_it_works_as_a_subchart() -> None:
     render({"global": {"shared": "with all of them"}})
 
 
@@ -430,6 +430,6 @@ def test_every_value_is_described() -> None:
         chart.validate_schema({})
 
 
-def test_defaults_and_their_table_are_fresh() -> None:
+def test_defaults_and_their_table_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "tools" / "generate_chart.py"), "--check"]
     subprocess.run(command, check=True)

@@ -1,4 +1,4 @@
-"""Builders: what each part is told, given and allowed."""
+"""Builders: environment, resources and permissions of each component."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LATEST = Capabilities.latest()
 
 
 @given(specs)
-def test_the_store_understands_what_it_is_told(spec: Object) -> None:
+def test_the_store_accepts_its_environment(spec: Object) -> None:
     cache = make_cache(**spec)
     env = env_of(children_of(cache), "cachestore")
     own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-cachestore-0")
@@ -67,19 +67,19 @@ def test_the_store_understands_what_it_is_told(spec: Object) -> None:
     assert told.precision == given_precision
 
 
-def test_policies_are_those_of_core() -> None:
+def test_policies_exist_in_core() -> None:
     policy = CacheStoreSpec.model_fields["policy"]
     assert get_args(policy.annotation) == POLICY_NAMES
     assert policy.default == DEFAULT_POLICY
 
 
 def without_mounts(env: dict[str, str]) -> dict[str, str]:
-    """Without what is read from a volume as soon as it is named."""
+    """Return the environment without files, which the service reads at its start."""
     return {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
 
 
 @given(specs)
-def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
+def test_the_gateway_accepts_its_environment(spec: Object) -> None:
     cache = make_cache(**spec)
     told = read_settings(GatewaySettings, without_mounts(env_of(children_of(cache), "gateway")))
     assert (told.reuse, told.max_recompute_share) == (
@@ -89,19 +89,19 @@ def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
     assert told.max_model_len == cache.spec.model.max_length
 
 
-def test_the_gateway_reuses_as_the_spec_says() -> None:
+def test_the_gateway_gets_the_reuse_settings() -> None:
     env = env_of(build(), "gateway")
     assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("exact", "0.2")
     env = env_of(build(reuse={"mode": "blend", "maxRecomputeShare": 1}), "gateway")
     assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("blend", "1.0")
-    # Without either, it does as it would by an empty spec.
+    # Without both, the defaults equal those of an empty spec.
     del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]
     reuse, told = make_cache().spec.reuse, read_settings(GatewaySettings, without_mounts(env))
     assert (told.reuse, told.max_recompute_share) == (reuse.mode, reuse.max_recompute_share)
 
 
 @given(specs)
-def test_parts_agree_on_the_model(spec: Object) -> None:
+def test_components_agree_on_the_model(spec: Object) -> None:
     cache = make_cache(**spec)
     children = children_of(cache)
     gateway, retriever = env_of(children, "gateway"), env_of(children, "retriever")
@@ -139,14 +139,14 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
     assert "RAGCACHE_HOST_TIER_BYTES" not in env_of(children, "engine-main")
 
 
-def test_an_engine_has_memory_for_its_host_tier_and_for_what_waits_to_go_there() -> None:
+def test_an_engine_has_memory_for_its_host_tier_and_its_queue() -> None:
     children = build(engines=[{"kvMemory": "2Gi", "hostTier": "4Gi"}])
     assert env_of(children, "engine-main")["RAGCACHE_HOST_TIER_BYTES"] == str(4 << 30)
     container = container_of(children, "engine-main")
     assert container["resources"]["requests"]["memory"] == "10Gi"
 
 
-def test_vllm_sends_its_spans_where_the_connector_does_and_begins_no_trace() -> None:
+def test_vllm_exports_spans_to_the_collector_and_starts_no_trace() -> None:
     children = build(telemetry={"otlp": {"endpoint": "http://collector:4318/"}})
     arguments = container_of(children, "engine-main")["args"]
     at = arguments.index("--otlp-traces-endpoint")
@@ -164,15 +164,13 @@ def test_vllm_sends_its_spans_where_the_connector_does_and_begins_no_trace() -> 
         ({"autoscaling": {"maxReplicas": 3}}, 0),
     ],
 )
-def test_only_an_engine_that_is_alone_is_followed_before_it_goes(
-    engine: Object, surge: int
-) -> None:
+def test_only_a_single_engine_is_rolled_out_with_a_surge(engine: Object, surge: int) -> None:
     deployment = of(build(engines=[engine]), "Deployment", "docs-engine-main")
     rolling = deployment["spec"]["strategy"]["rollingUpdate"]
     assert rolling == {"maxSurge": surge, "maxUnavailable": 1 - surge}
 
 
-def test_engines_are_reached_one_by_one_and_only_when_ready() -> None:
+def test_engines_are_resolved_separately_and_only_when_ready() -> None:
     service = of(build(), "Service", "docs-engine-main")
     assert service["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in service["spec"]
@@ -186,7 +184,7 @@ def test_the_gateway_knows_every_engine() -> None:
     )
 
 
-def test_shards_have_names_while_they_are_not_ready_and_start_side_by_side() -> None:
+def test_shards_have_names_before_they_are_ready_and_start_in_parallel() -> None:
     children = build(cacheStore={"shards": 3})
     service = of(children, "Service", "docs-cachestore-shards")
     assert service["spec"]["clusterIP"] == "None"
@@ -197,14 +195,14 @@ def test_shards_have_names_while_they_are_not_ready_and_start_side_by_side() -> 
     assert store["spec"]["replicas"] == 3
 
 
-def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports() -> None:
+def test_each_shard_has_its_member_name_and_two_ports() -> None:
     children = build(cacheStore={"shards": 2})
     store = of(children, "StatefulSet", "docs-cachestore")
     listed = container_of(children, "cachestore")["env"]
     [pod] = [variable for variable in listed if variable["name"] == "POD_NAME"]
     assert pod["valueFrom"]["fieldRef"] == {"apiVersion": "v1", "fieldPath": "metadata.name"}
     [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_OWN_ADDRESS"]
-    # The kubelet fills in only what stands before.
+    # The kubelet expands only variables that come earlier.
     assert listed.index(pod) < listed.index(own)
     members = of(children, "ConfigMap", "docs-members")
     names = [f"{store['metadata']['name']}-{shard}" for shard in range(2)]
@@ -220,7 +218,7 @@ def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports
     assert "RAGCACHE_DATA_SOCKET" not in env
 
 
-def test_an_engine_tells_what_its_cache_holds_to_gateways_alone() -> None:
+def test_an_engine_publishes_its_cache_events_only_to_gateways() -> None:
     children = build()
     container = container_of(children, "engine-main")
     arguments = container["args"]
@@ -239,7 +237,7 @@ def test_an_engine_tells_what_its_cache_holds_to_gateways_alone() -> None:
     assert "gateway" in peer["podSelector"]["matchLabels"].values()
 
 
-def test_the_store_keeps_what_the_spec_says() -> None:
+def test_the_store_gets_the_settings_of_the_spec() -> None:
     env = env_of(build(), "cachestore")
     assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("score", "always")
     assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native", "on")
@@ -264,13 +262,13 @@ def test_the_store_keeps_what_the_spec_says() -> None:
 
 
 @pytest.mark.parametrize("size", ["64Mi", "100Mi", "255Mi"])
-def test_a_small_volume_of_an_older_release_still_makes_a_store(size: str) -> None:
-    """Its size cannot change any more, so that nothing could be done about a refusal."""
+def test_a_small_volume_still_gives_a_valid_store(size: str) -> None:
+    """Its size is immutable, so a user could not solve a rejection."""
     env = env_of(build(cacheStore={"disk": {"size": size}}), "cachestore")
     assert int(env["RAGCACHE_DISK_BYTES"]) >= 65536
 
 
-def test_the_store_fits_its_volume_and_its_memory() -> None:
+def test_the_store_fits_its_volume_and_memory() -> None:
     children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
     store = of(children, "StatefulSet", "docs-cachestore")
     [claim] = store["spec"]["volumeClaimTemplates"]
@@ -280,7 +278,7 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
         "resources": {"requests": {"storage": "10Gi"}},
     }
     env, container = env_of(children, "cachestore"), container_of(children, "cachestore")
-    # Nearly all of it: a file system's own share and a reserve for records remain.
+    # The file system and a reserve for metadata take the rest.
     assert 0.85 * (10 << 30) < int(env["RAGCACHE_DISK_BYTES"]) < 0.9 * (10 << 30)
     limit = parse_quantity(container["resources"]["limits"]["memory"])
     assert limit > int(env["RAGCACHE_MEMORY_BYTES"]) == 2 << 30
@@ -291,7 +289,7 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
     ("resources", "rendered"),
     [
         ({}, {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "1832Mi"}}),
-        # A part that bounds its own memory keeps a limit, at what is requested.
+        # A component that bounds its memory has its request as the limit.
         (
             {"cpu": "0.5", "memory": "4096Mi"},
             {"requests": {"cpu": "500m", "memory": "4Gi"}, "limits": {"memory": "4Gi"}},
@@ -300,7 +298,7 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
             {"memoryLimit": "3Gi"},
             {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "3Gi"}},
         ),
-        # No server takes a request above the limit.
+        # A server rejects a request above the limit.
         (
             {"memoryLimit": "1Gi"},
             {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
@@ -312,7 +310,7 @@ def test_resources_are_derived_and_may_be_overridden(resources: Object, rendered
     assert container_of(children, "cachestore")["resources"] == rendered
 
 
-def test_the_gateway_listens_high_and_its_service_where_asked() -> None:
+def test_the_gateways_service_has_the_port_of_the_spec() -> None:
     service = of(build(gateway={"port": 80}), "Service", "docs-gateway")
     assert service["spec"]["ports"] == [
         {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}
@@ -322,7 +320,7 @@ def test_the_gateway_listens_high_and_its_service_where_asked() -> None:
 
 
 @pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
-def test_a_hub_model_may_ask_the_hub_with_the_users_token(part: str) -> None:
+def test_a_hub_model_gets_the_users_token(part: str) -> None:
     children = build(model={"source": "hf:Qwen/Qwen3-0.6B", "tokenSecret": {"name": "hub"}})
     assert "HF_HUB_OFFLINE" not in env_of(children, part)
     assert ("HF_TOKEN", "hub", "token") in secrets_of(container_of(children, part))
@@ -371,12 +369,12 @@ def test_the_store_has_no_model() -> None:
     assert "model" not in {volume["name"] for volume in pod_of(children, "cachestore")["volumes"]}
 
 
-def test_a_folder_of_this_machine_is_refused_in_a_cluster() -> None:
+def test_a_local_folder_is_rejected_in_a_cluster() -> None:
     with pytest.raises(InvalidInput, match=r"^spec\.model\.source: path:/m is a local folder"):
         build(model={"source": "path:/m"})
 
 
-def test_an_image_as_a_model_needs_a_cluster_that_mounts_images() -> None:
+def test_an_image_model_needs_image_volumes() -> None:
     cache = make_cache(model={"source": "image:a/b:1"})
     children_of(cache, replace(LATEST, minor=35))
     with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.34 cannot mount"):
@@ -415,7 +413,7 @@ def test_scheduling_reaches_every_pod() -> None:
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
-def test_replicas_spread_over_nodes_and_zones_but_never_wait_for_it() -> None:
+def test_replicas_spread_over_nodes_and_zones_if_possible() -> None:
     children = build()
     for part in ("gateway", "engine-main", "cachestore"):
         constraints = pod_of(children, part)["topologySpreadConstraints"]
@@ -424,18 +422,18 @@ def test_replicas_spread_over_nodes_and_zones_but_never_wait_for_it() -> None:
             "topology.kubernetes.io/zone",
         ]
         assert {c["whenUnsatisfiable"] for c in constraints} == {"ScheduleAnyway"}
-    # It is always one, and adding a constraint with a second pod would roll the first.
+    # The retriever always has one pod.
     assert "topologySpreadConstraints" not in pod_of(children, "retriever")
 
 
-def test_a_drain_takes_one_pod_of_a_part_at_a_time_and_never_waits_for_a_single_one() -> None:
+def test_a_drain_evicts_one_pod_of_a_workload_at_a_time() -> None:
     children = build(cacheStore={"shards": 3})
     budgets = kinds_of(children, "PodDisruptionBudget")
     assert len(budgets) == 4
     assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets)
 
 
-def test_an_ingress_leads_to_the_gateway() -> None:
+def test_an_ingress_routes_to_the_gateway() -> None:
     children = build(
         gateway={"ingress": {"host": "a.example.com", "className": "nginx", "tlsSecret": "tls"}}
     )
@@ -474,26 +472,26 @@ def scaled() -> list[Object]:
 
 
 @given(st.integers(0, 10))
-def test_who_scales_a_deployment_is_not_corrected(replicas: int) -> None:
+def test_the_replicas_of_an_autoscaled_deployment_are_kept(replicas: int) -> None:
     desired = of(scaled(), "Deployment", "docs-gateway")
     assert "replicas" not in desired["spec"]
     live = {**desired, "spec": {**desired["spec"], "replicas": replicas}}
     assert with_replicas(desired, live)["spec"]["replicas"] == min(max(replicas, 2), 5)
 
 
-def test_a_scaled_deployment_begins_with_the_fewest() -> None:
+def test_an_autoscaled_deployment_starts_with_the_minimum() -> None:
     desired = of(scaled(), "Deployment", "docs-gateway")
     assert desired["metadata"]["annotations"][REPLICA_RANGE] == "2-5"
     assert with_replicas(desired, None)["spec"]["replicas"] == 2
 
 
-def test_without_autoscaling_the_spec_says_how_many() -> None:
+def test_without_autoscaling_the_spec_sets_the_replicas() -> None:
     for child in build(gateway={"replicas": 3}, engines=[{"replicas": 2}]):
         assert with_replicas(child, None) == child
     assert of(build(gateway={"replicas": 3}), "Deployment", "docs-gateway")["spec"]["replicas"] == 3
 
 
-def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
+def test_unsupported_features_are_omitted_and_reported() -> None:
     cache = make_cache(
         gateway={"autoscaling": {"maxReplicas": 2}, "httpRoute": {"gateway": "public"}},
         engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
@@ -513,7 +511,7 @@ def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
 
 
 @given(specs)
-def test_nothing_is_refused_that_is_not_asked_for(spec: Object) -> None:
+def test_unused_features_are_not_reported(spec: Object) -> None:
     cache = make_cache(**spec)
     served = Capabilities.kubernetes_1_20()
     for refusal in unsupported_features(cache, served):
@@ -527,7 +525,7 @@ def test_nothing_is_refused_that_is_not_asked_for(spec: Object) -> None:
     assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
 
 
-def test_old_clusters_get_the_versions_they_know() -> None:
+def test_old_clusters_get_the_versions_they_serve() -> None:
     cache = make_cache(gateway={"autoscaling": {"maxReplicas": 2}})
     versions = {
         child["kind"]: child["apiVersion"]
@@ -537,14 +535,14 @@ def test_old_clusters_get_the_versions_they_know() -> None:
     assert versions["PodDisruptionBudget"] == "policy/v1beta1"
 
 
-def plan_key_volume(children: list[Object], part: str) -> Object | None:
-    """Volume of the file that a part is told to read its keys from."""
+def signing_key_volume(children: list[Object], part: str) -> Object | None:
+    """Return the volume of the file with a component's signing keys."""
     path = env_of(children, part).get("RAGCACHE_SIGNING_KEY_FILE")
     if path is None:
         return None
     folder, _, _ = path.rpartition("/")
     [mount] = [m for m in container_of(children, part)["volumeMounts"] if m["mountPath"] == folder]
-    # The whole folder: a file that is mounted by itself never changes.
+    # Kubernetes does not update a file that is mounted alone, so the folder is mounted.
     assert mount["readOnly"] is True
     assert "subPath" not in mount
     [volume] = [v for v in pod_of(children, part)["volumes"] if v["name"] == mount["name"]]
@@ -552,18 +550,18 @@ def plan_key_volume(children: list[Object], part: str) -> Object | None:
     return found
 
 
-def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
+def test_only_the_gateway_and_the_engines_have_the_key() -> None:
     cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
     children = children_of(cache)
     site = ClusterSite.of(cache, tag="1", owner=UID)
     made = signing_key.secret(cache, site, bytes(range(32)))
     volumes = {
-        plan_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
+        signing_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
         for part in ("gateway", "engine-one", "engine-two")
     }
     assert volumes == {made["metadata"]["name"]}
     for part in ("retriever", "cachestore"):
-        assert plan_key_volume(children, part) is None
+        assert signing_key_volume(children, part) is None
         assert not [v for v in pod_of(children, part)["volumes"] if "secret" in v]
     path = env_of(children, "gateway")["RAGCACHE_SIGNING_KEY_FILE"]
     [(file, content)] = made["stringData"].items()
@@ -571,7 +569,7 @@ def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
     assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
 
 
-def test_the_key_goes_with_its_own_object_and_is_no_other_objects() -> None:
+def test_the_key_belongs_to_one_object() -> None:
     cache = make_cache()
 
     def of_uid(uid: str) -> Object:
@@ -586,5 +584,5 @@ def test_the_key_goes_with_its_own_object_and_is_no_other_objects() -> None:
 
 
 @given(specs)
-def test_no_object_that_a_builder_makes_holds_a_secret(spec: Object) -> None:
+def test_no_built_object_contains_a_secret(spec: Object) -> None:
     assert not kinds_of(children_of(make_cache(**spec)), "Secret")

@@ -1,4 +1,4 @@
-"""Children: what holds for the objects of every RagCache on every cluster, checked statically."""
+"""Static checks of the children of every RagCache on every cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.helpers.children_parts import (
 )
 
 KUBERNETES_1_25 = Capabilities(25, "v2", "v1", http_route=False, custom_metrics=True)
-"""The oldest whose schemas the validator carries; 1.20's server judges in tests/cluster."""
+"""The oldest version with schemas in the validator. tests/cluster checks against a 1.20 server."""
 
 SCHEMALESS = ("HTTPRoute",)
 
@@ -63,7 +63,7 @@ def test_old_schemas_know_every_field(spec: Object) -> None:
         kubernetes_validate.validate(child, "1.25", strict=True)
 
 
-def test_routes_are_those_of_the_gateway_api() -> None:
+def test_routes_are_valid_in_the_gateway_api() -> None:
     [route] = kinds_of(
         build(
             gateway={
@@ -192,7 +192,7 @@ def test_components_are_found_by_selector_and_by_label(spec: Object) -> None:
 
 
 @given(specs_of_today)
-def test_whatever_an_object_names_is_there_or_the_users_own(spec: Object) -> None:
+def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> None:
     cache = make_cache(**spec)
     children = children_of(cache)
     made = {(c["kind"], c["metadata"]["name"]) for c in children}
@@ -203,7 +203,7 @@ def test_whatever_an_object_names_is_there_or_the_users_own(spec: Object) -> Non
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in made
             if "secret" in volume:
-                # The operator makes it, since what is in it is no matter of builders.
+                # The operator creates this Secret, because builders have no key.
                 site = ClusterSite.of(cache, tag="1", owner=UID)
                 assert volume["secret"]["secretName"] == signing_key.secret_name(cache, site)
             if "persistentVolumeClaim" in volume:
@@ -240,7 +240,7 @@ def _users_secrets(spec: Object) -> set[str]:
 
 
 @given(specs)
-def test_addresses_lead_to_ports_that_pods_listen_on(spec: Object) -> None:
+def test_addresses_have_ports_that_pods_listen_on(spec: Object) -> None:
     children = build(**spec)
     served = {}
     for service in kinds_of(children, "Service"):
@@ -258,7 +258,7 @@ def test_addresses_lead_to_ports_that_pods_listen_on(spec: Object) -> None:
         for port in service["spec"]["ports"]:
             number = listening[port["targetPort"]]
             if service["spec"].get("clusterIP") == "None":
-                # Clients reach the pods themselves, past the Service's own numbers.
+                # Clients of a headless Service connect to the pods' own ports.
                 assert port["port"] == number
             served[f"{host}:{port['port']}"] = workload
     for workload in workloads_of(children):
@@ -291,12 +291,12 @@ def test_members_are_the_pods_of_the_store(spec: Object) -> None:
             env = {v["name"]: v.get("value") for v in container["env"]}
             [mount] = [m for m in container["volumeMounts"] if m["name"] == "members"]
             assert env["RAGCACHE_CACHESTORE"] == f"file:{mount['mountPath']}/cachestore.json"
-            # A file mounted by its own path would never change.
+            # Kubernetes does not update a file that is mounted by its own path.
             assert "subPath" not in mount
 
 
 @given(specs)
-def test_every_probe_asks_a_port_of_its_container_over_http(spec: Object) -> None:
+def test_every_probe_uses_http_on_a_port_of_its_container(spec: Object) -> None:
     for workload in workloads_of(build(**spec)):
         [container] = workload["spec"]["template"]["spec"]["containers"]
         ports = {port["containerPort"] for port in container["ports"]}
@@ -330,7 +330,7 @@ def test_grace_covers_the_drain(spec: Object) -> None:
 
 
 @given(specs_of_today, capabilities)
-def test_values_are_as_the_api_server_keeps_them(spec: Object, served: Capabilities) -> None:
+def test_values_are_in_the_servers_canonical_form(spec: Object, served: Capabilities) -> None:
     if spec.get("model", {}).get("source", "").startswith("image:"):
         served = Capabilities.latest()
     for child in children_of(make_cache(**spec), served):
@@ -339,7 +339,7 @@ def test_values_are_as_the_api_server_keeps_them(spec: Object, served: Capabilit
 
 
 _MEANINGFUL = ("emptyDir", "podSelector", "namespaceSelector", "egress[0]")
-"""Where an empty mapping says something."""
+"""Fields where an empty mapping has a meaning."""
 
 
 def _check_canonical(value: Any, path: str = "") -> None:
@@ -372,7 +372,7 @@ def test_a_hash_changes_exactly_when_its_object_does(one: Object, other: Object)
 
 
 @given(specs)
-def test_what_a_pod_needs_comes_before_it(spec: Object) -> None:
+def test_objects_that_a_pod_needs_come_before_it(spec: Object) -> None:
     order = [(c["kind"], c["metadata"]["name"]) for c in build(**spec)]
     kinds = [kind for kind, _ in order]
     last_policy = max((i for i, k in enumerate(kinds) if k == "NetworkPolicy"), default=-1)
@@ -400,12 +400,12 @@ def test_what_a_pod_needs_comes_before_it(spec: Object) -> None:
         ),
     ],
 )
-def test_quantities_are_written_as_the_server_writes_them(given_: str, kept: str) -> None:
+def test_quantities_are_in_canonical_form(given_: str, kept: str) -> None:
     assert canonical(given_) == kept
     assert canonical(kept) == kept
 
 
 @given(st.sampled_from(["nine", "", "1Zi", "1 Gi"]))
-def test_what_is_no_quantity_is_refused(text: str) -> None:
+def test_text_that_is_not_a_quantity_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity"):
         canonical(text)

@@ -1,4 +1,4 @@
-"""What a RagCollection's status says."""
+"""The status of a RagCollection."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_good_sync_is_ready_and_synced() -> None:
     assert made["failures"] == []
 
 
-def test_a_part_that_failed_leaves_the_rest_ready() -> None:
+def test_a_partial_failure_leaves_the_rest_ready() -> None:
     made = status(PARTLY, status(WELL))
     assert said(made, "Synced") == ("False", "PartlySynced")
     assert said(made, "Ready") == ("True", "PartlySynced")
@@ -78,11 +78,11 @@ def test_a_part_that_failed_leaves_the_rest_ready() -> None:
     assert "1 failures, the first: b.md: is empty" in condition["message"]
 
 
-def test_nothing_that_came_over_is_not_ready() -> None:
+def test_without_documents_it_is_not_ready() -> None:
     assert said(status(replace(PARTLY, documents=0)), "Ready") == ("False", "PartlySynced")
 
 
-def test_a_sync_that_was_lost_takes_nothing_from_what_was_known() -> None:
+def test_a_failed_sync_keeps_the_earlier_status() -> None:
     good = status(WELL)
     made = status(Outcome("failed", "OOMKilled: Killed"), good)
     assert said(made, "Synced") == ("False", "SyncFailed")
@@ -92,13 +92,13 @@ def test_a_sync_that_was_lost_takes_nothing_from_what_was_known() -> None:
     assert made["phase"] == "Degraded"
 
 
-def test_a_look_that_may_find_nothing_new_changes_nothing_but_progress() -> None:
+def test_a_running_sync_of_the_same_revision_changes_only_progress() -> None:
     good = status(WELL)
-    looking = status(WELL, good, jobs=(SyncJob("a", REVISION),), progress="12 of 40")
-    assert looking == {**good, "progress": "12 of 40"}
+    running = status(WELL, good, jobs=(SyncJob("a", REVISION),), progress="12 of 40")
+    assert running == {**good, "progress": "12 of 40"}
 
 
-def test_what_changed_is_not_synced_before_it_is() -> None:
+def test_changed_sources_are_not_synced_before_the_sync() -> None:
     made = status(WELL, status(WELL), revision=CHANGED, jobs=(SyncJob("a", CHANGED),))
     assert said(made, "Synced") == ("False", "Syncing")
     assert said(made, "Ready") == ("True", "Synced")
@@ -109,12 +109,12 @@ def test_without_its_cache_nothing_is_ready() -> None:
     made = status(WELL, status(WELL), revision=CHANGED, blocked=NO_CACHE)
     assert said(made, "Ready") == ("False", "CacheNotFound")
     assert made["phase"] == "Pending"
-    # A cache of that name is a new one, which holds nothing before a sync has filled it.
+    # A new RagCache of that name has no documents before a sync.
     back = status(WELL, made, revision=CHANGED, jobs=(SyncJob("a", CHANGED),))
     assert said(back, "Ready") == ("False", "Syncing")
 
 
-def test_a_cache_that_restarts_troubles_only_a_sync_that_is_due() -> None:
+def test_a_restarting_cache_affects_only_a_due_sync() -> None:
     restarting = ("CacheNotReady", "the gateway starts")
     good = status(WELL)
     assert status(WELL, good, blocked=restarting) == good
@@ -132,7 +132,7 @@ def test_a_transition_keeps_its_time_until_the_next() -> None:
     assert times == {"Ready": "2020-01-01T00:00:00Z", "Synced": "2027-01-15T08:00:00Z"}
 
 
-def test_a_refused_spec_keeps_what_is_known_of_the_documents() -> None:
+def test_a_rejected_spec_keeps_the_document_counts() -> None:
     made = refused_status(status(WELL), 7, "spec.sources: is empty", NOW)
     assert (said(made, "Ready"), made["documents"], made["phase"]) == (
         ("False", "Invalid"),
@@ -141,7 +141,7 @@ def test_a_refused_spec_keeps_what_is_known_of_the_documents() -> None:
     )
 
 
-def test_events_come_with_changes_of_reason_alone() -> None:
+def test_events_follow_only_changes_of_reason() -> None:
     good = status(WELL)
     [event] = events_for({}, good)
     assert (event.kind, event.reason) == ("Normal", "Synced")
@@ -152,7 +152,7 @@ def test_events_come_with_changes_of_reason_alone() -> None:
     assert document_events(replace(WELL, written=0)) == []
 
 
-def test_the_sync_before_is_remembered_without_its_job() -> None:
+def test_the_last_sync_is_known_without_its_job() -> None:
     last = last_sync(status(WELL), [])
     assert last is not None
     assert (last.revision, last.at, last.outcome.documents) == (REVISION, NOW - 10, 40)
@@ -178,7 +178,7 @@ outcomes = st.builds(
     blocked=st.sampled_from([None, NO_CACHE, ("CacheNotReady", "")]),
     running=st.booleans(),
 )
-def test_every_status_is_one_that_the_server_takes_and_saying_it_again_adds_nothing(
+def test_every_status_is_valid_and_repeating_it_adds_nothing(
     last: Outcome | None,
     earlier: Outcome | None,
     revision: Revision,
@@ -194,7 +194,7 @@ def test_every_status_is_one_that_the_server_takes_and_saying_it_again_adds_noth
 
 
 @given(line=st.text())
-def test_no_line_confuses_the_progress(line: str) -> None:
+def test_any_line_gives_a_valid_progress(line: str) -> None:
     assert progress_in(line) == ""
 
 

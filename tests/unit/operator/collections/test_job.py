@@ -1,4 +1,4 @@
-"""The Jobs of a RagCollection, and what they are read to say."""
+"""The Jobs of a RagCollection, and their outcome."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def container(made: Object) -> Object:
 
 @pytest.mark.parametrize("version", ["1.25", "1.37"])
 @pytest.mark.parametrize("made", [job(), removal()])
-def test_jobs_are_what_kubernetes_takes(made: Object, version: str) -> None:
+def test_jobs_are_valid_objects(made: Object, version: str) -> None:
     kubernetes_validate.validate(made, version, strict=True)
 
 
 @pytest.mark.parametrize("made", [job(), removal()])
-def test_pods_are_restricted_and_without_rights(made: Object) -> None:
+def test_pods_are_restricted_and_without_permissions(made: Object) -> None:
     pod = made["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -117,14 +117,14 @@ def test_pods_are_restricted_and_without_rights(made: Object) -> None:
     assert all("hostPath" not in volume for volume in pod["volumes"])
 
 
-def test_the_command_gets_the_object_it_is_for() -> None:
+def test_the_command_gets_its_object() -> None:
     given = collection()
     arguments = container(job(given))["args"]
     manifest = json.loads(arguments[arguments.index("--object") + 1])
     assert parse_collection(manifest) == given
 
 
-def test_sources_are_mounted_to_be_read_and_their_absence_stops_no_pod() -> None:
+def test_sources_are_mounted_read_only_and_missing_ones_block_no_pod() -> None:
     made = job()
     volumes = {v["name"]: v for v in made["spec"]["template"]["spec"]["volumes"]}
     assert volumes["source-0"]["configMap"] == {"name": "faq", "optional": True}
@@ -152,14 +152,14 @@ def test_tokens_are_references_and_never_values() -> None:
     assert reference == {"name": "git", "key": "token", "optional": True}
 
 
-def test_pods_are_placed_and_pulled_as_the_cache_says() -> None:
+def test_pods_follow_the_scheduling_of_the_cache() -> None:
     scheduling = {"nodeSelector": {"pool": "rag"}, "imagePullSecrets": [{"name": "registry"}]}
     pod = job(scheduling=scheduling)["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"pool": "rag"}
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
-def test_every_sync_has_a_name_of_its_own_and_asking_twice_gives_one() -> None:
+def test_every_sync_has_a_unique_and_repeatable_name() -> None:
     made = [job(), job(attempt=1), job(after="2026-01-01T00:00:00Z")]
     names = {one["metadata"]["name"] for one in made}
     assert len(names) == 3
@@ -170,7 +170,7 @@ def test_every_sync_has_a_name_of_its_own_and_asking_twice_gives_one() -> None:
     assert len(job(longest)["metadata"]["name"]) <= 63
 
 
-def test_a_job_goes_with_its_collection_and_the_last_one_with_nobody() -> None:
+def test_a_sync_job_has_an_owner_and_a_removal_job_has_none() -> None:
     [owner] = job()["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"], owner["uid"]) == ("RagCollection", "faq", "uid-1")
     assert "ownerReferences" not in removal()["metadata"]
@@ -186,7 +186,7 @@ def test_jobs_and_pods_are_found_by_their_labels() -> None:
             assert labels["app.kubernetes.io/component"] == "sync"
 
 
-def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
+def test_a_job_is_read_back_with_its_revision_and_attempt() -> None:
     live = job(attempt=3)
     live["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
     read = read_job(live)
@@ -209,7 +209,7 @@ def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
 
 
 @given(at=st.integers(0, 2**32))
-def test_times_are_written_as_they_are_read(at: int) -> None:
+def test_times_survive_formatting(at: int) -> None:
     assert parse_time(format_time(at)) == at
 
 
@@ -230,7 +230,7 @@ def result(**fields: Any) -> str:
 FAILURE = {"source": "configMap faq", "document": "a.md", "problem": "is empty"}
 
 
-def test_the_outcome_is_what_the_command_said() -> None:
+def test_the_outcome_is_read_from_the_result() -> None:
     well = outcome_of({}, [pod(0, result())])
     assert (well.verdict, well.documents, well.chunks, well.revision) == ("complete", 2, 4, "1234")
     partly = outcome_of({}, [pod(1, result(failures=[FAILURE], failureCount=7))])
@@ -243,14 +243,14 @@ def test_the_outcome_is_what_the_command_said() -> None:
     assert (mistake.verdict, mistake.message) == ("refused", "is empty")
 
 
-def test_a_command_that_died_leaves_its_last_line() -> None:
-    # Without a result of its own the message is the end of the log.
+def test_a_killed_command_leaves_its_last_line() -> None:
+    # Without a result file the message is the end of the log.
     died = outcome_of({}, [pod(137, '{"done": 1, "total": 2}\nKilled', "OOMKilled")])
     assert (died.verdict, died.message) == ("failed", "OOMKilled: Killed")
     assert outcome_of({}, [pod(1, "")]).message == "Error: exit code 1"
 
 
-def test_a_job_without_a_pod_says_why_itself() -> None:
+def test_a_job_without_a_pod_reports_its_own_condition() -> None:
     failed = {"type": "Failed", "status": "True", "message": "it was active longer than 14400 s"}
     outcome = outcome_of({"status": {"conditions": [failed]}}, [])
     assert (outcome.verdict, outcome.message) == ("failed", "it was active longer than 14400 s")
@@ -258,11 +258,11 @@ def test_a_job_without_a_pod_says_why_itself() -> None:
 
 
 @given(message=st.one_of(st.text(), st.recursive(st.none(), st.lists).map(json.dumps)))
-def test_no_message_confuses_the_operator(message: str) -> None:
+def test_any_message_gives_an_outcome(message: str) -> None:
     assert outcome_of({}, [pod(1, message)]).verdict == "failed"
 
 
-def test_what_a_pod_waits_for_is_told() -> None:
+def test_the_reason_of_a_waiting_pod_is_reported() -> None:
     assert waiting_reason([]) == ""
     assert waiting_reason([pod(0, "")]) == ""
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -277,7 +277,7 @@ def revision(given: RagCollection, maps: dict[str, Object | None], uid: str = "u
     return revision_of(given, uid, maps)
 
 
-def test_a_revision_moves_with_what_a_sync_would_bring_and_with_nothing_else() -> None:
+def test_a_revision_changes_only_with_the_inputs_of_a_sync() -> None:
     faq: Object = {"metadata": {"resourceVersion": "1"}, "data": {"a.md": "A"}}
     given = collection()
     first = revision(given, {"faq": faq})
@@ -295,7 +295,7 @@ def test_a_revision_moves_with_what_a_sync_would_bring_and_with_nothing_else() -
     assert revision(given, {"faq": None}).contents != first.contents
 
 
-def test_the_example_is_what_it_says_it_is() -> None:
+def test_the_example_gives_a_valid_job() -> None:
     documents = list(yaml.safe_load_all(Path("examples/collection.yaml").read_text()))
     given = parse_collection(documents[1])
     assert given.spec.sources[0].config_map is not None

@@ -55,12 +55,12 @@ def test_the_first_sync_starts_at_once() -> None:
     assert next_step(situation()) == StartJob(REVISION, 0, None)
 
 
-def test_a_sync_that_went_well_is_followed_after_the_interval() -> None:
+def test_after_a_complete_sync_the_next_one_waits_for_the_interval() -> None:
     assert next_step(situation(last=last("complete", 100))) == Idle(200)
     assert isinstance(next_step(situation(last=last("complete", 300))), StartJob)
 
 
-def test_config_maps_are_looked_at_between_syncs() -> None:
+def test_config_maps_are_polled_between_syncs() -> None:
     assert next_step(situation(last=last("complete", 100), polls_sources=True)) == Idle(
         CONFIG_MAP_POLL_S
     )
@@ -72,12 +72,12 @@ def test_a_changed_config_map_is_synced_at_once() -> None:
     assert step == StartJob(changed, 0, NOW - 1)
 
 
-def test_a_mistake_waits_for_the_interval() -> None:
+def test_a_refused_or_partial_sync_waits_for_the_interval() -> None:
     for verdict in ("refused", "partial"):
         assert next_step(situation(last=last(verdict, 100))) == Idle(200)
 
 
-def test_a_lost_sync_is_tried_again_ever_more_patiently_up_to_the_interval() -> None:
+def test_a_failed_sync_is_retried_with_a_backoff_up_to_the_interval() -> None:
     waits = [due_at(situation(last=last("failed", 0, n))) - NOW for n in range(30)]
     assert waits[:5] == [
         FAILED_RETRY_S,
@@ -94,7 +94,7 @@ def test_a_short_interval_bounds_the_retry_too() -> None:
     assert due_at(situation(last=last("failed", 0), interval_s=10.0)) == NOW + 10
 
 
-def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
+def test_a_blocked_sync_is_reported_only_when_it_is_due() -> None:
     blocked = ("CacheNotReady", "the gateway starts")
     step = next_step(situation(blocked=blocked))
     assert isinstance(step, Postpone)
@@ -102,12 +102,12 @@ def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
     assert isinstance(next_step(situation(blocked=blocked, last=last("complete", 1))), Idle)
 
 
-def test_a_running_job_is_watched() -> None:
+def test_a_running_job_is_awaited() -> None:
     job = SyncJob("a", REVISION)
     assert next_step(situation(jobs=[job])) == AwaitJob(job)
 
 
-def test_a_job_for_an_older_spec_is_stopped_once_and_waited_for() -> None:
+def test_a_job_for_an_older_spec_is_stopped_once_and_awaited() -> None:
     job = SyncJob("a", Revision("old", "bbbb"))
     assert next_step(situation(jobs=[job])) == StopJob(job)
     ending = replace(job, ending=True)
@@ -116,12 +116,12 @@ def test_a_job_for_an_older_spec_is_stopped_once_and_waited_for() -> None:
     assert next_step(situation(jobs=[finished])) == AwaitJob(finished)
 
 
-def test_a_job_for_older_config_maps_may_end() -> None:
+def test_a_job_for_older_config_maps_may_finish() -> None:
     job = SyncJob("a", Revision("aaaa", "old"))
     assert next_step(situation(jobs=[job])) == AwaitJob(job)
 
 
-def test_a_finished_job_is_read_before_anything_else() -> None:
+def test_the_outcome_of_a_finished_job_is_stored_first() -> None:
     job = SyncJob("a", REVISION, finished_at=NOW - 1)
     assert next_step(situation(jobs=[job])) == RecordOutcome(job)
 
@@ -133,8 +133,8 @@ def test_all_finished_jobs_but_the_last_are_superseded() -> None:
 
 
 @dataclass
-class World:
-    """A cluster as far as one collection sees it; its operator acts on every step it is given."""
+class SimulatedCluster:
+    """A cluster with one collection, whose operator performs every step."""
 
     now: float = NOW
     revision: Revision = REVISION
@@ -203,52 +203,52 @@ events = st.lists(
 
 
 @given(events=events)
-def test_whatever_happens_it_settles_on_the_newest_sources(
+def test_it_settles_on_the_newest_sources_after_any_events(
     events: list[tuple[str, object]],
 ) -> None:
-    world = World()
+    cluster = SimulatedCluster()
     for kind, value in events:
         match kind:
             case "pass":
-                world.pass_over()
+                cluster.pass_over()
             case "time":
-                world.now += float(value)  # type: ignore[arg-type]
+                cluster.now += float(value)  # type: ignore[arg-type]
             case "spec":
-                world.revision = Revision(str(value), world.revision.contents)
+                cluster.revision = Revision(str(value), cluster.revision.contents)
             case "contents":
-                world.revision = Revision(world.revision.spec, str(value))
+                cluster.revision = Revision(cluster.revision.spec, str(value))
             case "end":
-                world.end_jobs(value)  # type: ignore[arg-type]
+                cluster.end_jobs(value)  # type: ignore[arg-type]
             case "blocked":
-                world.blocked = ("CacheNotReady", "") if value else None
+                cluster.blocked = ("CacheNotReady", "") if value else None
             case "forget jobs":
-                world.jobs = [job for job in world.jobs if job.may_run]
-    world.blocked = None
+                cluster.jobs = [job for job in cluster.jobs if job.may_run]
+    cluster.blocked = None
     for _ in range(12):
-        step = world.pass_over()
+        step = cluster.pass_over()
         if isinstance(step, Idle):
             break
-        world.now += 1
-        world.end_jobs("complete")
+        cluster.now += 1
+        cluster.end_jobs("complete")
     else:
         raise AssertionError("never at rest")
-    # At rest after a good sync, or in the wait after one that was not.
-    assert world.last is not None
-    assert world.last.revision == world.revision
+    # Idle after a complete sync, or in the wait after a failed one.
+    assert cluster.last is not None
+    assert cluster.last.revision == cluster.revision
 
 
 @given(verdict=st.sampled_from(["complete", "partial", "refused", "failed"]))
-def test_an_hour_of_any_outcome_takes_few_passes_and_jobs(verdict: SyncVerdict) -> None:
-    world = World()
-    end = world.now + 3600
-    while world.now < end:
-        step = world.pass_over()
+def test_an_hour_of_any_outcome_needs_few_passes_and_jobs(verdict: SyncVerdict) -> None:
+    cluster = SimulatedCluster()
+    end = cluster.now + 3600
+    while cluster.now < end:
+        step = cluster.pass_over()
         match step:
             case Idle(wait_s) | Postpone(_, _, wait_s):
                 assert wait_s > 0
-                world.now += wait_s
+                cluster.now += wait_s
             case StartJob() | AwaitJob():
-                world.now += 2
-                world.end_jobs(verdict)
-    assert world.made <= 3600 / INTERVAL_S + 5
-    assert world.steps <= 3600 / CONFIG_MAP_POLL_S + 5 * world.made
+                cluster.now += 2
+                cluster.end_jobs(verdict)
+    assert cluster.made <= 3600 / INTERVAL_S + 5
+    assert cluster.steps <= 3600 / CONFIG_MAP_POLL_S + 5 * cluster.made

@@ -1,4 +1,4 @@
-"""The client of the Kubernetes API against a server that answers as it likes."""
+"""The client of the Kubernetes API against a fake server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'
 
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[Path]:
-    """A kubeconfig of a server that begins a watch and then says nothing, not even goodbye."""
+    """A kubeconfig of a server that starts a watch and then neither answers nor closes."""
     pair = make_certificate(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
     (tmp_path / "cert.pem").write_bytes(pair.certificate)
     (tmp_path / "key.pem").write_bytes(pair.key)
@@ -69,7 +69,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
     connections.close()
 
 
-def test_a_watch_that_is_left_leaves_no_connection(silent: Path) -> None:
+def test_an_abandoned_watch_leaves_no_connection(silent: Path) -> None:
     async def watch() -> None:
         async with await Api.connect(silent) as api, aclosing(api.watch(PODS, "1")) as events:
             assert await anext(events) == ("ADDED", {"metadata": {"name": "one"}})

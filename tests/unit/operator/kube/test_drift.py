@@ -1,4 +1,4 @@
-"""Desired against live: what counts as a difference."""
+"""Comparison of desired and live objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.kube.drift import forbidden_addition, difference, removal_patch
+from ragcache_operator.kube.drift import difference, forbidden_addition, removal_patch
 
 JSON = st.recursive(
     st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
@@ -27,16 +27,18 @@ def test_an_object_does_not_differ_from_itself(value: Any) -> None:
 @given(
     st.dictionaries(st.text(max_size=4), JSON, max_size=4), st.text(min_size=5, max_size=8), JSON
 )
-def test_what_others_added_is_no_difference(desired: dict[str, Any], key: str, extra: Any) -> None:
+def test_additions_by_others_are_no_difference(
+    desired: dict[str, Any], key: str, extra: Any
+) -> None:
     assert difference(desired, {**desired, key: extra}) is None
 
 
 @given(st.dictionaries(st.text(max_size=4), JSON, min_size=1, max_size=4), st.data())
-def test_a_field_that_went_missing_is_found(desired: dict[str, Any], data: st.DataObject) -> None:
+def test_a_missing_field_is_found(desired: dict[str, Any], data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(sorted(desired)))
     live = {name: value for name, value in desired.items() if name != key}
     found = difference(desired, live)
-    # An empty mapping or list says nothing, with or without its name.
+    # An empty mapping or list equals a missing one.
     assert (found is None) == (desired[key] in ({}, []) and not isinstance(desired[key], bool))
 
 
@@ -71,7 +73,7 @@ def test_the_first_difference_is_named_by_its_path(desired: Any, live: Any, path
         ),
     ],
 )
-def test_what_says_the_same_in_other_words_is_no_difference(desired: Any, live: Any) -> None:
+def test_equivalent_values_are_no_difference(desired: Any, live: Any) -> None:
     assert difference(desired, live) is None
 
 
@@ -93,14 +95,14 @@ def policy(**spec: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_policy_that_was_opened_further_says_more_than_it_may(
+def test_an_opened_policy_is_a_forbidden_addition(
     desired: dict[str, Any], live: dict[str, Any]
 ) -> None:
     assert forbidden_addition(desired, live) == "spec"
     assert merged(live, removal_patch(desired, live))["spec"] == desired["spec"]
 
 
-def test_a_selector_that_asks_for_more_selects_nothing() -> None:
+def test_an_extended_selector_is_a_forbidden_addition() -> None:
     desired = {"kind": "Service", "spec": {"selector": {"app": "x"}, "ports": []}}
     live = {
         "kind": "Service",
@@ -111,10 +113,12 @@ def test_a_selector_that_asks_for_more_selects_nothing() -> None:
     assert restored == {"selector": {"app": "x"}, "clusterIP": "10.0.0.1"}
 
 
-def test_what_a_server_leaves_out_or_adds_elsewhere_is_no_addition() -> None:
+def test_server_defaults_elsewhere_are_no_forbidden_addition() -> None:
     assert forbidden_addition(policy(egress=[]), policy()) is None
     assert (
-        forbidden_addition({"kind": "Deployment", "spec": {}}, {"kind": "Deployment", "spec": {"x": 1}})
+        forbidden_addition(
+            {"kind": "Deployment", "spec": {}}, {"kind": "Deployment", "spec": {"x": 1}}
+        )
         is None
     )
 

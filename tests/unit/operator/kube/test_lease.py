@@ -1,4 +1,4 @@
-"""Leader election: never two at once, and never nobody for long, whatever the network does."""
+"""Leader election: never two leaders at once, and one leader again after network failures."""
 
 from __future__ import annotations
 
@@ -37,50 +37,50 @@ def lease(holder: str, version: str = "1", duration_s: int = 15) -> Object:
     }
 
 
-def test_a_lease_that_does_not_exist_may_be_taken() -> None:
+def test_a_missing_lease_may_be_acquired() -> None:
     assert may_acquire(observe_lease(None, None, 0.0), "a", 0.0)
 
 
-def test_a_lease_given_up_may_be_taken_at_once() -> None:
+def test_a_released_lease_may_be_acquired_at_once() -> None:
     held = observe_lease(None, lease("b"), 0.0)
     assert may_acquire(observe_lease(held, lease("", "2"), 1.0), "a", 1.0)
 
 
-def test_a_holder_keeps_its_own() -> None:
+def test_a_holder_keeps_its_lease() -> None:
     assert may_acquire(observe_lease(None, lease("a"), 0.0), "a", 0.0)
 
 
-def test_a_holder_never_seen_before_gets_its_whole_duration() -> None:
-    # Whatever renewTime says: it is another machine's clock.
+def test_a_new_holder_gets_its_full_duration() -> None:
+    # renewTime does not count, because it is another machine's clock.
     seen = observe_lease(None, lease("b"), 100.0)
     assert not may_acquire(seen, "a", 114.9)
     assert may_acquire(seen, "a", 115.0)
 
 
-def test_every_renewal_starts_the_wait_anew() -> None:
+def test_every_renewal_restarts_the_wait() -> None:
     seen = observe_lease(observe_lease(None, lease("b", "1"), 0.0), lease("b", "2"), 14.0)
     assert not may_acquire(seen, "a", 28.9)
     assert may_acquire(seen, "a", 29.0)
 
 
-def test_looking_again_does_not_start_the_wait_anew() -> None:
+def test_a_repeated_observation_does_not_restart_the_wait() -> None:
     seen = observe_lease(observe_lease(None, lease("b"), 0.0), lease("b"), 14.0)
     assert may_acquire(seen, "a", 15.0)
 
 
-def test_the_holder_says_how_long_it_may_be_silent() -> None:
+def test_the_holder_sets_the_duration() -> None:
     seen = observe_lease(None, lease("b", duration_s=60), 0.0)
     assert not may_acquire(seen, "a", 59.0)
 
 
-def test_deleting_the_lease_does_not_make_two_holders() -> None:
+def test_a_deleted_lease_does_not_make_two_holders() -> None:
     seen = observe_lease(observe_lease(None, lease("b"), 0.0), None, 1.0)
     assert not may_acquire(seen, "a", 15.9)
     assert may_acquire(observe_lease(seen, None, 10.0), "a", 16.0)
     assert may_acquire(seen, "b", 1.0)
 
 
-def test_a_lease_that_says_nothing_may_be_taken() -> None:
+def test_an_empty_lease_may_be_acquired() -> None:
     assert may_acquire(observe_lease(None, {"metadata": {"resourceVersion": "1"}}, 0.0), "a", 0.0)
 
 
@@ -99,22 +99,22 @@ def test_a_takeover_is_counted_and_a_renewal_is_not() -> None:
 
 @given(
     durations=st.integers(1, 60),
-    looks=st.lists(st.floats(0, 100), min_size=1, max_size=20).map(sorted),
+    times_s=st.lists(st.floats(0, 100), min_size=1, max_size=20).map(sorted),
 )
-def test_nobody_takes_what_changed_less_than_its_duration_ago(
-    durations: int, looks: list[float]
+def test_a_lease_cannot_be_acquired_within_its_duration(
+    durations: int, times_s: list[float]
 ) -> None:
     seen: ObservedLease | None = None
-    for version, now_s in enumerate(looks):
+    for version, now_s in enumerate(times_s):
         seen = observe_lease(seen, lease("b", str(version), durations), now_s)
         assert not may_acquire(seen, "a", now_s + durations - 0.01)
 
 
-# The coroutine itself, on a clock that jumps from event to event.
+# The coroutine itself, with a clock that jumps to the next event.
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for nothing: the time it should wait has passed at once."""
+    """Never waits: the simulated clock jumps to the end of each wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def now() -> float:
 
 @dataclass
 class LeaseStore:
-    """What the API server guarantees of one object: a write names the version it replaces."""
+    """A fake API server with one object, which rejects a write with an old resource version."""
 
     lease: Object | None = None
     version: int = 0
@@ -181,7 +181,7 @@ def _copy(obj: Object) -> Object:
 
 @dataclass
 class Link:
-    """One contender's way to the store: slow, lossy in both directions, cut at times."""
+    """The connection of a candidate to the store: slow, lossy both ways, sometimes cut."""
 
     store: LeaseStore
     random: Random
@@ -217,15 +217,15 @@ class Link:
 
 
 @dataclass
-class Watchman:
-    """Sees who is at work when."""
+class WorkLog:
+    """Records which replica works when."""
 
     at_work: set[str] = field(default_factory=set)
     shifts: list[tuple[float, str]] = field(default_factory=list)
 
     def work(self, who: str, stop_window_s: float = 0.0) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
-            assert not self.at_work, f"{who} beside {self.at_work} at {now()}"
+            assert not self.at_work, f"{who} and {self.at_work} at {now()}"
             self.at_work.add(who)
             self.shifts.append((now(), who))
             try:
@@ -245,11 +245,11 @@ async def contend(
     )
 
 
-async def again_and_again(link: Link, pod: str, watchman: Watchman) -> None:
-    """A pod: what loses the Lease exits and is started again, as somebody else."""
+async def run_pod(link: Link, pod: str, work_log: WorkLog) -> None:
+    """A pod: after it loses the Lease it exits and restarts with another identity."""
     while True:
         who = f"{pod}.{link.random.random()}"
-        run = watchman.work(who, stop_window_s=link.random.uniform(0, TIMING.stop_window_s * 0.9))
+        run = work_log.work(who, stop_window_s=link.random.uniform(0, TIMING.stop_window_s * 0.9))
         try:
             await contend(link, who, run)
         except LeaseLost:
@@ -258,18 +258,18 @@ async def again_and_again(link: Link, pod: str, watchman: Watchman) -> None:
 
 def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
     async def story() -> None:
-        store, watchman = LeaseStore(), Watchman()
+        store, work_log = LeaseStore(), WorkLog()
         first = asyncio.create_task(
-            contend(Link(store, Random(1)), "a", watchman.work("a", stop_window_s=8.0))
+            contend(Link(store, Random(1)), "a", work_log.work("a", stop_window_s=8.0))
         )
         await asyncio.sleep(1)
-        second = asyncio.create_task(contend(Link(store, Random(2)), "b", watchman.work("b")))
+        second = asyncio.create_task(contend(Link(store, Random(2)), "b", work_log.work("b")))
         await asyncio.sleep(60)
-        assert watchman.at_work == {"a"}
+        assert work_log.at_work == {"a"}
         first.cancel()
-        # As long as the first takes to end, and one look of the second.
+        # The time that the first takes to end, and one retry of the second.
         await asyncio.sleep(8.0 + 2.4)
-        assert watchman.at_work == {"b"}
+        assert work_log.at_work == {"b"}
         second.cancel()
         await asyncio.wait((first, second))
         assert store.lease is not None
@@ -278,25 +278,25 @@ def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
     simulate(story())
 
 
-def test_a_holder_cut_off_stops_before_another_starts() -> None:
+def test_a_disconnected_holder_stops_before_another_starts() -> None:
     async def story() -> None:
-        store, watchman = LeaseStore(), Watchman()
+        store, work_log = LeaseStore(), WorkLog()
         links = [Link(store, Random(seed)) for seed in range(3)]
         tasks = [
-            asyncio.create_task(contend(link, f"{n}", watchman.work(f"{n}", stop_window_s=2.0)))
+            asyncio.create_task(contend(link, f"{n}", work_log.work(f"{n}", stop_window_s=2.0)))
             for n, link in enumerate(links)
         ]
         await asyncio.sleep(30)
-        (holder,) = watchman.at_work
+        (holder,) = work_log.at_work
         links[int(holder)].cut = True
-        # It stops after the deadline and its own ending, the next starts after the duration.
+        # It stops after the deadline and its own end, and the next starts after the duration.
         await asyncio.sleep(10 + 2)
-        assert watchman.at_work == set()
+        assert work_log.at_work == set()
         with pytest.raises(LeaseLost, match="could not be renewed for 10 s"):
             await tasks[int(holder)]
         await asyncio.sleep(15 + 2.4 - 12 + 2.4)
-        assert len(watchman.at_work) == 1
-        assert watchman.at_work != {holder}
+        assert len(work_log.at_work) == 1
+        assert work_log.at_work != {holder}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -304,24 +304,24 @@ def test_a_holder_cut_off_stops_before_another_starts() -> None:
     simulate(story())
 
 
-def test_a_slow_answer_does_not_count_as_a_late_renewal() -> None:
+def test_the_deadline_counts_from_the_start_of_a_renewal() -> None:
     async def story() -> None:
-        store, watchman = LeaseStore(), Watchman()
+        store, work_log = LeaseStore(), WorkLog()
         slow = Link(store, Random(1), reply_s=4.0)
-        first = asyncio.create_task(contend(slow, "a", watchman.work("a", stop_window_s=4.0)))
+        first = asyncio.create_task(contend(slow, "a", work_log.work("a", stop_window_s=4.0)))
         await asyncio.sleep(10)
         eager = LeaseTiming(retry_s=0.1)
         second = asyncio.create_task(
-            contend(Link(store, Random(2)), "b", watchman.work("b"), timing=eager)
+            contend(Link(store, Random(2)), "b", work_log.work("b"), timing=eager)
         )
-        assert watchman.at_work == {"a"}
+        assert work_log.at_work == {"a"}
         store.written.clear()
         await store.written.wait()
-        # The server has renewed just now, and others count from here; so must the holder.
+        # The server has renewed now. The others count from here, and so must the holder.
         await asyncio.sleep(slow.reply_s)
         slow.cut = True
         await asyncio.sleep(30)
-        assert [who for _, who in watchman.shifts] == ["a", "b"]
+        assert [who for _, who in work_log.shifts] == ["a", "b"]
         second.cancel()
         await asyncio.wait((first, second))
         assert second.cancelled()
@@ -330,7 +330,7 @@ def test_a_slow_answer_does_not_count_as_a_late_renewal() -> None:
     simulate(story())
 
 
-def test_a_work_that_ignores_its_end_does_not_hold_up_the_bad_news() -> None:
+def test_work_that_ignores_its_cancellation_does_not_delay_the_error() -> None:
     async def story() -> None:
         link = Link(LeaseStore(), Random(1))
         stubborn = asyncio.Event()
@@ -355,7 +355,7 @@ def test_a_work_that_ignores_its_end_does_not_hold_up_the_bad_news() -> None:
     simulate(story())
 
 
-def test_the_works_own_end_and_failure_are_passed_on() -> None:
+def test_the_end_and_the_failure_of_the_work_are_passed_on() -> None:
     async def story() -> None:
         store = LeaseStore()
 
@@ -376,17 +376,17 @@ def test_the_works_own_end_and_failure_are_passed_on() -> None:
 
 def test_a_deleted_lease_changes_nothing_for_its_holder() -> None:
     async def story() -> None:
-        store, watchman = LeaseStore(), Watchman()
+        store, work_log = LeaseStore(), WorkLog()
         tasks = [
-            asyncio.create_task(contend(Link(store, Random(n)), who, watchman.work(who)))
+            asyncio.create_task(contend(Link(store, Random(n)), who, work_log.work(who)))
             for n, who in enumerate("abc")
         ]
         await asyncio.sleep(30)
-        before = set(watchman.at_work)
+        before = set(work_log.at_work)
         store.lease = None
         await asyncio.sleep(60)
-        assert watchman.at_work == before
-        assert len(watchman.shifts) == 1
+        assert work_log.at_work == before
+        assert len(work_log.shifts) == 1
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -401,27 +401,27 @@ def test_a_deleted_lease_changes_nothing_for_its_holder() -> None:
     slowest_s=st.sampled_from([0.0, 0.5, 3.0, 12.0]),
     lossy=st.sampled_from([0.0, 0.1, 0.4]),
 )
-def test_never_two_at_once_and_never_nobody_once_the_network_heals(
+def test_never_two_leaders_and_one_leader_after_the_network_recovers(
     seed: int, contenders: int, slowest_s: float, lossy: float
 ) -> None:
     async def story() -> None:
-        random, store, watchman = Random(seed), LeaseStore(), Watchman()
+        random, store, work_log = Random(seed), LeaseStore(), WorkLog()
         links = [
             Link(store, Random(random.random()), slowest_s=slowest_s, lossy=lossy)
             for _ in range(contenders)
         ]
 
         def start(n: int) -> asyncio.Task[None]:
-            return asyncio.create_task(again_and_again(links[n], f"{n}", watchman))
+            return asyncio.create_task(run_pod(links[n], f"{n}", work_log))
 
         tasks = [start(n) for n in range(contenders)]
         for _ in range(30):
             await asyncio.sleep(random.uniform(0, 30))
             n = random.randrange(contenders)
-            match random.choice(["cut", "mend", "stop"]):
+            match random.choice(["cut", "restore", "stop"]):
                 case "cut":
                     links[n].cut = True
-                case "mend":
+                case "restore":
                     links[n].cut = False
                 case "stop":
                     tasks[n].cancel()
@@ -430,9 +430,9 @@ def test_never_two_at_once_and_never_nobody_once_the_network_heals(
                     tasks[n] = start(n)
         for link in links:
             link.cut, link.lossy, link.slowest_s = False, 0.0, 0.1
-        # A call that hangs in a cut, a lease that runs out twice, and looks.
+        # A hanging call, a Lease that expires twice, and retries.
         await asyncio.sleep(30 + 2 * (15 + 5))
-        assert len(watchman.at_work) == 1
+        assert len(work_log.at_work) == 1
         for task in tasks:
             assert not task.done(), task.exception()
             task.cancel()

@@ -1,4 +1,4 @@
-"""What is done about desired and live objects."""
+"""Actions for desired and live objects."""
 
 from __future__ import annotations
 
@@ -32,51 +32,51 @@ def plan(desired: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[Any]
     return plan_actions(desired, found, live, UID)
 
 
-def test_nothing_is_done_about_what_is_as_it_should_be() -> None:
+def test_equal_objects_need_no_action() -> None:
     both = [child("a", spec={"x": 1}), child("b")]
     assert plan(both, [{**obj, "status": {"seen": True}} for obj in both]) == []
 
 
-def test_what_is_missing_is_applied() -> None:
+def test_a_missing_object_is_created() -> None:
     assert plan([child("a")], []) == [CreateChild(child("a"))]
 
 
-def test_what_was_changed_by_others_is_corrected_and_says_which_field() -> None:
+def test_a_change_by_others_is_corrected_with_its_field() -> None:
     [action] = plan([child("a", spec={"x": 1})], [child("a", spec={"x": 2})])
     assert action == CorrectDrift(child("a", spec={"x": 1}), "spec.x")
 
 
-def test_what_we_ask_for_now_is_nobodys_doing() -> None:
+def test_a_changed_spec_is_an_update_and_no_drift() -> None:
     before, after = child("a", spec={"x": 2}), child("a", spec={"x": 1})
     before["metadata"]["annotations"] = {SPEC_HASH: "old"}
     after["metadata"]["annotations"] = {SPEC_HASH: "new"}
     assert plan([after], [before]) == [UpdateChild(after)]
 
 
-def test_what_others_added_where_nothing_may_be_added_is_corrected() -> None:
+def test_a_forbidden_addition_is_corrected() -> None:
     selecting = child("a", spec={"selector": {"app": "x"}})
     more = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
     assert plan([selecting], [more]) == [CorrectDrift(selecting, "spec.selector", added=True)]
 
 
-def test_what_is_asked_for_no_more_is_removed() -> None:
+def test_objects_that_are_no_longer_desired_are_deleted() -> None:
     assert plan([], [child("a")]) == [DeleteChild(child("a"))]
 
 
-def test_what_is_being_deleted_is_not_deleted_again() -> None:
+def test_an_object_being_deleted_is_not_deleted_again() -> None:
     gone = child("a")
     gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert plan([], [gone]) == []
 
 
-def test_an_object_of_somebody_else_is_neither_changed_nor_removed() -> None:
+def test_an_object_of_another_owner_is_not_changed() -> None:
     theirs = child("a", owner="u-2", spec={"x": 2})
     assert plan([child("a", spec={"x": 1})], [theirs]) == [NameConflict(child("a", spec={"x": 1}))]
     assert plan([], [theirs]) == []
     assert plan([], [child("b", owner=None)]) == []
 
 
-def test_pods_claims_and_jobs_are_never_removed_as_children() -> None:
+def test_pods_claims_and_jobs_are_never_deleted_as_children() -> None:
     live = [child(kind, kind) for kind in ("Pod", "PersistentVolumeClaim", "Job")]
     assert plan([], live) == []
 
@@ -111,7 +111,7 @@ def lacks(desired: list[dict[str, Any]], live: list[dict[str, Any]], *pods: dict
     return may_be_missing(SECRET, desired, lambda obj: by_name.get(obj["metadata"]["name"]), pods)
 
 
-def test_a_secret_may_be_missing_until_all_that_mount_it_are_made() -> None:
+def test_a_secret_may_be_missing_until_every_workload_that_mounts_it_exists() -> None:
     desired = [workload("a", SECRET), workload("b", "x", SECRET), workload("c"), child("d")]
     assert lacks(desired, [])
     assert lacks(desired, [desired[0], workload("b", "x")])
@@ -119,7 +119,7 @@ def test_a_secret_may_be_missing_until_all_that_mount_it_are_made() -> None:
     assert not lacks([workload("c"), child("d")], [])
 
 
-def test_a_secret_may_be_missing_where_a_pod_is_not_set_up() -> None:
+def test_a_secret_may_be_missing_if_a_pod_does_not_start() -> None:
     desired = [workload("a", SECRET)]
     assert lacks(desired, desired, pod(None, SECRET), pod("ContainerCreating", SECRET))
     unscheduled = {**pod(None, SECRET), "status": {"phase": "Pending"}}

@@ -1,4 +1,4 @@
-"""Children: what a change of each field of the spec touches, and what it makes roll."""
+"""Which children a change of each spec field updates, and which workloads it rolls out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE: Object = {
     "engines": [{"name": "main", "autoscaling": {"maxReplicas": 4}}],
     "telemetry": {"otlp": {"endpoint": "http://one.obs.svc:4318"}},
 }
-"""A spec in which every field has somewhere to be."""
+"""A spec in which every optional section is set."""
 
 STORE, RETRIEVER = "StatefulSet/cachestore", "StatefulSet/retriever"
 ENGINE, GATEWAY = "Deployment/engine-main", "Deployment/gateway"
@@ -51,7 +51,7 @@ PART_POLICIES = " ".join(
 )
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
 
-# Field: its new value, the workloads whose pods are made anew, what else is touched.
+# Field: its new value, the workloads that roll out, the other children that change.
 CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.source": ("hf:c/d", MODEL_READERS, ""),
     "model.tokenSecret.name": ("two", MODEL_READERS, ""),
@@ -150,7 +150,7 @@ def differing(before: dict[str, Object], after: dict[str, Object]) -> set[str]:
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_a_change_touches_and_rolls_only_what_it_must(path: str) -> None:
+def test_a_change_updates_and_rolls_out_only_what_depends_on_it(path: str) -> None:
     value, rolled, also = CHANGES[path]
     before = build(**base_of(path))
     after = build(**with_value(base_of(path), path, value))
@@ -168,7 +168,7 @@ def test_a_change_touches_and_rolls_only_what_it_must(path: str) -> None:
 
 
 def leaves(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Path of every field of a model that holds no further fields."""
+    """Yield the path of every field of a model that has no subfields."""
     for name, field in model.model_fields.items():
         path = f"{above}{field.alias or name}"
         within = list(_models(field.annotation))
@@ -186,10 +186,10 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models(argument)
 
 
-def test_every_field_is_looked_at() -> None:
+def test_every_field_is_covered() -> None:
     known = CHANGES.keys() | ONLY_ONE_VALUE
     for path in leaves(RagCacheSpec):
-        # A list of small values changes as one.
+        # A list of scalars counts as one field.
         assert (
             path in known
             or path.rsplit(".", 1)[0] in known
@@ -197,7 +197,7 @@ def test_every_field_is_looked_at() -> None:
         ), path
 
 
-def test_leaving_the_hub_closes_the_way_to_it() -> None:
+def test_a_model_without_the_hub_closes_the_connection_to_it() -> None:
     before, after = (
         by_name(build(model={"source": source})) for source in ("hf:a/b", "bundled:tinyrag")
     )

@@ -1,4 +1,4 @@
-"""Conditions, phase, progress and Events from what is observed."""
+"""Conditions, phase, progress and Events of observed states."""
 
 from __future__ import annotations
 
@@ -97,20 +97,20 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
         ),
     ],
 )
-def test_a_pod_that_is_not_ready_says_why(found: Any, reason: str, words: str) -> None:
+def test_a_pod_that_is_not_ready_has_a_reason(found: Any, reason: str, words: str) -> None:
     state = component_state("engine", STARTING_ONE, [found], exists=True, progress={})
     assert state.reason == reason
     assert words in state.message
     assert not state.available
 
 
-def test_the_worst_of_several_pods_is_told() -> None:
+def test_the_worst_of_several_pods_is_reported() -> None:
     pods = [pod("a", state={"running": {}}), pod("b", **waiting("ErrImagePull", "denied"))]
     state = component_state("engine", STARTING_ONE, pods, exists=True, progress={})
     assert (state.reason, state.message) == ("ImagePullFailed", "b: denied")
 
 
-def test_a_pod_that_tells_its_progress_is_quoted() -> None:
+def test_the_progress_of_a_pod_is_reported() -> None:
     pods = [pod("r-0", state={"running": {}})]
     state = component_state(
         "retriever", STARTING_ONE, pods, exists=True, progress={"r-0": "indexing 12 of 40"}
@@ -118,7 +118,7 @@ def test_a_pod_that_tells_its_progress_is_quoted() -> None:
     assert (state.reason, state.message) == ("Indexing", "r-0: indexing 12 of 40")
 
 
-def test_a_pod_that_is_going_away_is_nobodys_trouble() -> None:
+def test_a_pod_being_deleted_is_no_problem() -> None:
     leaving = pod("old", **waiting("ErrImagePull"))
     leaving["metadata"]["deletionTimestamp"] = NOW
     workloads = [WorkloadState("w", wanted=1, ready=1, settled=True)]
@@ -126,7 +126,7 @@ def test_a_pod_that_is_going_away_is_nobodys_trouble() -> None:
     assert state.reason == READY
 
 
-def test_pods_that_are_refused_are_told_of() -> None:
+def test_rejected_pods_are_reported() -> None:
     workloads = [WorkloadState("w", 1, 0, settled=False, problem="exceeded quota")]
     state = component_state("gateway", workloads, [], exists=True, progress={})
     assert (state.reason, state.message) == ("PodsRefused", "exceeded quota")
@@ -142,7 +142,7 @@ def test_a_component_is_available_while_a_replica_of_each_workload_is(
     assert (state.reason == READY) == (ready >= wanted and settled)
 
 
-def test_a_component_without_its_workload_is_not_there() -> None:
+def test_a_component_without_its_workload_does_not_exist() -> None:
     state = component_state("gateway", STARTING_ONE, [], exists=False, progress={})
     assert state.reason == NOT_CREATED
 
@@ -159,7 +159,7 @@ def live(kind: str, generation: int = 1, replicas: int = 1, **status: Any) -> di
         (live("Deployment", 2, observedGeneration=1, updatedReplicas=1), False),
     ],
 )
-def test_a_workload_whose_controller_has_not_caught_up_is_not_settled(
+def test_a_workload_with_an_outdated_status_is_not_settled(
     obj: dict[str, Any], settled: bool
 ) -> None:
     assert workload_state("w", obj).settled == settled
@@ -181,7 +181,7 @@ def test_a_stateful_set_is_settled_when_its_revisions_agree() -> None:
     assert workload_state("w", obj).settled
 
 
-def test_ready_needs_every_component_and_an_answer() -> None:
+def test_ready_needs_every_component_and_a_passed_self_test() -> None:
     def ready(components: list[ComponentState], test: SelfTest) -> str:
         condition = find(make_conditions(components, test, 1, [], NOW), "Ready")
         assert condition is not None
@@ -196,7 +196,7 @@ def test_ready_needs_every_component_and_an_answer() -> None:
         assert ready(all_ready(**{name: ROLLING_OUT}), PASSED) == "True"
 
 
-def test_a_question_is_asked_once_all_runs_as_asked_for_and_again_for_a_new_generation() -> None:
+def test_the_self_test_runs_when_settled_and_again_for_a_new_generation() -> None:
     assert is_test_due(all_ready(), NOT_TESTED, 1)
     assert not is_test_due(all_ready(), PASSED, 1)
     assert is_test_due(all_ready(), PASSED, 2)
@@ -204,24 +204,24 @@ def test_a_question_is_asked_once_all_runs_as_asked_for_and_again_for_a_new_gene
     assert not is_test_due(all_ready(engine="LoadingModel"), NOT_TESTED, 1)
 
 
-def test_an_answer_counts_no_more_once_a_component_was_gone() -> None:
+def test_an_answer_is_invalid_after_a_component_was_unavailable() -> None:
     assert current_test(all_ready(engine="CrashLooping"), PASSED, 1) == NOT_TESTED
     assert current_test(all_ready(), PASSED, 1) == PASSED
 
 
-def test_after_a_rollout_a_question_is_asked_again_though_the_spec_is_the_same() -> None:
+def test_the_self_test_runs_again_after_a_rollout_of_the_same_spec() -> None:
     held = current_test(all_ready(engine=ROLLING_OUT), PASSED, 1)
     assert held.passed
     assert is_test_due(all_ready(), held, 1)
 
 
-def test_ready_is_said_of_the_generation_that_was_asked() -> None:
+def test_ready_has_the_generation_of_the_self_test() -> None:
     ready = find(make_conditions(all_ready(), PASSED, 2, [], NOW), "Ready")
     assert ready is not None
     assert (ready["status"], ready["observedGeneration"]) == ("True", 1)
 
 
-def test_a_rollout_that_cannot_succeed_is_told() -> None:
+def test_a_rollout_that_cannot_succeed_is_reported() -> None:
     workloads = [WorkloadState("w", wanted=1, ready=1, settled=False)]
     crashed = pod("new", **waiting("CrashLoopBackOff"), lastState={"terminated": {"exitCode": 1}})
     state = component_state("gateway", workloads, [crashed], exists=True, progress={})
@@ -233,7 +233,7 @@ def test_a_rollout_that_cannot_succeed_is_told() -> None:
     assert any(t.kind == "Warning" for t in events_for([], conditions))
 
 
-def test_a_pod_that_was_evicted_is_nobodys_trouble() -> None:
+def test_an_evicted_pod_is_no_problem() -> None:
     evicted = pod("old", state={"terminated": {"exitCode": 137}})
     evicted["status"]["phase"] = "Failed"
     loading = pod("new", state={"running": {}})
@@ -241,13 +241,13 @@ def test_a_pod_that_was_evicted_is_nobodys_trouble() -> None:
     assert state.reason == "LoadingModel"
 
 
-def test_a_container_that_runs_again_is_not_judged_by_its_last_end() -> None:
+def test_a_restarted_container_that_runs_is_no_problem() -> None:
     again = pod("a", state={"running": {}}, lastState={"terminated": {"exitCode": 1}})
     state = component_state("engine", STARTING_ONE, [again], exists=True, progress={})
     assert state.reason == "LoadingModel"
 
 
-def test_a_spec_that_could_not_be_applied_in_full_is_degraded() -> None:
+def test_a_partly_applied_spec_is_degraded() -> None:
     refused = Acceptance("False", "ApplyFailed", "exceeded quota")
     conditions = make_conditions(all_ready(), PASSED, 1, [], NOW, refused)
     assert phase_of(conditions, all_ready(), 1) == "Degraded"
@@ -257,7 +257,7 @@ def test_a_spec_that_could_not_be_applied_in_full_is_degraded() -> None:
     assert (accepted["status"], ready["status"]) == ("False", "True")
 
 
-def test_the_self_test_is_remembered_by_the_status() -> None:
+def test_the_self_test_is_read_from_the_status() -> None:
     for test in (PASSED, SelfTest(False, "SelfTestFailed", "HTTP 503", 3)):
         assert self_test_of(make_conditions(all_ready(), test, 3, [], NOW)) == test
     assert self_test_of(make_conditions(all_ready(), NOT_TESTED, 1, [], NOW)) == NOT_TESTED
@@ -272,7 +272,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     assert times["GatewayReady"] == times["Accepted"] == NOW
 
 
-def test_the_same_observation_gives_the_same_conditions_at_any_time() -> None:
+def test_equal_observations_give_equal_conditions_at_any_time() -> None:
     before = make_conditions(all_ready(), PASSED, 1, [], NOW)
     assert make_conditions(all_ready(), self_test_of(before), 1, before, LATER) == before
 
@@ -290,14 +290,14 @@ def test_phases() -> None:
     assert phase(some) == "Degraded"
 
 
-def test_progress_names_what_is_waited_for() -> None:
+def test_progress_names_what_the_operator_waits_for() -> None:
     components = all_ready(engine="LoadingModel")
     assert progress_of(components, NOT_TESTED) == "engine: 1 of 1"
     assert progress_of(all_ready(), NOT_TESTED).startswith("self-test: ")
     assert progress_of(all_ready(), PASSED) == ""
 
 
-def test_transitions_are_told_once() -> None:
+def test_transitions_are_reported_once() -> None:
     start = make_conditions(all_ready(engine="Pulling"), NOT_TESTED, 1, [], NOW)
     assert events_for(start, start) == []
     ready = make_conditions(all_ready(), PASSED, 1, start, NOW)
@@ -305,7 +305,7 @@ def test_transitions_are_told_once() -> None:
     assert told == {("Normal", "AllReplicasReady"), ("Normal", "Answered"), ("Normal", "Answering")}
 
 
-def test_what_somebody_must_look_at_is_a_warning() -> None:
+def test_a_reason_that_needs_a_user_is_a_warning() -> None:
     ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
     broken = make_conditions(all_ready(engine="CrashLooping"), NOT_TESTED, 1, ready, NOW)
     kinds = {t.reason: t.kind for t in events_for(ready, broken)}
@@ -314,7 +314,7 @@ def test_what_somebody_must_look_at_is_a_warning() -> None:
     assert {t.kind for t in events_for([], loading)} == {"Normal"}
 
 
-def test_a_refusal_keeps_what_is_known_of_the_parts() -> None:
+def test_a_rejected_spec_keeps_the_component_conditions() -> None:
     ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
     refused = refused_conditions("Invalid", "spec.engines: is empty", 2, ready, LATER)
     assert {c["type"] for c in refused} == {c["type"] for c in ready}

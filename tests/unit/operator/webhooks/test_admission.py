@@ -1,4 +1,4 @@
-"""What the webhooks say, and what the API server is told of them. Served for real elsewhere."""
+"""Reviews and configurations of the webhooks, without a server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def collection(**spec: Any) -> Object:
 BAD = {"model": {"maxLength": 1}, "gateway": {"replicas": 0}}
 
 
-def test_a_refusal_names_every_path_with_its_fix_on_a_line_of_its_own() -> None:
+def test_a_rejection_has_one_line_with_path_and_fix_for_each_problem() -> None:
     said = rejection(cache(**BAD), None)
     assert said is not None
     assert said.splitlines() == [
@@ -52,12 +52,12 @@ def test_a_refusal_names_every_path_with_its_fix_on_a_line_of_its_own() -> None:
     ]
 
 
-def test_what_is_well_is_let_through() -> None:
+def test_a_valid_object_passes() -> None:
     assert rejection(cache(), None) is None
     assert rejection(collection(), None) is None
 
 
-def test_a_change_that_leaves_a_bad_spec_alone_is_let_through() -> None:
+def test_an_update_that_keeps_a_bad_spec_passes() -> None:
     old = cache(**BAD)
     new = copy.deepcopy(old)
     new["metadata"]["finalizers"] = []
@@ -65,7 +65,7 @@ def test_a_change_that_leaves_a_bad_spec_alone_is_let_through() -> None:
     assert rejection(cache(**BAD, dataPolicy="Delete"), old) is not None
 
 
-def test_what_is_on_its_way_out_is_let_through() -> None:
+def test_an_object_being_deleted_passes() -> None:
     leaving = cache(**BAD)
     leaving["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
     assert rejection(leaving, cache()) is None
@@ -80,38 +80,38 @@ def test_a_null_means_not_given() -> None:
     }
 
 
-def test_a_collection_is_called_as_its_object_unless_it_says_otherwise() -> None:
+def test_a_collection_is_named_after_its_object_by_default() -> None:
     assert spec_with_defaults(collection())["collection"] == "handbook"
     assert spec_with_defaults(collection(collection=None))["collection"] == "handbook"
     assert spec_with_defaults(collection(collection="other"))["collection"] == "other"
 
 
-def test_an_object_whose_name_is_still_to_be_made_up_is_left_open() -> None:
+def test_an_object_with_a_generated_name_gets_no_default() -> None:
     unnamed = collection()
     unnamed["metadata"] = {"generateName": "handbook-"}
     assert "collection" not in spec_with_defaults(unnamed)
 
 
 @pytest.mark.parametrize("spec", [None, [], "text", 1])
-def test_a_spec_that_is_no_mapping_is_left_to_the_schema(spec: Any) -> None:
+def test_a_spec_that_is_not_a_mapping_stays_unchanged(spec: Any) -> None:
     assert spec_with_defaults({**collection(), "spec": spec}) == spec
 
 
-def test_a_model_is_not_given_a_name_that_would_outlive_its_source() -> None:
+def test_a_model_gets_no_default_name() -> None:
     assert spec_with_defaults(cache(model={"source": "bundled:tinyrag"})) == {
         "model": {"source": "bundled:tinyrag"}
     }
 
 
 @pytest.mark.parametrize("webhook", [VALIDATE, DEFAULT])
-def test_a_webhook_that_is_down_holds_nobody_up(webhook: str) -> None:
+def test_a_webhook_that_is_down_blocks_no_user(webhook: str) -> None:
     (said,) = webhooks(webhook, service_client_config("hooks", "ragcache-system")("Q0E="), ())
     assert said["failurePolicy"] == "Ignore"
     assert said["timeoutSeconds"] <= 5
     assert said["sideEffects"] == "None"
 
 
-def test_each_webhook_is_asked_at_its_path_of_the_service() -> None:
+def test_each_webhook_has_its_own_path() -> None:
     (said,) = webhooks(VALIDATE, service_client_config("hooks", "ragcache-system")("Q0E="), ())
     assert said["clientConfig"] == {
         "service": {
@@ -126,14 +126,14 @@ def test_each_webhook_is_asked_at_its_path_of_the_service() -> None:
     assert said["clientConfig"] == {"url": "https://127.0.0.1:9443/default", "caBundle": "Q0E="}
 
 
-def test_only_objects_are_checked_not_their_status_nor_their_scale() -> None:
+def test_subresources_are_not_reviewed() -> None:
     (said,) = webhooks(VALIDATE, service_client_config("hooks", "ns")(""), ())
     (rule,) = said["rules"]
     assert rule["resources"] == ["ragcaches", "ragcollections"]
     assert rule["operations"] == ["CREATE", "UPDATE"]
 
 
-def test_an_operator_of_some_namespaces_is_asked_about_those_only() -> None:
+def test_an_operator_of_some_namespaces_reviews_only_those() -> None:
     (said,) = webhooks(VALIDATE, service_client_config("hooks", "ns")(""), ("team-a", "team-b"))
     assert said["namespaceSelector"]["matchExpressions"] == [
         {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a", "team-b"]}
@@ -147,7 +147,7 @@ def test_the_chart_and_the_operator_agree_on_names() -> None:
     assert config.names[0] == "hooks.ragcache-system.svc"
 
 
-def test_a_mistake_of_ours_lets_objects_through(
+def test_an_error_of_the_webhook_lets_objects_pass(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The webhooks' certificate: what it is, when it changes, and that no request notices."""
+"""The webhooks' certificate and its rotation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def secret(bundle: Bundle) -> dict[str, Any]:
     return {"kind": "Secret", "data": secret_data(bundle)}
 
 
-def test_the_certificate_is_for_the_names_the_service_is_asked_by() -> None:
+def test_the_certificate_has_the_names_of_the_service() -> None:
     assert NAMES[0] == "hooks.ragcache-system.svc"
     made = make_certificate((*NAMES, "127.0.0.1"), NOW, ROTATION.lifetime)
     certificate = x509.load_pem_x509_certificate(made.certificate)
@@ -51,13 +51,13 @@ def test_the_certificate_is_for_the_names_the_service_is_asked_by() -> None:
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
 
 
-def test_a_name_longer_than_a_common_name_may_be_is_served_all_the_same() -> None:
+def test_a_name_longer_than_a_common_name_is_supported() -> None:
     names = service_names("a" * 63, "b" * 63)
     bundle = advance(None, RotationStep.MAKE, names, NOW, ROTATION)
     assert read_bundle(secret(bundle), names) == bundle
 
 
-def test_nobody_keeps_a_key_that_could_sign() -> None:
+def test_no_key_that_can_sign_is_stored() -> None:
     (authority,) = map(x509.load_pem_x509_certificate, bundle_made().trusted)
     keys = [
         serialization.load_pem_private_key(base64.b64decode(value), password=None)
@@ -67,13 +67,13 @@ def test_nobody_keeps_a_key_that_could_sign() -> None:
     assert authority.public_key() not in [key.public_key() for key in keys]
 
 
-def test_a_clock_that_is_behind_accepts_the_certificate() -> None:
+def test_a_slow_clock_accepts_the_certificate() -> None:
     certificate = x509.load_pem_x509_certificate(bundle_made().serving.certificate)
     assert certificate.not_valid_before_utc == NOW - timedelta(hours=1)
     assert certificate.not_valid_after_utc == NOW + ROTATION.lifetime
 
 
-def test_the_secret_gives_back_what_was_put_in() -> None:
+def test_a_bundle_survives_the_secret() -> None:
     made = bundle_made()
     staged = advance(made, RotationStep.STAGE, NAMES, NOW + 60 * DAY, ROTATION)
     for bundle in (
@@ -114,7 +114,7 @@ def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
     ],
     ids="-".join,
 )
-def test_a_damaged_secret_holds_nothing(damage: dict[str, bytes | None]) -> None:
+def test_an_invalid_secret_has_no_bundle(damage: dict[str, bytes | None]) -> None:
     data = secret_data(bundle_made())
     for name, value in damage.items():
         if value is None:
@@ -125,12 +125,12 @@ def test_a_damaged_secret_holds_nothing(damage: dict[str, bytes | None]) -> None
 
 
 @pytest.mark.parametrize("content", [{}, {"data": None}, {"data": {"tls.crt": "%%%"}}])
-def test_an_empty_secret_holds_nothing(content: dict[str, Any]) -> None:
+def test_an_empty_secret_has_no_bundle(content: dict[str, Any]) -> None:
     assert read_bundle(content, NAMES) is None
 
 
 @given(st.dictionaries(st.sampled_from(["tls.crt", "tls.key", "ca.crt", "next.crt"]), st.text()))
-def test_whatever_a_secret_holds_it_is_read_or_refused(data: dict[str, str]) -> None:
+def test_any_secret_is_read_or_rejected(data: dict[str, str]) -> None:
     assert read_bundle({"data": data}, NAMES) is None
 
 
@@ -138,7 +138,7 @@ def test_a_certificate_for_another_service_is_replaced() -> None:
     assert read_bundle(secret(bundle_made()), service_names("other", "ragcache-system")) is None
 
 
-def test_the_next_certificate_is_staged_well_before_the_end_and_served_later() -> None:
+def test_the_next_certificate_is_staged_before_the_end_and_served_later() -> None:
     bundle = bundle_made()
     assert next_step(bundle, NOW, ROTATION) is RotationStep.NONE
     assert next_step(bundle, NOW + 59 * DAY, ROTATION) is RotationStep.NONE
@@ -153,7 +153,7 @@ def test_the_next_certificate_is_staged_well_before_the_end_and_served_later() -
     assert next_step(promoted, at + timedelta(hours=2), ROTATION) is RotationStep.NONE
 
 
-def test_an_operator_that_slept_through_it_all_starts_anew() -> None:
+def test_a_new_certificate_is_made_after_the_old_one_expired() -> None:
     bundle = bundle_made()
     assert next_step(None, NOW, ROTATION) is RotationStep.MAKE
     assert next_step(bundle, NOW + 90 * DAY, ROTATION) is RotationStep.MAKE
@@ -164,27 +164,27 @@ def test_an_operator_that_slept_through_it_all_starts_anew() -> None:
     assert next_step(staged, NOW + 300 * DAY, ROTATION) is RotationStep.MAKE
 
 
-def test_a_certificate_made_anew_leaves_what_is_served_elsewhere_trusted() -> None:
+def test_a_replaced_certificate_stays_trusted_where_it_is_served() -> None:
     lost = bundle_made()
-    anew = advance(
+    replaced = advance(
         None, RotationStep.MAKE, NAMES, NOW, ROTATION, also_trusted=[lost.serving.authority]
     )
-    assert handshake(lost.serving, anew.trusted)
-    assert handshake(anew.serving, anew.trusted)
+    assert handshake(lost.serving, replaced.trusted)
+    assert handshake(replaced.serving, replaced.trusted)
 
 
-@given(looks=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6 * 24)), max_size=120))
-def test_whatever_a_replica_serves_is_trusted_wherever_a_replica_has_looked(
-    looks: list[tuple[int, int]],
+@given(polls=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6 * 24)), max_size=120))
+def test_every_served_certificate_is_trusted_by_every_published_bundle(
+    polls: list[tuple[int, int]],
 ) -> None:
-    """Two replicas that look at different times, years long; real handshakes are below."""
+    """Simulate two replicas that poll at different times for years. Real handshakes are below."""
     shared = bundle_made()
     served = [shared, shared]
     published, now = shared.trusted, NOW
     seen = [now, now]
-    for who, hours in looks:
+    for who, hours in polls:
         now += timedelta(hours=hours)
-        # Every replica looks within publish_for, or it would not notice in time.
+        # Every replica polls within publish_for, or it would miss a staged certificate.
         for replica in (who, 1 - who):
             if replica != who and now - seen[replica] < timedelta(hours=1):
                 continue
@@ -196,7 +196,7 @@ def test_whatever_a_replica_serves_is_trusted_wherever_a_replica_has_looked(
             assert len(published) <= 3
 
 
-def test_an_authority_is_trusted_until_it_ends_however_often_certificates_change() -> None:
+def test_an_authority_is_trusted_until_it_expires() -> None:
     first = bundle = bundle_made()
     for _ in range(3):
         bundle = advance(bundle, RotationStep.STAGE, NAMES, NOW + 89 * DAY, ROTATION)
@@ -228,7 +228,7 @@ def test_a_new_certificate_is_served_by_the_context_that_served_the_old() -> Non
 
 
 def handshake(certificate: Certificate, trusted: tuple[bytes, ...]) -> bool:
-    """Whether a client with these authorities accepts the certificate; times are left aside."""
+    """Whether a client with these authorities accepts the certificate, without a check of times."""
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     load_certificate(server, certificate)
     try:
@@ -247,7 +247,7 @@ _NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME
 def peer_serial(
     server: ssl.SSLContext, trusted: tuple[bytes, ...], *, at_any_time: bool = False
 ) -> int:
-    """Serial number of the certificate a handshake shows. Raises SSLCertVerificationError."""
+    """Return the serial number from a handshake. Raises SSLCertVerificationError."""
     client = ssl.create_default_context(cadata=b"".join(trusted).decode())
     if at_any_time:
         client.verify_flags |= _NO_CHECK_TIME
