@@ -283,7 +283,7 @@ class LocalTiers:
         except BaseException as error:
             variant = offer.key.to_bytes().hex()
             log.warning(
-                "%s tier: insert failed variant=%s error=%r", TIER_NAMES[tier], variant, error
+                "%s tier: insert failed variant=%s error=%s", TIER_NAMES[tier], variant, error
             )
             with self._lock:
                 pool.free(allocation)
