@@ -44,7 +44,7 @@ class ActivityLog:
 
     def work(self, who: str) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
-            assert self.at_work == [], f"{who} beside {self.at_work}"
+            assert self.at_work == [], f"{who} and {self.at_work}"
             self.at_work.append(who)
             self.history.append(who)
             async with self._changed:
