@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ragcache_wire.settings import EngineSettings
+from ragcache_wire.watched.members import FixedMembers
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -57,7 +58,9 @@ class HealthMiddleware:
     ) -> None:
         self._app = app
         self._last_step = last_step
-        self._limit_s = limit_s or EngineSettings().hang_s
+        # The middleware uses no store, and a server without the connector has none.
+        settings = EngineSettings(cachestore=FixedMembers(()))
+        self._limit_s = limit_s or settings.hang_s
         self._busy_since_s: float | None = None
         self._hangs = False
 
