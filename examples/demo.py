@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT))
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
 from ragcache_cli.clients.gateway_client import GatewayApiClient  # noqa: E402
 from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing  # noqa: E402
-from ragcache_cli.sources.documents import select  # noqa: E402
 from ragcache_cli.commands.ingest import ingest  # noqa: E402
 from ragcache_cli.commands.progress import ProgressLines  # noqa: E402
 from ragcache_cli.local.platform import LocalPlatform  # noqa: E402
 from ragcache_cli.local.signals import run_until_stopped  # noqa: E402
+from ragcache_cli.sources.documents import select  # noqa: E402
 from ragcache_core.errors import RagCacheError  # noqa: E402
 from ragcache_operator.spec.manifest import load_manifest  # noqa: E402
 

@@ -24,7 +24,7 @@ from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.service import RetrieverService
 from tests.helpers.gateway_fakes import CONFIG, World
-from tests.helpers.retriever_parts import tokenizer_of, make_knowledge_base
+from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 from tests.helpers.sync_parts import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
