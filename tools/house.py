@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_wire.settings import unmapped_settings
-
 from tools.prose import ROOT, num_words, paragraphs, python_prose, repository_files, sentences
 
 PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
