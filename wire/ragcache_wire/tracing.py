@@ -1,31 +1,39 @@
 """OpenTelemetry spans for every service, exported by OTLP over HTTP.
 
-A ``Tracer`` makes no spans. An ``ExportingTracer`` exports them. Only the second imports
-OpenTelemetry, so a service without an endpoint pays one empty call for each span.
-
-OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of traces that
-are sampled (``OTEL_TRACES_SAMPLER``).
+The API of OpenTelemetry makes no spans without its SDK. Only ``tracer`` with an endpoint imports
+the SDK. OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of traces
+that are sampled (``OTEL_TRACES_SAMPLER``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from enum import Enum
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, StatusCode
 
 from ragcache_core.errors import Unavailable
-from ragcache_wire.trace_context import TRACEPARENT, TRACESTATE, headers_of
+from ragcache_wire.trace_context import PROPAGATOR, TRACEPARENT, TRACESTATE, headers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span as OtelSpan
+
+__all__ = [
+    "NO_SPAN",
+    "Attribute",
+    "Headers",
+    "Span",
+    "SpanKind",
+    "Tracer",
+    "current_span",
+    "tracer",
+]
 
 EXPORT_TIMEOUT_S: Final = 3.0
 """Timeout of one export, and of the last one at shutdown."""
@@ -35,39 +43,53 @@ Headers = Iterable[tuple[str, str | bytes]]
 Attribute = str | int | float | bool
 
 
-class SpanKind(Enum):
-    """The side of a call that a span describes. The names are those of OpenTelemetry."""
-
-    INTERNAL = "INTERNAL"
-    SERVER = "SERVER"
-    CLIENT = "CLIENT"
-
-
 class Span(AbstractContextManager["Span"]):
-    """A span that records nothing.
+    """A span of OpenTelemetry that adds counters and keeps error messages to itself.
 
     It ends with its ``with`` block or by a call of ``end``, on any thread.
+
+    Args:
+        span: The span of OpenTelemetry. The default records nothing.
+        exports_errors: See ``Tracer``.
     """
 
-    is_recording = False
+    def __init__(
+        self, span: trace.Span = trace.INVALID_SPAN, *, exports_errors: bool = False
+    ) -> None:
+        self.is_recording = span.is_recording()
+        self._span = span
+        self._exports_errors = exports_errors
+        self._counts: dict[str, int] = {}
+        self._has_ended = not self.is_recording
+        self._has_failed = False
+        self._lock = threading.Lock()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.end(error)
 
     def set(self, **attributes: Attribute) -> None:
         """Set attributes. Empty strings are left out."""
+        self._span.set_attributes({k: v for k, v in attributes.items() if v != ""})
 
     def count(self, **numbers: int) -> None:
         """Add to counters, which become attributes when the span ends."""
+        if self.is_recording:
+            for name, number in numbers.items():
+                self._counts[name] = self._counts.get(name, 0) + number
 
     def event(self, name: str, **attributes: Attribute) -> None:
         """Add an event that happened now."""
+        self._span.add_event(name, attributes)
 
     def rename(self, name: str) -> None:
         """Change the name, when the right one was unknown at the start."""
+        self._span.update_name(name)
 
     def fail(self, reason: str = "") -> None:
         """Set the status to error. The first reason stays."""
+        if self.is_recording and not self._has_failed:
+            self._has_failed = True
+            self._span.set_status(StatusCode.ERROR, reason)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span once.
@@ -75,187 +97,6 @@ class Span(AbstractContextManager["Span"]):
         Args:
             error: The exception that ended its ``with`` block, if any.
         """
-
-    def current(self) -> AbstractContextManager[None]:
-        """Return a context in which this span is the parent of calls and of ``start_child``."""
-        return nullcontext()
-
-    def headers(self) -> Mapping[str, str]:
-        """Return the W3C trace context for calls. It is empty if nothing is recorded."""
-        return {}
-
-
-NO_SPAN: Final = Span()
-
-_current: ContextVar[Span] = ContextVar("ragcache span", default=NO_SPAN)
-
-
-def current_span() -> Span:
-    """Return the span of the innermost ``current`` context."""
-    return _current.get()
-
-
-class Tracer:
-    """Makes no spans. Safe for threads."""
-
-    def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
-        """Start a server span as a child of the caller's span, or as the root of a new trace.
-
-        If the caller's trace is not sampled, this span is not recorded.
-        """
-        return NO_SPAN
-
-    def start_child_of(
-        self,
-        name: str,
-        headers: Headers | None,
-        kind: SpanKind = SpanKind.SERVER,
-        **attributes: Attribute,
-    ) -> Span:
-        """Start a child of the caller's span. Without one, nothing is recorded."""
-        return NO_SPAN
-
-    def start_child(
-        self, name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: Attribute
-    ) -> Span:
-        """Start a child of the current span. Without one, nothing is recorded."""
-        return NO_SPAN
-
-    def close(self) -> None:
-        """Export the remaining spans within EXPORT_TIMEOUT_S."""
-
-
-class ExportingTracer(Tracer):
-    """Makes spans for the processors of a provider, which it owns.
-
-    Args:
-        scope: Name of the instrumentation scope.
-        exports_errors: Whether spans carry the messages of errors. Messages may quote a prompt or
-            a document, so by default spans carry only the error's type.
-    """
-
-    def __init__(
-        self, provider: TracerProvider, scope: str, *, exports_errors: bool = False
-    ) -> None:
-        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
-            TraceContextTextMapPropagator,
-        )
-
-        self._provider = provider
-        self._tracer = provider.get_tracer(scope)
-        self._propagator = TraceContextTextMapPropagator()
-        self._exports_errors = exports_errors
-
-    @classmethod
-    def for_endpoint(
-        cls, endpoint: str, service: str, instance: str, *, exports_errors: bool = False
-    ) -> Self:
-        """Make a tracer that exports by OTLP over HTTP.
-
-        Args:
-            endpoint: Base URL, like http://collector:4318.
-            service: Name of the service.
-            instance: Name of this process among those of the service.
-        """
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-
-        # The service calls close itself, within its own deadline.
-        provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
-        url = f"{endpoint.rstrip('/')}/v1/traces"
-        exporter = OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider, f"ragcache.{service}", exports_errors=exports_errors)
-
-    def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
-        """See Tracer."""
-        parent = self._propagator.extract(_carrier(headers))
-        return self._start(name, parent, SpanKind.SERVER, attributes)
-
-    def start_child_of(
-        self,
-        name: str,
-        headers: Headers | None,
-        kind: SpanKind = SpanKind.SERVER,
-        **attributes: Attribute,
-    ) -> Span:
-        """See Tracer."""
-        carrier = _carrier(headers or ())
-        if TRACEPARENT not in carrier:
-            return NO_SPAN
-        from opentelemetry.trace import get_current_span  # noqa: PLC0415
-
-        parent = self._propagator.extract(carrier)
-        if not get_current_span(parent).get_span_context().is_valid:
-            return NO_SPAN
-        return self._start(name, parent, kind, attributes)
-
-    def start_child(
-        self, name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: Attribute
-    ) -> Span:
-        """See Tracer."""
-        parent = current_span()
-        if not isinstance(parent, _RecordedSpan):
-            return NO_SPAN
-        return self._start(name, parent.context(), kind, attributes)
-
-    def close(self) -> None:
-        """See Tracer."""
-        self._provider.shutdown()
-
-    def _start(
-        self, name: str, parent: Context, kind: SpanKind, attributes: Mapping[str, Attribute]
-    ) -> Span:
-        from opentelemetry import trace  # noqa: PLC0415
-
-        span = self._tracer.start_span(name, parent, trace.SpanKind[kind.value], attributes)
-        return _RecordedSpan(span, self._exports_errors) if span.is_recording() else NO_SPAN
-
-
-class _RecordedSpan(Span):
-    """A span that OpenTelemetry records."""
-
-    is_recording = True
-
-    def __init__(self, span: OtelSpan, exports_errors: bool) -> None:
-        self._span = span
-        self._exports_errors = exports_errors
-        self._counts: dict[str, int] = {}
-        self._has_ended = False
-        self._has_failed = False
-        self._lock = threading.Lock()
-
-    def set(self, **attributes: Attribute) -> None:
-        """See Span."""
-        self._span.set_attributes({k: v for k, v in attributes.items() if v != ""})
-
-    def count(self, **numbers: int) -> None:
-        """See Span."""
-        for name, number in numbers.items():
-            self._counts[name] = self._counts.get(name, 0) + number
-
-    def event(self, name: str, **attributes: Attribute) -> None:
-        """See Span."""
-        self._span.add_event(name, attributes)
-
-    def rename(self, name: str) -> None:
-        """See Span."""
-        self._span.update_name(name)
-
-    def fail(self, reason: str = "") -> None:
-        """See Span."""
-        from opentelemetry.trace import StatusCode  # noqa: PLC0415
-
-        if self._has_failed:
-            return
-        self._has_failed = True
-        self._span.set_status(StatusCode.ERROR, reason)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """See Span."""
         with self._lock:
             if self._has_ended:
                 return
@@ -269,25 +110,24 @@ class _RecordedSpan(Span):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """See Span."""
-        from opentelemetry.trace import use_span  # noqa: PLC0415
-
+        """Return a context in which this span is the parent of calls and of ``start_child``."""
+        if not self.is_recording:
+            yield
+            return
         before = _current.set(self)
         try:
-            with use_span(self._span, record_exception=False, set_status_on_exception=False):
+            with trace.use_span(self._span, record_exception=False, set_status_on_exception=False):
                 yield
         finally:
             _current.reset(before)
 
     def headers(self) -> Mapping[str, str]:
-        """See Span."""
+        """Return the W3C trace context for calls. It is empty if nothing is recorded."""
         return headers_of(self._span)
 
     def context(self) -> Context:
         """Return the OpenTelemetry context of its children."""
-        from opentelemetry.trace import set_span_in_context  # noqa: PLC0415
-
-        return set_span_in_context(self._span)
+        return trace.set_span_in_context(self._span)
 
     def _fail_with(self, error: Exception) -> None:
         kind = type(error).__name__
@@ -299,9 +139,110 @@ class _RecordedSpan(Span):
             self.fail(f"{kind}: {error.component}" if isinstance(error, Unavailable) else kind)
 
 
-def tracer(endpoint: str | None, service: str, instance: str) -> Tracer:
-    """Return the tracer of a service. Without an endpoint it makes no spans."""
-    return ExportingTracer.for_endpoint(endpoint, service, instance) if endpoint else Tracer()
+NO_SPAN: Final = Span()
+
+_current: ContextVar[Span] = ContextVar("ragcache span", default=NO_SPAN)
+
+
+def current_span() -> Span:
+    """Return the span of the innermost ``current`` context."""
+    return _current.get()
+
+
+class Tracer:
+    """Starts the spans of a service. Safe for threads.
+
+    Args:
+        provider: The SDK's provider, which this object owns. None: no span is recorded.
+        scope: Name of the instrumentation scope.
+        exports_errors: Whether spans carry the messages of errors. Messages may quote a prompt or
+            a document, so by default spans carry only the error's type.
+    """
+
+    def __init__(
+        self,
+        provider: TracerProvider | None = None,
+        scope: str = "ragcache",
+        *,
+        exports_errors: bool = False,
+    ) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer(scope) if provider is not None else None
+        self._exports_errors = exports_errors
+
+    def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
+        """Start a server span as a child of the caller's span, or as the root of a new trace.
+
+        If the caller's trace is not sampled, this span is not recorded.
+        """
+        if self._tracer is None:
+            return NO_SPAN
+        parent = PROPAGATOR.extract(_carrier(headers))
+        return self._start(name, parent, SpanKind.SERVER, attributes)
+
+    def start_child_of(
+        self,
+        name: str,
+        headers: Headers | None,
+        kind: SpanKind = SpanKind.SERVER,
+        **attributes: Attribute,
+    ) -> Span:
+        """Start a child of the caller's span. Without one, nothing is recorded."""
+        carrier = _carrier(headers or ()) if self._tracer is not None else {}
+        if TRACEPARENT not in carrier:
+            return NO_SPAN
+        parent = PROPAGATOR.extract(carrier)
+        if not trace.get_current_span(parent).get_span_context().is_valid:
+            return NO_SPAN
+        return self._start(name, parent, kind, attributes)
+
+    def start_child(
+        self, name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: Attribute
+    ) -> Span:
+        """Start a child of the current span. Without one, nothing is recorded."""
+        parent = current_span()
+        if not parent.is_recording:
+            return NO_SPAN
+        return self._start(name, parent.context(), kind, attributes)
+
+    def close(self) -> None:
+        """Export the remaining spans within EXPORT_TIMEOUT_S."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _start(
+        self, name: str, parent: Context, kind: SpanKind, attributes: Mapping[str, Attribute]
+    ) -> Span:
+        if self._tracer is None:
+            return NO_SPAN
+        span = self._tracer.start_span(name, parent, kind, attributes)
+        return Span(span, exports_errors=self._exports_errors) if span.is_recording() else NO_SPAN
+
+
+def tracer(
+    endpoint: str | None, service: str, instance: str, *, exports_errors: bool = False
+) -> Tracer:
+    """Return the tracer of a service, which exports by OTLP over HTTP.
+
+    Args:
+        endpoint: Base URL, like http://collector:4318. None: no span is recorded.
+        service: Name of the service.
+        instance: Name of this process among those of the service.
+        exports_errors: See ``Tracer``.
+    """
+    if not endpoint:
+        return Tracer()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+        OTLPSpanExporter,
+    )
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    # The service calls close itself, within its own deadline.
+    provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, f"ragcache.{service}", exports_errors=exports_errors)
 
 
 def resource(service: str, instance: str) -> Resource:

@@ -14,7 +14,7 @@ import pytest
 
 from ragcache_retriever.service import RetrieverService
 from ragcache_wire.settings.gateway import EngineAddress
-from ragcache_wire.tracing import ExportingTracer
+from ragcache_wire.tracing import tracer
 from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
 from tests.helpers.otlp import Collector, attributes_of, collector
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
@@ -62,12 +62,12 @@ async def ask(gateway: World, headers: dict[str, str], **more: Any) -> httpx.Res
 
 
 async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
-    tracer = ExportingTracer.for_endpoint(traces.receiver.url, "retriever", "here")
+    retriever_tracer = tracer(traces.receiver.url, "retriever", "here")
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with AsyncExitStack() as stack:
         await knowledge_base.load()
         stack.push_async_callback(knowledge_base.close)
-        service: Any = RetrieverService(knowledge_base, tracer)
+        service: Any = RetrieverService(knowledge_base, retriever_tracer)
         gateway = World(CONFIG.replace(otlp_endpoint=traces.receiver.url), service)
         await gateway.start(stack, tiny_model)
         written = {"id": "a.md", "text": DOCUMENT}
@@ -75,7 +75,7 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
         answer = await ask(gateway, TRACED)
         assert answer.status_code == 200, answer.text
         engine_got = gateway.engine.headers[-1]
-    tracer.close()
+    retriever_tracer.close()
 
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, CALLER)

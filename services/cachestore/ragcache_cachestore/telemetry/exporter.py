@@ -18,12 +18,12 @@ from ragcache_wire.tracing import (
     EXPORT_TIMEOUT_S,
     NO_SPAN,
     Attribute,
-    ExportingTracer,
     Headers,
     Span,
     SpanKind,
     Tracer,
     resource,
+    tracer,
 )
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class ExportingTelemetry(Telemetry):
         )
         # The store closes it, not the interpreter at exit.
         meters = MeterProvider([reader], resource(_PART, instance), shutdown_on_exit=False)
-        tracer = ExportingTracer.for_endpoint(endpoint, _PART, instance, exports_errors=True)
-        return cls(meters, tracer)
+        return cls(meters, tracer(endpoint, _PART, instance, exports_errors=True))
 
     def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
         """Count a value that was served."""
