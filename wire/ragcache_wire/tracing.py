@@ -1,8 +1,8 @@
 """OpenTelemetry spans for every service, exported by OTLP over HTTP.
 
 The API of OpenTelemetry makes no spans without its SDK. Only ``tracer`` with an endpoint imports
-the SDK. OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of traces
-that are sampled (``OTEL_TRACES_SAMPLER``).
+the SDK. OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of
+traces that are sampled (``OTEL_TRACES_SAMPLER``).
 """
 
 from __future__ import annotations
