@@ -189,7 +189,7 @@ def measure(folder: Path, num_bytes: int, held_bytes: int, rounds: int) -> dict[
     folder.mkdir()
     (folder / "blobs").mkdir()
     one_file, blobs = OneFile(folder, 2 * held_bytes), BlobFiles(folder / "blobs", held_bytes)
-    layouts: dict[str, Layout] = {"disk_tier": one_file, "blobdb": blobs}
+    layouts: dict[str, Layout] = {"value_file": one_file, "blobdb": blobs}
     seen: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[int], object], start: int) -> None:
