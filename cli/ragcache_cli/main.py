@@ -61,7 +61,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Answers from documents that start sooner, because the KV of what is retrieved is reused.",
+    help="RAG on vLLM that reuses the KV cache of retrieved chunks.",
 )
 
 ManifestOption = Annotated[
@@ -96,7 +96,7 @@ ContextOption = Annotated[
 KubeconfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--kubeconfig", metavar="FILE", help="Where the cluster is.", show_default="$KUBECONFIG"
+        "--kubeconfig", metavar="FILE", help="Path of the kubeconfig.", show_default="$KUBECONFIG"
     ),
 ]
 NameArgument = Annotated[
@@ -156,14 +156,14 @@ def logs(
     component: Annotated[
         str | None,
         typer.Argument(
-            metavar="[COMPONENT]", help="One of its parts, like engine.", show_default="all"
+            metavar="[COMPONENT]", help="One of its components, like engine.", show_default="all"
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow new lines until Ctrl-C.")
     ] = False,
     tail: Annotated[
-        int, typer.Option("--tail", metavar="N", min=0, help="Lines of each part to begin with.")
+        int, typer.Option("--tail", metavar="N", min=0, help="Lines to show of each component.")
     ] = 100,
     data: DataOption = None,
     namespace: NamespaceOption = None,
@@ -196,7 +196,7 @@ def install(
         typer.Option("--values", metavar="FILE", help="Values of the chart; may be repeated."),
     ] = None,
     reset_values: Annotated[
-        bool, typer.Option("--reset-values", help="Forget values that it was given before.")
+        bool, typer.Option("--reset-values", help="Discard the values of earlier installs.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the operator is ready.")] = False,
     timeout: Annotated[
@@ -208,7 +208,11 @@ def install(
     namespace: Annotated[
         str | None,
         typer.Option(
-            "--namespace", "-n", metavar="NAME", help="Its own.", show_default="ragcache-system"
+            "--namespace",
+            "-n",
+            metavar="NAME",
+            help="Namespace of the operator.",
+            show_default="ragcache-system",
         ),
     ] = None,
     context: ContextOption = None,
@@ -273,7 +277,7 @@ def ask_command(
         Literal["exact", "blend", "off"] | None,
         typer.Option(
             "--reuse",
-            help="Use stored KV: exact, or also from behind other chunks; or compute it all.",
+            help="exact; blend, which also loads KV computed after other chunks; or off.",
             show_default="the platform's",
         ),
     ] = None,
@@ -281,7 +285,7 @@ def ask_command(
         float | None,
         typer.Option(
             "--max-recompute-share",
-            help="Share, from 0 to 1, that blend computes again.",
+            help="Share, from 0 to 1, that blend recomputes.",
             show_default="the platform's",
         ),
     ] = None,
@@ -320,7 +324,7 @@ def render(
         typer.Option(
             "--kube-version",
             metavar="VERSION",
-            help="For a bare Kubernetes of this version, like 1.27.",
+            help="Render for a cluster of this version without optional APIs.",
             show_default="a current one with everything on it",
         ),
     ] = None,

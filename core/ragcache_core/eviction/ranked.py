@@ -129,7 +129,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         return key
 
     def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See EvictionPolicy.cheapest."""
+        """See EvictionPolicy.advance_to_victim."""
         if not self._heap:
             self._return_to_heap(MAX_PROTECTED_PER_SEARCH)
         protected: list[tuple[Rank, K]] = []

@@ -33,8 +33,8 @@ _CONNECTOR: Final = {
 }
 _PROCESS_BYTES = 3 << 30
 """Memory of an engine besides its KV: vLLM's processes and the weights of a small model."""
-_HOST_TIER_PER_QUEUE = 4
-"""Values that wait for their copy into the host tier take one part in so many of its size."""
+_QUEUE_DIVISOR = 4
+"""Values that wait to be copied into the host tier take a quarter of its size."""
 _START_S = 1800
 """Time to read the weights of a large model from a slow disk or a hub."""
 _DRAIN_S = 120
@@ -64,7 +64,7 @@ def workload_name(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Return the objects of one group of engines."""
-    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _HOST_TIER_PER_QUEUE
+    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _QUEUE_DIVISOR
     derived = DerivedResources("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas

@@ -72,7 +72,7 @@ READ_THREADS = 8
 """For reads of the disk, so that they do not wait for puts."""
 CONTROL_THREADS = 4
 SLOW_THREADS = 2
-"""For long calls without hurry, so that no delete waits for them."""
+"""Threads for long calls that are not urgent, so that no delete waits for them."""
 CLOSE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
 MAX_GETS = 32
@@ -80,7 +80,7 @@ MAX_GETS = 32
 MAX_PUTS = 64
 MAX_WATCHERS = 64
 INLINE_KEYS = 64
-"""A lookup of at most so many keys runs in the event loop, faster than a thread would start."""
+"""Lookups of up to this many keys run in the event loop: handing them to a thread takes longer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
@@ -256,7 +256,7 @@ class CacheStoreService:
     async def _get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:
         """Stream values as encoded GetParts.
 
-        A client that takes longer for a value than a lease lasts gives its slot to another call.
+        A client that takes longer for a value than a lease lasts loses its slot to another call.
         """
         self._check_open()
         _require_deadline(context)

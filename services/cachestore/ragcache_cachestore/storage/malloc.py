@@ -6,7 +6,7 @@ import ctypes
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_M_HEAP_MAX = -8  # M_ARENA_MAX in malloc.h
+_M_MAX_POOLS = -8  # M_ARENA_MAX in malloc.h
 
 KEPT_BYTES = 8 << 20
 """Free memory that glibc keeps for reuse, for a few messages. It adds to the memory tier."""
@@ -24,4 +24,4 @@ def reuse_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_HEAP_MAX, 2)  # every heap keeps its own free memory
+    mallopt(_M_MAX_POOLS, 2)  # each of these pools keeps its own free memory

@@ -21,11 +21,11 @@ class LoadedModel:
     Attributes:
         forward: The model as the runner calls it, compiled or not.
         vllm_config: vLLM's configuration.
-        metadata_builder: Of the attention backend, for our passes alone. The runner's own builder
-            has buffers that belong to the step in progress.
+        metadata_builder: Metadata builder of the attention backend, used only by recomputation
+            passes. The runner's own builder has buffers that belong to the step in progress.
         layer_names: Names of all attention layers.
-        block_size: Of the block tables that are given.
-        kernel_block_size: Of the blocks that the backend reads, into which it cuts each block.
+        block_size: Tokens per block of vLLM's block tables.
+        kernel_block_size: Tokens per block that the backend's kernel reads.
         device: The model's device.
     """
 

@@ -13,6 +13,7 @@ from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
 from ragcache_core.identity.variant import Miss, Origin, VariantInfo
 from ragcache_core.store_api import AsOf
+from ragcache_wire.settings.engine import LOAD_DEADLINE_S
 
 STORE_TIER = "store"
 """Stands for the cache store where the worker reports which tier a value came from."""
@@ -20,7 +21,6 @@ STORE_TIER = "store"
 BLEND_UNSUPPORTED = "this engine cannot blend"
 """Failure reason of a load that needs recomputation. The scheduler then stops blending."""
 
-LOAD_DEADLINE_S = 5.0
 """Deadline of a load without a configured one."""
 
 

@@ -14,7 +14,8 @@ class TierMoves:
 
     Attributes:
         evicted: Variants that leave their tier, and no tier stores them afterwards.
-        replaced: Variants that leave their tier because an offer has a better value.
+        replaced: Variants that leave their tier because an offer has a newer value. A variant that
+            is assigned to no tier is dropped.
         unavailable: Variants that the policy assigned to a tier, but that have neither a stored
             value nor an offer. The policy must forget them.
         copies: The target tier of each variant to copy, demotions first.
@@ -33,11 +34,11 @@ def plan_tier_moves(
 ) -> TierMoves:
     """Compare the assigned tier of each variant with its current one.
 
-    Invariant: demote first, that makes room for promotions. So ``copies`` has all copies to host
-    memory before those to the device.
+    Invariant: demotions come first, because they make room for promotions. So ``copies`` has all
+    copies to host memory before those to the device.
 
     Args:
-        assigned: The policy's tier of each variant. ``Placement.DISK``: none of the worker's.
+        assigned: The policy's tier of each variant. ``Placement.DISK``: in no tier of the worker.
         current: The tier that stores a variant now.
         offered: Variants for which there is a new value.
     """

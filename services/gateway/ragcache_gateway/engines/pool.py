@@ -27,7 +27,8 @@ from ragcache_wire.tracing import Tracer
 log = logging.getLogger(__name__)
 
 MAX_LOST_ENGINES = 2
-"""Engines that may fail over one request. If the request itself makes them fail, not all do."""
+"""A request is abandoned after this many engines failed with it, so that one bad request cannot
+take down all engines."""
 
 
 class EnginePool:
