@@ -49,13 +49,13 @@ STAGES: Final = (
             "python -m tools.house --check",
         ),
     ),
-    Stage("unit", ("python -m pytest -n logical tests/unit",)),
+    Stage("unit", ("python -m pytest -n logical --durations=10 tests/unit",)),
     Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
     Stage(
         "integration, end to end",
-        (f"python -m pytest {BY_TWOS} -m 'not slow' tests/integration tests/e2e",),
+        (f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow' tests/integration tests/e2e",),
     ),
-    Stage("cluster", ("python -m pytest -m 'not slow' tests/cluster",)),
+    Stage("cluster", ("python -m pytest --durations=10 -m 'not slow' tests/cluster",)),
 )
 SLOW: Final = (
     Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
