@@ -51,6 +51,16 @@ def load_model_folder(source: str) -> ModelFolder:
     return ModelFolder(path, config, fingerprint)
 
 
+def find_tokenizer(source: str) -> Path:
+    """Return the folder with a model's tokenizer. It downloads no weights.
+
+    Raises:
+        InvalidInput: The model does not exist, or it has no tokenizer.json.
+    """
+    folder = _folder(source, ["tokenizer*", "special_tokens_map.json", "*.jinja", "config.json"])
+    return _tokenizer(folder).parent
+
+
 def _folder(source: str, patterns: list[str]) -> Path:
     path = Path(source)
     return path if path.is_dir() else _snapshot(source, patterns)

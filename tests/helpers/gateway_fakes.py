@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key, token_digest
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
@@ -52,11 +52,11 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     """Returns fixed hits; keeps documents in a dict, each as one chunk.
 
     Args:
-        chunk_key: Returns the key of a chunk's text.
+        token_digest: Returns the digest of a chunk's tokens.
     """
 
-    def __init__(self, chunk_key: Callable[[str], bytes] | None = None) -> None:
-        self.chunk_key = chunk_key or (lambda text: text.encode()[:16].ljust(16))
+    def __init__(self, token_digest: Callable[[str], bytes] | None = None) -> None:
+        self.token_digest = token_digest or (lambda text: text.encode()[:16].ljust(16))
         self.hits = [
             retriever_pb2.Hit(
                 chunk=chunk("billing.md", 1), score=0.9, before=[chunk("billing.md", 0)]
@@ -98,18 +98,20 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         stored.num_chunks = 1
         stored.title = document.title or document.id
         changed = old is None or old.text != document.text
-        removed = [self.chunk_key(old.text)] if old is not None and changed else []
+        removed = [self.token_digest(old.text)] if old is not None and changed else []
         return retriever_pb2.UpsertDocumentReply(
             document=stored,
             changed=changed,
-            removed_chunk_keys=removed,
+            removed_token_digests=removed,
             chunks=[document.text] if changed else [],
         )
 
     async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = self._document(request)
         del self.documents[request.id]
-        return retriever_pb2.DeleteDocumentReply(removed_chunk_keys=[self.chunk_key(document.text)])
+        return retriever_pb2.DeleteDocumentReply(
+            removed_token_digests=[self.token_digest(document.text)]
+        )
 
     async def GetDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         if not request.id:
@@ -401,7 +403,7 @@ class World:
             engines=(self.engine_name(engine_port), *self.config.engines),
         )
         if isinstance(self.retriever, FakeRetriever):
-            self.retriever.chunk_key = self.chunk_key
+            self.retriever.token_digest = self.token_digest
         port = await stack.enter_async_context(serving(self.app()))
         self.base_url = f"http://127.0.0.1:{port}"
         self.client = await stack.enter_async_context(
@@ -422,6 +424,10 @@ class World:
 
     def space(self) -> KVSpace:
         return load_model_folder(self.config.model).space("auto")
+
+    def token_digest(self, text: str) -> bytes:
+        """Return the digest of a chunk's tokens, as the retriever computes it."""
+        return token_digest(self.prompts().encode_chunk(text))
 
     def chunk_key(self, text: str) -> bytes:
         """Return the key of a chunk, as the retriever does."""

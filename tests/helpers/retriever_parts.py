@@ -92,5 +92,5 @@ async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClien
         await knowledge_base.close()
 
 
-def tokenizer_of(model: Path, dtype: str = "auto") -> ServingTokenizer:
-    return load_serving_tokenizer(str(model), dtype)
+def tokenizer_of(model: Path) -> ServingTokenizer:
+    return load_serving_tokenizer(str(model))

@@ -65,12 +65,24 @@ def _token_bytes(token_ids: TokenIds) -> bytes:
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
+def token_digest(token_ids: TokenIds) -> bytes:
+    """Return the 128-bit digest of a chunk's tokens, which needs no KV space."""
+    hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-tokens")
+    hasher.update(_token_bytes(token_ids))
+    return hasher.digest()
+
+
 def chunk_key(space: KVSpace, domain: str, token_ids: TokenIds) -> ChunkKey:
     """Return the key of a chunk, which depends on the chunk's own tokens only."""
+    return chunk_key_of_digest(space, domain, token_digest(token_ids))
+
+
+def chunk_key_of_digest(space: KVSpace, domain: str, digest: bytes) -> ChunkKey:
+    """Return the key of a chunk whose ``token_digest`` is known."""
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-chunk")
     hasher.update(space.digest())
     hasher.update(domain.encode() + b"\0")
-    hasher.update(_token_bytes(token_ids))
+    hasher.update(digest)
     return hasher.digest()
 
 

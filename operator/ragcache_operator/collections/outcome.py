@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ragcache_operator.kube.resources import Object
 
@@ -47,6 +47,8 @@ class Outcome:
         """Parse the annotation of a Job. An invalid annotation counts as a failed sync."""
         try:
             fields = json.loads(text)
+            if fields["verdict"] not in get_args(SyncVerdict):
+                raise ValueError(fields["verdict"])
             return cls(**{**fields, "failures": tuple(fields["failures"])})
         except (ValueError, TypeError, KeyError):
             return cls("failed", "the outcome annotation is invalid")

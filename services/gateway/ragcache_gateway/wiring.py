@@ -186,4 +186,4 @@ def _document_writer(
     if precomputer is not None:
         events.subscribe(precomputer.document_changed)
     events.subscribe(VariantInvalidation(deletions).invalidate)
-    return DocumentWriter(clients.retriever, events, tools.model.domain)
+    return DocumentWriter(clients.retriever, events, tools.model.space, tools.model.domain)

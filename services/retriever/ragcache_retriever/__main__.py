@@ -94,10 +94,8 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
 async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
-    # In a thread, because the model may come from the hub first.
-    tokenizer = await asyncio.to_thread(
-        load_serving_tokenizer, settings.model, settings.model_dtype
-    )
+    # In a thread, because the tokenizer may come from the hub first.
+    tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     return KnowledgeBase(
         DocumentStore(settings.data_dir),
         make_embedder(settings),

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_core.identity.keys import ChunkKey
 from ragcache_retriever.concurrency.read_write_lock import ReadWriteLock
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.documents.collection import (
@@ -66,13 +65,13 @@ class CollectionInfo:
 class UpsertResult:
     """Result of an upsert.
 
-    ``stored`` is the document after the upsert. ``removed_keys`` are the keys of chunks that are no
-    longer in the collection. ``texts`` are the document's chunks, if it changed.
+    ``stored`` is the document after the upsert. ``removed_digests`` are the token digests of
+    chunks that are no longer in the collection. ``texts`` are the document's chunks, if it changed.
     """
 
     stored: StoredDocument
     changed: bool
-    removed_keys: tuple[ChunkKey, ...]
+    removed_digests: tuple[bytes, ...]
     texts: tuple[str, ...] = ()
 
 
@@ -227,18 +226,18 @@ class KnowledgeBase:
         async with self._document_lock(collection, document.id):
             return await self._put(collection, document, content_hash)
 
-    async def delete(self, collection: str, document_id: str) -> tuple[ChunkKey, ...]:
+    async def delete(self, collection: str, document_id: str) -> tuple[bytes, ...]:
         """Delete a document. Raises NotFound.
 
         Returns:
-            The keys of chunks that are no longer in the collection.
+            The token digests of chunks that are no longer in the collection.
         """
         self._collection(collection)
         async with self._document_lock(collection, document_id):
             change = await run(self._writer, self._delete, collection, document_id)
         if change is None:
             raise _document_not_found(document_id, collection)
-        return change.removed_keys
+        return change.removed_digests
 
     async def document(self, collection: str, document_id: str) -> StoredDocument:
         """Return a document with its text. Raises NotFound."""
@@ -329,7 +328,7 @@ class KnowledgeBase:
             updated_unix_ms = int(self._clock() * 1000)
             if present is not None and present.content_hash == content_hash:
                 if present.recipe == self._recipe(collection):
-                    return UpsertResult(present, changed=False, removed_keys=())
+                    return UpsertResult(present, changed=False, removed_digests=())
                 updated_unix_ms = present.updated_unix_ms
             prepared = await self._prepare(collection, document, present)
             stored = StoredDocument(
@@ -338,7 +337,7 @@ class KnowledgeBase:
             change = await run(self._writer, self._write, collection, stored, prepared)
             if change is not None:
                 texts = tuple(chunk.text for chunk in prepared.chunks)
-                return UpsertResult(stored, True, change.removed_keys, texts)
+                return UpsertResult(stored, True, change.removed_digests, texts)
 
     async def _prepare(
         self, collection: str, document: Document, present: StoredDocument | None
@@ -363,7 +362,7 @@ class KnowledgeBase:
             return None
         with self._store.transaction():
             change = self._store.replace(
-                name, stored, prepared.chunks, prepared.keys, prepared.embeddings
+                name, stored, prepared.chunks, prepared.digests, prepared.embeddings
             )
             self._publish(self._collections[name], change, prepared.embeddings)
         return change

@@ -1,4 +1,4 @@
-"""Turns a document into chunks with keys and embeddings, before anything is written."""
+"""Turns a document into chunks with token digests and embeddings, before anything is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ragcache_core.identity.keys import ChunkKey
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk, split_document
 from ragcache_retriever.documents.collection import Chunking
@@ -27,7 +26,7 @@ class PreparedDocument:
     document: Document
     recipe: Recipe
     chunks: list[Chunk]
-    keys: list[ChunkKey]
+    digests: list[bytes]
     embeddings: Vectors
 
 
@@ -39,7 +38,7 @@ def embedded_text(title: str, chunk: Chunk) -> str:
 
 
 class DocumentPreparer:
-    """Splits documents and computes keys in one thread, and embeds wherever the embedder does it.
+    """Splits documents and digests tokens in one thread, and embeds wherever the embedder does it.
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
@@ -61,7 +60,6 @@ class DocumentPreparer:
         return Recipe(
             chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
             f":{self._tokenizer.identity}",
-            key_space=self._tokenizer.key_space,
             embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
             f":{self._embedder.dimension}",
         )
@@ -79,7 +77,7 @@ class DocumentPreparer:
             Unavailable: The embedder does not answer.
             InvalidInput: The embedder refuses a text.
         """
-        chunks, keys = await run(self._splitting, self._split, document, chunking)
+        chunks, digests = await run(self._splitting, self._split, document, chunking)
         texts = [embedded_text(document.title, chunk) for chunk in chunks]
         embeddings = np.empty((len(chunks), self._embedder.dimension), np.float32)
         missing = []
@@ -91,13 +89,13 @@ class DocumentPreparer:
         size = self._embedder.batch_size
         for batch in (missing[i : i + size] for i in range(0, len(missing), size)):
             embeddings[batch] = await self._embedder.embed([texts[i] for i in batch], urgent=False)
-        return PreparedDocument(document, self.recipe(chunking), chunks, keys, embeddings)
+        return PreparedDocument(document, self.recipe(chunking), chunks, digests, embeddings)
 
-    def _split(self, document: Document, chunking: Chunking) -> tuple[list[Chunk], list[ChunkKey]]:
+    def _split(self, document: Document, chunking: Chunking) -> tuple[list[Chunk], list[bytes]]:
         chunks = split_document(
             document.text,
             markdown=document.content_type == self._markdown,
             chunking=chunking,
             count_tokens=self._tokenizer.count,
         )
-        return chunks, [self._tokenizer.chunk_key(chunk.text) for chunk in chunks]
+        return chunks, [self._tokenizer.token_digest(chunk.text) for chunk in chunks]

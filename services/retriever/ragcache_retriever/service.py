@@ -36,7 +36,7 @@ MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
 MAX_TOP_K = 1000
 MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
-"""Most bytes of chunk keys and chunk texts in one reply."""
+"""Most bytes of token digests and chunk texts in one reply."""
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
@@ -85,12 +85,12 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         # In a thread, because checking megabytes of text would block the event loop.
         document = await asyncio.to_thread(_document, request.document)
         result = await self._knowledge_base.upsert(collection, document)
-        removed = _fit_message(result.removed_keys, MAX_CHUNKS_BYTES)
+        removed = _fit_message(result.removed_digests, MAX_CHUNKS_BYTES)
         left_bytes = MAX_CHUNKS_BYTES - sum(map(_size, removed))
         return pb.UpsertDocumentReply(
             document=_document_message(collection, result.stored, with_text=False),
             changed=result.changed,
-            removed_chunk_keys=removed,
+            removed_token_digests=removed,
             chunks=_fit_message(result.texts, left_bytes),
         )
 
@@ -101,7 +101,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         collection = checked_name("collection", request.collection)
         document_id = _checked_id("id", request.id)
         removed = await self._knowledge_base.delete(collection, document_id)
-        return pb.DeleteDocumentReply(removed_chunk_keys=_fit_message(removed, MAX_CHUNKS_BYTES))
+        return pb.DeleteDocumentReply(removed_token_digests=_fit_message(removed, MAX_CHUNKS_BYTES))
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: Context) -> pb.Document:
         """Return a document with its text."""

@@ -146,20 +146,9 @@ async def test_a_document_that_a_new_embedder_refuses_blocks_no_other(
         assert sorted(hit.chunk.document_id for hit in stages[-1].hits) == ["billing", "zebra"]
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
-        assert list(reply.removed_chunk_keys) == [tokenizer.chunk_key("All about the volcano.")]
-
-
-async def test_another_kv_space_gives_chunks_other_keys_and_embeds_nothing(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    await ingest(tmp_path, tiny_model)
-    embedder, tokenizer = WordEmbedder(), tokenizer_of(tiny_model, "float16")
-    async with serving(make_knowledge_base(tmp_path, tokenizer, embedder=embedder)) as client:
-        stages = [stage async for stage in client.search("default", "part", 100)]
-        reply = await client.delete_document("default", "d")
-    assert embedder.embedded == ["part"]
-    texts = {hit.chunk.text for hit in stages[-1].hits}
-    assert set(reply.removed_chunk_keys) == set(map(tokenizer.chunk_key, texts))
+        assert list(reply.removed_token_digests) == [
+            tokenizer.token_digest("All about the volcano.")
+        ]
 
 
 async def test_a_start_reports_its_progress(tmp_path: Path, tiny_model: Path) -> None:

@@ -72,13 +72,13 @@ async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> 
     again = await client.upsert_document(document("d", service_page("d", "north")))
     assert not again.changed
     assert again.document == first.document
-    assert not again.removed_chunk_keys
+    assert not again.removed_token_digests
     retitled = await client.upsert_document(
         document("d", service_page("d", "north"), title="Other", metadata={"k": "v"})
     )
     assert retitled.changed
     assert retitled.document.content_hash != first.document.content_hash
-    assert not retitled.removed_chunk_keys
+    assert not retitled.removed_token_digests
 
 
 async def test_a_changed_document_is_found_by_its_new_text(
@@ -89,7 +89,7 @@ async def test_a_changed_document_is_found_by_its_new_text(
     old = (await client.get_document("default", "a")).text
     reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
     [changed] = [text for text in chunks_of_a if "region north" in text]
-    assert list(reply.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(changed)]
+    assert list(reply.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(changed)]
     final = (await search(client, "region zanzibar", 1))[-1]
     assert ids(final) == ["a#0"]
     assert "zanzibar" in final.hits[0].chunk.text
@@ -100,7 +100,7 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: P
     first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
     await client.upsert_document(document("b", service_page("b", "south")))
     reply = await client.delete_document("default", "a")
-    assert list(reply.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(first)]
+    assert list(reply.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(first)]
     final = (await search(client, "a north", 100))[-1]
     assert {hit.chunk.document_id for hit in final.hits} == {"b"}
     for call in (client.get_document("default", "a"), client.delete_document("default", "a")):
@@ -121,7 +121,7 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     assert list(again.chunks) == [first]
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", KEY_BYTES + 1)
     deleted = await client.delete_document("default", "a")
-    assert list(deleted.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(first)]
+    assert list(deleted.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(first)]
 
 
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:

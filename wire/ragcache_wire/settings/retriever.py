@@ -13,7 +13,6 @@ from ragcache_wire.settings.field_types import (
     Count,
     HttpUrl,
     LogLevel,
-    ModelDtype,
     whole_number,
 )
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
@@ -43,10 +42,8 @@ class RetrieverSettings(ServiceSettings):
     data_dir: Path = setting(internal="The operator mounts the volume.")
     """Folder of the documents and their vectors."""
     model: str = setting(spec="spec.model.source")
-    """The serving model: a folder or a Hugging Face name. Its tokens bound the chunks, and its
-    fingerprint is part of their keys."""
-    model_dtype: ModelDtype = setting("auto", spec="spec.model.dtype")
-    """Number format of the KV cache, as the engines have it. It is part of the chunks' keys."""
+    """The serving model: a folder or a Hugging Face name. Only its tokenizer is
+    read: it counts and digests the tokens of chunks."""
     embedder: Annotated[
         str,
         AfterValidator(_embedder),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ragcache_wire/v1/retriever.proto\x12\x0bragcache.v1\"\x86\x01\n\nCollection\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x08\x63hunking\x18\x02 \x01(\x0b\x32\x15.ragcache.v1.Chunking\x12\x13\n\x06window\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tdocuments\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\x04\x42\t\n\x07_window\"7\n\x08\x43hunking\x12\x13\n\x0bsize_tokens\x18\x01 \x01(\r\x12\x16\n\x0eoverlap_tokens\x18\x02 \x01(\r\"C\n\x14PutCollectionRequest\x12+\n\ncollection\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.Collection\"$\n\x14GetCollectionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16ListCollectionsRequest\"D\n\x14ListCollectionsReply\x12,\n\x0b\x63ollections\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.Collection\"\xa2\x02\n\x08\x44ocument\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\r\n\x05title\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x0c\x63ontent_type\x18\x05 \x01(\x0e\x32\x18.ragcache.v1.ContentType\x12\x35\n\x08metadata\x18\x06 \x03(\x0b\x32#.ragcache.v1.Document.MetadataEntry\x12\x12\n\nnum_chunks\x18\x07 \x01(\r\x12\x14\n\x0c\x63ontent_hash\x18\x08 \x01(\t\x12\x17\n\x0fupdated_unix_ms\x18\t \x01(\x03\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15UpsertDocumentRequest\x12\'\n\x08\x64ocument\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Document\"{\n\x13UpsertDocumentReply\x12\'\n\x08\x64ocument\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Document\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x1a\n\x12removed_chunk_keys\x18\x03 \x03(\x0c\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\t\"7\n\x15\x44\x65leteDocumentRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"1\n\x13\x44\x65leteDocumentReply\x12\x1a\n\x12removed_chunk_keys\x18\x01 \x03(\x0c\"4\n\x12GetDocumentRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"Q\n\x14ListDocumentsRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x12ListDocumentsReply\x12(\n\tdocuments\x18\x01 \x03(\x0b\x32\x15.ragcache.v1.Document\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"A\n\rSearchRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\r\n\x05top_k\x18\x03 \x01(\r\"s\n\x0bSearchStage\x12\x1e\n\x04hits\x18\x01 \x03(\x0b\x32\x10.ragcache.v1.Hit\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x10\n\x08progress\x18\x03 \x01(\x02\x12\x10\n\x08\x65mbed_us\x18\x04 \x01(\r\x12\x11\n\tsearch_us\x18\x05 \x01(\r\"~\n\x03Hit\x12!\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x12.ragcache.v1.Chunk\x12\r\n\x05score\x18\x02 \x01(\x02\x12\"\n\x06\x62\x65\x66ore\x18\x03 \x03(\x0b\x32\x12.ragcache.v1.Chunk\x12!\n\x05\x61\x66ter\x18\x04 \x03(\x0b\x32\x12.ragcache.v1.Chunk\"l\n\x05\x43hunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x64ocument_id\x18\x02 \x01(\t\x12\r\n\x05title\x18\x03 \x01(\t\x12\x14\n\x0cheading_path\x18\x04 \x03(\t\x12\x0f\n\x07ordinal\x18\x05 \x01(\r\x12\x0c\n\x04text\x18\x06 \x01(\t*]\n\x0b\x43ontentType\x12\x1c\n\x18\x43ONTENT_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43ONTENT_TYPE_TEXT\x10\x01\x12\x19\n\x15\x43ONTENT_TYPE_MARKDOWN\x10\x02\x32\x8e\x05\n\tRetriever\x12K\n\rPutCollection\x12!.ragcache.v1.PutCollectionRequest\x1a\x17.ragcache.v1.Collection\x12K\n\rGetCollection\x12!.ragcache.v1.GetCollectionRequest\x1a\x17.ragcache.v1.Collection\x12Y\n\x0fListCollections\x12#.ragcache.v1.ListCollectionsRequest\x1a!.ragcache.v1.ListCollectionsReply\x12V\n\x0eUpsertDocument\x12\".ragcache.v1.UpsertDocumentRequest\x1a .ragcache.v1.UpsertDocumentReply\x12V\n\x0e\x44\x65leteDocument\x12\".ragcache.v1.DeleteDocumentRequest\x1a .ragcache.v1.DeleteDocumentReply\x12\x45\n\x0bGetDocument\x12\x1f.ragcache.v1.GetDocumentRequest\x1a\x15.ragcache.v1.Document\x12S\n\rListDocuments\x12!.ragcache.v1.ListDocumentsRequest\x1a\x1f.ragcache.v1.ListDocumentsReply\x12@\n\x06Search\x12\x1a.ragcache.v1.SearchRequest\x1a\x18.ragcache.v1.SearchStage0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ragcache_wire/v1/retriever.proto\x12\x0bragcache.v1\"\x86\x01\n\nCollection\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x08\x63hunking\x18\x02 \x01(\x0b\x32\x15.ragcache.v1.Chunking\x12\x13\n\x06window\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tdocuments\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\x04\x42\t\n\x07_window\"7\n\x08\x43hunking\x12\x13\n\x0bsize_tokens\x18\x01 \x01(\r\x12\x16\n\x0eoverlap_tokens\x18\x02 \x01(\r\"C\n\x14PutCollectionRequest\x12+\n\ncollection\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.Collection\"$\n\x14GetCollectionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16ListCollectionsRequest\"D\n\x14ListCollectionsReply\x12,\n\x0b\x63ollections\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.Collection\"\xa2\x02\n\x08\x44ocument\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\r\n\x05title\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x0c\x63ontent_type\x18\x05 \x01(\x0e\x32\x18.ragcache.v1.ContentType\x12\x35\n\x08metadata\x18\x06 \x03(\x0b\x32#.ragcache.v1.Document.MetadataEntry\x12\x12\n\nnum_chunks\x18\x07 \x01(\r\x12\x14\n\x0c\x63ontent_hash\x18\x08 \x01(\t\x12\x17\n\x0fupdated_unix_ms\x18\t \x01(\x03\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15UpsertDocumentRequest\x12\'\n\x08\x64ocument\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Document\"~\n\x13UpsertDocumentReply\x12\'\n\x08\x64ocument\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Document\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x1d\n\x15removed_token_digests\x18\x05 \x03(\x0c\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\t\"7\n\x15\x44\x65leteDocumentRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"4\n\x13\x44\x65leteDocumentReply\x12\x1d\n\x15removed_token_digests\x18\x02 \x03(\x0c\"4\n\x12GetDocumentRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"Q\n\x14ListDocumentsRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x12ListDocumentsReply\x12(\n\tdocuments\x18\x01 \x03(\x0b\x32\x15.ragcache.v1.Document\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"A\n\rSearchRequest\x12\x12\n\ncollection\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\r\n\x05top_k\x18\x03 \x01(\r\"s\n\x0bSearchStage\x12\x1e\n\x04hits\x18\x01 \x03(\x0b\x32\x10.ragcache.v1.Hit\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x10\n\x08progress\x18\x03 \x01(\x02\x12\x10\n\x08\x65mbed_us\x18\x04 \x01(\r\x12\x11\n\tsearch_us\x18\x05 \x01(\r\"~\n\x03Hit\x12!\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x12.ragcache.v1.Chunk\x12\r\n\x05score\x18\x02 \x01(\x02\x12\"\n\x06\x62\x65\x66ore\x18\x03 \x03(\x0b\x32\x12.ragcache.v1.Chunk\x12!\n\x05\x61\x66ter\x18\x04 \x03(\x0b\x32\x12.ragcache.v1.Chunk\"l\n\x05\x43hunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x64ocument_id\x18\x02 \x01(\t\x12\r\n\x05title\x18\x03 \x01(\t\x12\x14\n\x0cheading_path\x18\x04 \x03(\t\x12\x0f\n\x07ordinal\x18\x05 \x01(\r\x12\x0c\n\x04text\x18\x06 \x01(\t*]\n\x0b\x43ontentType\x12\x1c\n\x18\x43ONTENT_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43ONTENT_TYPE_TEXT\x10\x01\x12\x19\n\x15\x43ONTENT_TYPE_MARKDOWN\x10\x02\x32\x8e\x05\n\tRetriever\x12K\n\rPutCollection\x12!.ragcache.v1.PutCollectionRequest\x1a\x17.ragcache.v1.Collection\x12K\n\rGetCollection\x12!.ragcache.v1.GetCollectionRequest\x1a\x17.ragcache.v1.Collection\x12Y\n\x0fListCollections\x12#.ragcache.v1.ListCollectionsRequest\x1a!.ragcache.v1.ListCollectionsReply\x12V\n\x0eUpsertDocument\x12\".ragcache.v1.UpsertDocumentRequest\x1a .ragcache.v1.UpsertDocumentReply\x12V\n\x0e\x44\x65leteDocument\x12\".ragcache.v1.DeleteDocumentRequest\x1a .ragcache.v1.DeleteDocumentReply\x12\x45\n\x0bGetDocument\x12\x1f.ragcache.v1.GetDocumentRequest\x1a\x15.ragcache.v1.Document\x12S\n\rListDocuments\x12!.ragcache.v1.ListDocumentsRequest\x1a\x1f.ragcache.v1.ListDocumentsReply\x12@\n\x06Search\x12\x1a.ragcache.v1.SearchRequest\x1a\x18.ragcache.v1.SearchStage0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DOCUMENT_METADATAENTRY']._loaded_options = None
   _globals['_DOCUMENT_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CONTENTTYPE']._serialized_start=1686
-  _globals['_CONTENTTYPE']._serialized_end=1779
+  _globals['_CONTENTTYPE']._serialized_start=1692
+  _globals['_CONTENTTYPE']._serialized_end=1785
   _globals['_COLLECTION']._serialized_start=50
   _globals['_COLLECTION']._serialized_end=184
   _globals['_CHUNKING']._serialized_start=186
@@ -54,25 +54,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPSERTDOCUMENTREQUEST']._serialized_start=739
   _globals['_UPSERTDOCUMENTREQUEST']._serialized_end=803
   _globals['_UPSERTDOCUMENTREPLY']._serialized_start=805
-  _globals['_UPSERTDOCUMENTREPLY']._serialized_end=928
-  _globals['_DELETEDOCUMENTREQUEST']._serialized_start=930
-  _globals['_DELETEDOCUMENTREQUEST']._serialized_end=985
-  _globals['_DELETEDOCUMENTREPLY']._serialized_start=987
-  _globals['_DELETEDOCUMENTREPLY']._serialized_end=1036
-  _globals['_GETDOCUMENTREQUEST']._serialized_start=1038
-  _globals['_GETDOCUMENTREQUEST']._serialized_end=1090
-  _globals['_LISTDOCUMENTSREQUEST']._serialized_start=1092
-  _globals['_LISTDOCUMENTSREQUEST']._serialized_end=1173
-  _globals['_LISTDOCUMENTSREPLY']._serialized_start=1175
-  _globals['_LISTDOCUMENTSREPLY']._serialized_end=1262
-  _globals['_SEARCHREQUEST']._serialized_start=1264
-  _globals['_SEARCHREQUEST']._serialized_end=1329
-  _globals['_SEARCHSTAGE']._serialized_start=1331
-  _globals['_SEARCHSTAGE']._serialized_end=1446
-  _globals['_HIT']._serialized_start=1448
-  _globals['_HIT']._serialized_end=1574
-  _globals['_CHUNK']._serialized_start=1576
-  _globals['_CHUNK']._serialized_end=1684
-  _globals['_RETRIEVER']._serialized_start=1782
-  _globals['_RETRIEVER']._serialized_end=2436
+  _globals['_UPSERTDOCUMENTREPLY']._serialized_end=931
+  _globals['_DELETEDOCUMENTREQUEST']._serialized_start=933
+  _globals['_DELETEDOCUMENTREQUEST']._serialized_end=988
+  _globals['_DELETEDOCUMENTREPLY']._serialized_start=990
+  _globals['_DELETEDOCUMENTREPLY']._serialized_end=1042
+  _globals['_GETDOCUMENTREQUEST']._serialized_start=1044
+  _globals['_GETDOCUMENTREQUEST']._serialized_end=1096
+  _globals['_LISTDOCUMENTSREQUEST']._serialized_start=1098
+  _globals['_LISTDOCUMENTSREQUEST']._serialized_end=1179
+  _globals['_LISTDOCUMENTSREPLY']._serialized_start=1181
+  _globals['_LISTDOCUMENTSREPLY']._serialized_end=1268
+  _globals['_SEARCHREQUEST']._serialized_start=1270
+  _globals['_SEARCHREQUEST']._serialized_end=1335
+  _globals['_SEARCHSTAGE']._serialized_start=1337
+  _globals['_SEARCHSTAGE']._serialized_end=1452
+  _globals['_HIT']._serialized_start=1454
+  _globals['_HIT']._serialized_end=1580
+  _globals['_CHUNK']._serialized_start=1582
+  _globals['_CHUNK']._serialized_end=1690
+  _globals['_RETRIEVER']._serialized_start=1788
+  _globals['_RETRIEVER']._serialized_end=2442
 # @@protoc_insertion_point(module_scope)

@@ -268,7 +268,7 @@ class UpsertDocumentReply(_message.Message):
 
     DOCUMENT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
-    REMOVED_CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    REMOVED_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
     @_builtins.property
@@ -276,9 +276,9 @@ class UpsertDocumentReply(_message.Message):
         """without text"""
 
     @_builtins.property
-    def removed_chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of chunks that are no longer in the collection: their variants are useless. A reply holds
-        no more of them than fit into one message.
+    def removed_token_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Token digests of chunks that are no longer in the collection. The gateway computes their chunk
+        keys, and their variants are deleted. A reply has as many as fit into one message.
         """
 
     @_builtins.property
@@ -290,12 +290,12 @@ class UpsertDocumentReply(_message.Message):
         *,
         document: Global___Document | None = ...,
         changed: _builtins.bool = ...,
-        removed_chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        removed_token_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         chunks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_chunk_keys", b"removed_chunk_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_token_digests", b"removed_token_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,19 +327,19 @@ Global___DeleteDocumentRequest: _TypeAlias = DeleteDocumentRequest  # noqa: Y015
 class DeleteDocumentReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REMOVED_CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    REMOVED_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def removed_chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def removed_token_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in UpsertDocumentReply."""
 
     def __init__(
         self,
         *,
-        removed_chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        removed_token_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_chunk_keys", b"removed_chunk_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_token_digests", b"removed_token_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -241,9 +241,9 @@ class ConnectorWorker:
 
     def take_report(self) -> StepReport | None:
         """Return what ended since the last call, for the scheduler; None: nothing did."""
-        report = StepReport(
-            self._results.take_outcomes(), self._timer.take_passes(), self._tiers.take_changes()
-        )
+        # The outcomes come last: if a device event fails, they stay for the next report.
+        passes, changes = self._timer.take_passes(), self._tiers.take_changes()
+        report = StepReport(self._results.take_outcomes(), passes, changes)
         return report if report.outcomes or report.passes or report.tier_changes else None
 
     def take_counts(self) -> LoadCounts:

@@ -56,11 +56,22 @@ class DocumentEvents:
         self._subscribers.append(subscriber)
 
     async def publish(self, change: DocumentChanged) -> int | None:
-        """Tell each subscriber and wait for it.
+        """Tell each subscriber and wait for it. A failure of one keeps no other from being told.
 
         Returns:
             How many stored variants the subscribers removed; None if some are removed later.
+
+        Raises:
+            Exception: The first failure, after all subscribers were told.
         """
-        counts = [await subscriber(change) for subscriber in self._subscribers]
+        counts: list[int | None] = []
+        failures: list[Exception] = []
+        for subscriber in self._subscribers:
+            try:
+                counts.append(await subscriber(change))
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
+from ragcache_core.identity.keys import ChunkKey, KVSpace, chunk_key_of_digest
 from ragcache_gateway.documents.events import DocumentChanged, DocumentEvents
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -13,6 +15,7 @@ class DocumentWriter:
     """Has the retriever change documents, and tells the subscribers of the events.
 
     Args:
+        space: KV space of the served model.
         domain: Access domain of the documents.
     """
 
@@ -20,10 +23,12 @@ class DocumentWriter:
         self,
         retriever: RetrieverClient,
         events: DocumentEvents,
+        space: KVSpace,
         domain: str,
     ) -> None:
         self._retriever = retriever
         self._events = events
+        self._space = space
         self._domain = domain
 
     async def write(self, document: pb.Document) -> tuple[pb.UpsertDocumentReply, int | None]:
@@ -42,7 +47,7 @@ class DocumentWriter:
             collection=document.collection,
             domain=self._domain,
             document_id=document.id,
-            removed_chunks=tuple(reply.removed_chunk_keys),
+            removed_chunks=self._chunk_keys(reply.removed_token_digests),
             written_chunks=tuple(reply.chunks),
             requested_at_ms=requested_at_ms,
             applied_at_ms=applied_at_ms,
@@ -62,12 +67,15 @@ class DocumentWriter:
             collection=collection,
             domain=self._domain,
             document_id=document_id,
-            removed_chunks=tuple(reply.removed_chunk_keys),
+            removed_chunks=self._chunk_keys(reply.removed_token_digests),
             written_chunks=None,
             requested_at_ms=requested_at_ms,
             applied_at_ms=applied_at_ms,
         )
         return await self._events.publish(change)
+
+    def _chunk_keys(self, digests: Iterable[bytes]) -> tuple[ChunkKey, ...]:
+        return tuple(chunk_key_of_digest(self._space, self._domain, digest) for digest in digests)
 
 
 def _now_ms() -> int:

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.identity.keys import ChunkKey
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 
@@ -54,7 +53,6 @@ CREATE TABLE documents (
     metadata TEXT NOT NULL,      -- JSON object of strings
     content_hash TEXT NOT NULL,
     chunker TEXT NOT NULL,       -- these three: see Recipe
-    key_space TEXT NOT NULL,
     embedder TEXT NOT NULL,
     num_chunks INTEGER NOT NULL,
     updated_unix_ms INTEGER NOT NULL,
@@ -66,12 +64,12 @@ CREATE TABLE chunks (
     collection INTEGER NOT NULL,
     ordinal INTEGER NOT NULL,
     text TEXT NOT NULL,
-    key BLOB NOT NULL,           -- names the chunk in reuse plans
+    token_digest BLOB NOT NULL,  -- the gateway computes the chunk's key from it
     heading_path TEXT NOT NULL,  -- JSON array of strings
     embedding BLOB NOT NULL,     -- float32, little-endian, of length 1
     UNIQUE (document, ordinal)
 );
-CREATE INDEX chunks_by_key ON chunks (collection, key);
+CREATE INDEX chunks_by_digest ON chunks (collection, token_digest);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -102,14 +100,12 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a document became chunks, keys and embeddings. Another recipe makes it stale.
+    """How a document became chunks, digests and embeddings. Another recipe makes it stale.
 
-    ``chunker`` names splitter, chunking and tokenizer, ``key_space`` the KV space and access domain
-    of the keys, ``embedder`` the embedding model.
+    ``chunker`` names splitter, chunking and tokenizer, ``embedder`` the embedding model.
     """
 
     chunker: str
-    key_space: str
     embedder: str
 
 
@@ -153,13 +149,13 @@ class Neighbourhood:
 class ChunkChange:
     """The change of a collection's chunks in one transaction.
 
-    ``removed`` and ``added`` are rows, ``added`` in document order. ``removed_keys`` are the keys
-    that no chunk of the collection has any more.
+    ``removed`` and ``added`` are rows, ``added`` in document order. ``removed_digests`` are the
+    token digests that no chunk of the collection has any more.
     """
 
     removed: tuple[int, ...]
     added: tuple[int, ...]
-    removed_keys: tuple[ChunkKey, ...]
+    removed_digests: tuple[bytes, ...]
 
 
 class DocumentStore:
@@ -282,27 +278,26 @@ class DocumentStore:
         collection: str,
         stored: StoredDocument,
         chunks: Sequence[Chunk],
-        keys: Sequence[ChunkKey],
+        digests: Sequence[bytes],
         embeddings: Vectors,
     ) -> ChunkChange:
         """Insert a document, or replace the one with its id.
 
         Args:
-            keys: Key of each chunk.
+            digests: Token digest of each chunk.
             embeddings: Embedding of each chunk, shape (len(chunks), dimension).
         """
         document = stored.document
         home = self._collection_row(self._writer, collection)
-        removed, old_keys = self._remove_chunks(home, document.id)
+        removed, old_digests = self._remove_chunks(home, document.id)
         (row,) = self._writer.execute(
             "INSERT INTO documents (collection, id, title, text, content_type, metadata,"
-            " content_hash, chunker, key_space, embedder, num_chunks, updated_unix_ms)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " content_hash, chunker, embedder, num_chunks, updated_unix_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (collection, id) DO UPDATE SET title = excluded.title,"
             " text = excluded.text, content_type = excluded.content_type,"
             " metadata = excluded.metadata, content_hash = excluded.content_hash,"
-            " chunker = excluded.chunker, key_space = excluded.key_space,"
-            " embedder = excluded.embedder,"
+            " chunker = excluded.chunker, embedder = excluded.embedder,"
             " num_chunks = excluded.num_chunks, updated_unix_ms = excluded.updated_unix_ms"
             " RETURNING row",
             (
@@ -314,60 +309,60 @@ class DocumentStore:
                 json.dumps(dict(document.metadata), ensure_ascii=False, sort_keys=True),
                 stored.content_hash,
                 stored.recipe.chunker,
-                stored.recipe.key_space,
                 stored.recipe.embedder,
                 stored.num_chunks,
                 stored.updated_unix_ms,
             ),
         ).fetchone()
         added = []
-        for ordinal, (chunk, key, embedding) in enumerate(
-            zip(chunks, keys, embeddings, strict=True)
+        for ordinal, (chunk, digest, embedding) in enumerate(
+            zip(chunks, digests, embeddings, strict=True)
         ):
             cursor = self._writer.execute(
-                "INSERT INTO chunks (document, collection, ordinal, text, key, heading_path,"
-                " embedding) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO chunks (document, collection, ordinal, text, token_digest,"
+                " heading_path, embedding) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     row,
                     home,
                     ordinal,
                     chunk.text,
-                    key,
+                    digest,
                     json.dumps(chunk.heading_path, ensure_ascii=False),
                     embedding.astype("<f4").tobytes(),
                 ),
             )
             assert cursor.lastrowid is not None
             added.append(cursor.lastrowid)
-        return ChunkChange(removed, tuple(added), self._unused(home, old_keys))
+        return ChunkChange(removed, tuple(added), self._unused(home, old_digests))
 
     def delete(self, collection: str, document_id: str) -> ChunkChange | None:
         """Delete a document. Return None if it does not exist."""
         home = self._collection_row(self._writer, collection)
-        removed, old_keys = self._remove_chunks(home, document_id)
+        removed, old_digests = self._remove_chunks(home, document_id)
         cursor = self._writer.execute(
             "DELETE FROM documents WHERE collection = ? AND id = ?", (home, document_id)
         )
         if cursor.rowcount == 0:
             return None
-        return ChunkChange(removed, (), self._unused(home, old_keys))
+        return ChunkChange(removed, (), self._unused(home, old_digests))
 
-    def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[ChunkKey]]:
+    def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[bytes]]:
         found = self._writer.execute(
             "DELETE FROM chunks WHERE document ="
             " (SELECT row FROM documents WHERE collection = ? AND id = ?)"
-            " RETURNING row, ordinal, key",
+            " RETURNING row, ordinal, token_digest",
             (home, document_id),
         ).fetchall()
         found.sort(key=lambda chunk: int(chunk[1]))
-        return tuple(row for row, _, _ in found), [key for _, _, key in found]
+        return tuple(row for row, _, _ in found), [digest for _, _, digest in found]
 
-    def _unused(self, home: int, keys: Sequence[ChunkKey]) -> tuple[ChunkKey, ...]:
+    def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         return tuple(
-            key
-            for key in dict.fromkeys(keys)
+            digest
+            for digest in dict.fromkeys(digests)
             if self._writer.execute(
-                "SELECT 1 FROM chunks WHERE collection = ? AND key = ? LIMIT 1", (home, key)
+                "SELECT 1 FROM chunks WHERE collection = ? AND token_digest = ? LIMIT 1",
+                (home, digest),
             ).fetchone()
             is None
         )
@@ -396,7 +391,7 @@ class DocumentStore:
         """Return a document with its text, or None."""
         row = self._reader.execute(
             "SELECT id, title, text, content_type, metadata, content_hash, chunker,"
-            " key_space, embedder, num_chunks, updated_unix_ms FROM documents WHERE collection ="
+            " embedder, num_chunks, updated_unix_ms FROM documents WHERE collection ="
             " (SELECT row FROM collections WHERE name = ?) AND id = ?",
             (collection, document_id),
         ).fetchone()
@@ -415,7 +410,7 @@ class DocumentStore:
         with contextlib.closing(
             self._reader.execute(
                 "SELECT id, title, '', content_type, metadata, content_hash, chunker,"
-                " key_space, embedder, num_chunks, updated_unix_ms FROM documents"
+                " embedder, num_chunks, updated_unix_ms FROM documents"
                 " WHERE collection = (SELECT row FROM collections WHERE name = ?) AND id > ?"
                 " ORDER BY id LIMIT ?",
                 (collection, after, limit + 1),
@@ -433,8 +428,8 @@ class DocumentStore:
         rows = self._reader.execute(
             "SELECT id FROM documents WHERE collection ="
             " (SELECT row FROM collections WHERE name = ?)"
-            " AND (chunker != ? OR key_space != ? OR embedder != ?) ORDER BY id",
-            (collection, recipe.chunker, recipe.key_space, recipe.embedder),
+            " AND (chunker != ? OR embedder != ?) ORDER BY id",
+            (collection, recipe.chunker, recipe.embedder),
         )
         return [document_id for (document_id,) in rows]
 
@@ -538,7 +533,7 @@ def _stored_chunk(row: tuple[Any, ...]) -> StoredChunk:
 
 def _stored_document(row: tuple[Any, ...]) -> StoredDocument:
     document_id, title, text, content_type, metadata, content_hash = row[:6]
-    chunker, key_space, embedder, num_chunks, updated_unix_ms = row[6:]
+    chunker, embedder, num_chunks, updated_unix_ms = row[6:]
     document = Document(document_id, title, text, content_type, json.loads(metadata))
-    recipe = Recipe(chunker, key_space, embedder)
+    recipe = Recipe(chunker, embedder)
     return StoredDocument(document, content_hash, recipe, num_chunks, updated_unix_ms)

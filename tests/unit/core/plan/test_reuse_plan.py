@@ -129,7 +129,7 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("v", 2),
+        ("v", 3),
         ("v", None),
         ("request", ""),
         ("request", "x" * 129),

@@ -31,6 +31,24 @@ async def test_publishing_tells_each_subscriber_and_sums_the_removed_variants(
     assert told == [(index, CHANGE) for index in range(len(counts))]
 
 
+async def test_a_failing_subscriber_keeps_no_other_from_being_told() -> None:
+    events = DocumentEvents()
+    told: list[DocumentChanged] = []
+
+    async def failing(change: DocumentChanged) -> int | None:
+        raise ValueError("broken")
+
+    async def subscriber(change: DocumentChanged) -> int | None:
+        told.append(change)
+        return 0
+
+    events.subscribe(failing)
+    events.subscribe(subscriber)
+    with pytest.raises(ValueError, match="broken"):
+        await events.publish(CHANGE)
+    assert told == [CHANGE]
+
+
 def test_a_change_without_chunks_written_is_a_deletion() -> None:
     assert CHANGE.is_deletion
     assert CHANGE.document_name == "default/a.md"

@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.tokenSecret.key": ("two", MODEL_READERS, ""),
     "model.name": ("two", f"{ENGINE} {GATEWAY}", ""),
     "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
-    "model.dtype": ("float16", MODEL_READERS, ""),
+    "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
     "gateway.port": (80, "", "Service/gateway"),
     "gateway.replicas": (2, "", f"{GATEWAY} {GATEWAY_SCALER}"),
     "gateway.autoscaling.maxReplicas": (5, "", f"{GATEWAY} {GATEWAY_SCALER}"),

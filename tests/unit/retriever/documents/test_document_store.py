@@ -22,7 +22,7 @@ from ragcache_retriever.documents.document_store import (
     StoredDocument,
 )
 
-RECIPE = Recipe("chunker", "key space", "embedder")
+RECIPE = Recipe("chunker", "embedder")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[DocumentStore]:
     store.close()
 
 
-def key_of(text: str) -> bytes:
+def digest_of(text: str) -> bytes:
     return text.encode().ljust(KEY_BYTES, b".")
 
 
@@ -62,7 +62,7 @@ def put(
     with store.transaction():
         stored = as_stored(a_document(document_id, " ".join(texts)), recipe, len(chunks))
         change = store.replace(
-            collection, stored, chunks, [key_of(text) for text in texts], vectors
+            collection, stored, chunks, [digest_of(text) for text in texts], vectors
         )
         if commit:
             store.commit()
@@ -127,17 +127,19 @@ def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> N
     assert store.get("c", "d") is None
 
 
-def test_removed_keys_are_those_of_no_other_chunk_in_the_collection(store: DocumentStore) -> None:
+def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
+    store: DocumentStore,
+) -> None:
     with store.transaction():
         store.put_collection("other", CollectionSettings())
         store.commit()
     put(store, "elsewhere", ["b"], collection="other")
     put(store, "d", ["a", "b", "c", "b"])
     put(store, "e", ["c"])
-    assert put(store, "d", ["a", "new"]).removed_keys == (key_of("b"),)
+    assert put(store, "d", ["a", "new"]).removed_digests == (digest_of("b"),)
     change = delete(store, "d")
     assert change is not None
-    assert change.removed_keys == (key_of("a"), key_of("new"))
+    assert change.removed_digests == (digest_of("a"), digest_of("new"))
     assert delete(store, "d") is None
 
 
@@ -181,14 +183,13 @@ def test_pages_follow_each_other(store: DocumentStore) -> None:
 
 def test_embeddings_come_back_for_their_embedder(store: DocumentStore) -> None:
     rows = put(store, "d", ["a", "b"]).added
-    put(store, "e", ["c"], recipe=Recipe("chunker", "key space", "other"))
+    put(store, "e", ["c"], recipe=Recipe("chunker", "other"))
     found, vectors = store.embeddings("c", "embedder")
     assert tuple(found) == rows
     assert vectors.tolist() == [[0.5] * 4] * 2
     assert len(store.embeddings("c", "unknown")[0]) == 0
     assert store.stale("c", RECIPE) == ["e"]
-    assert store.stale("c", Recipe("new", "key space", "embedder")) == ["d", "e"]
-    assert store.stale("c", Recipe("chunker", "new", "embedder")) == ["d", "e"]
+    assert store.stale("c", Recipe("new", "embedder")) == ["d", "e"]
 
 
 def test_settings_and_counts(store: DocumentStore) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest, token_digest
 from ragcache_core.plan.prompt import assemble, plan_exact
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
@@ -49,28 +49,34 @@ def test_tokens_are_those_of_the_serving_model(tiny_model: Path) -> None:
 
 def test_keys_are_those_of_the_gateways_plans(tiny_model: Path, gateway_key: GatewayKey) -> None:
     tokenizer = tokenizer_of(tiny_model)
+    space = load_model_folder(str(tiny_model)).space("auto")
 
     @given(st.lists(st.sampled_from(["word ", "<|end|>", "<|user|>", "\n\n", "ü", " ", "."])))
     def same_key(parts: list[str]) -> None:
         text = "".join(parts)
-        assert tokenizer.chunk_key(text) == gateway_key(text)
+        digest = tokenizer.token_digest(text)
+        assert chunk_key_of_digest(space, PUBLIC_DOMAIN, digest) == gateway_key(text)
 
     same_key()
 
 
-def test_text_that_spells_a_special_token_has_another_key_than_the_token(tiny_model: Path) -> None:
-    folder = load_model_folder(str(tiny_model))
+def test_text_that_spells_a_special_token_has_another_digest_than_the_token(
+    tiny_model: Path,
+) -> None:
     chat = load_tokenizer(tiny_model)
     ids = chat.encode("<|end|>\n\n", add_special_tokens=False, split_special_tokens=False)
-    as_token = chunk_key(folder.space("auto"), PUBLIC_DOMAIN, ids)
-    assert tokenizer_of(tiny_model).chunk_key("<|end|>") != as_token
+    assert tokenizer_of(tiny_model).token_digest("<|end|>") != token_digest(ids)
 
 
-def test_the_dtype_is_part_of_the_keys(tiny_model: Path) -> None:
-    one, other = tokenizer_of(tiny_model, "bfloat16"), tokenizer_of(tiny_model, "float16")
-    assert one.identity == other.identity
-    assert one.key_space != other.key_space
-    assert one.chunk_key("text") != other.chunk_key("text")
+def test_the_settings_of_the_tokenizer_are_part_of_its_identity(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    for file in tiny_model.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert tokenizer_of(tmp_path).identity == tokenizer_of(tiny_model).identity
+    with (tmp_path / "tokenizer_config.json").open("a") as config:
+        config.write("\n")
+    assert tokenizer_of(tmp_path).identity != tokenizer_of(tiny_model).identity
 
 
 def test_a_model_without_a_readable_tokenizer_is_refused(tmp_path: Path, tiny_model: Path) -> None:
@@ -78,7 +84,7 @@ def test_a_model_without_a_readable_tokenizer_is_refused(tmp_path: Path, tiny_mo
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(InvalidInput, match="holds no tokenizer"):
-        load_serving_tokenizer(str(tmp_path), "auto")
+        load_serving_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidInput, match="cannot be read"):
-        load_serving_tokenizer(str(tmp_path), "auto")
+        load_serving_tokenizer(str(tmp_path))

@@ -25,7 +25,7 @@ def test_defaults() -> None:
     settings = read()
     assert settings.listen == "127.0.0.1:0"
     assert settings.data_dir == Path("data")
-    assert (settings.model, settings.model_dtype) == ("model", "auto")
+    assert settings.model == "model"
     assert (settings.embedder, settings.embedder_threads) == (BUNDLED_EMBEDDER, 1)
     assert settings.has_bundled_embedder
     chunking = settings.chunk_tokens, settings.chunk_overlap_tokens, settings.window_chunks
@@ -57,7 +57,6 @@ def test_an_endpoint() -> None:
         ("RAGCACHE_HEALTH_LISTEN", "8081"),
         ("RAGCACHE_DATA_DIR", ""),
         ("RAGCACHE_MODEL", " "),
-        ("RAGCACHE_MODEL_DTYPE", "int8"),
         ("RAGCACHE_EMBEDDER", "minilm"),
         ("RAGCACHE_EMBEDDER_THREADS", "0"),
         ("RAGCACHE_EMBEDDER_THREADS", "many"),
