@@ -303,6 +303,6 @@ def test_an_invalid_plan_is_counted(engine: SchedulerHarness) -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    for plan in (7, {}, {"v": 1, "segments": deep}):
+    for plan in (7, {}, {"v": 2, "segments": deep}):
         engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
     assert engine.scheduler.take_refused() == {"invalid": 3}
