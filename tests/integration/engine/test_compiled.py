@@ -16,7 +16,7 @@ from bench.support.vllm_plugin import plugin_settings
 from ragcache_kv.model_folder import load_model_folder
 from tests.integration.engine.test_blend import LENGTHS, Blends, make_blend_prompt
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK, KERNEL_BLOCK = 128, 32
 CAPTURED = (make_blend_prompt(0, 1, 2), make_blend_prompt(3, 4, 5))

@@ -24,7 +24,7 @@ from tests.helpers.clear_answers import is_clear
 from tests.helpers.families_inside import FAMILIES, make
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, VOCABULARY, Platform
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUND_TRIPS = ("mistral", "qwen 2, yarn")
 MAX_TOKENS = 4
