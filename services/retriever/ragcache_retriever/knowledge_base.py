@@ -97,6 +97,15 @@ class SearchStage:
     search_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SimilarChunk:
+    """A chunk that is similar to another one, by its position in its document."""
+
+    document_id: str
+    ordinal: int
+    score: float
+
+
 @dataclass(slots=True)
 class _LoadedCollection:
     """A collection in memory. The lock protects the index from changes during a search."""
@@ -318,6 +327,55 @@ class KnowledgeBase:
                     )
                 )
 
+    async def similar_chunks(
+        self, name: str, document_id: str, top_k: int
+    ) -> list[list[SimilarChunk]]:
+        """Return the most similar chunks for each chunk of a document, best first.
+
+        Raises:
+            NotFound: There is no such collection or document.
+        """
+        collection = self._collection(name)
+        stored = await run(self._readers, self._store.get, name, document_id)
+        if stored is None:
+            raise _document_not_found(document_id, name)
+        chunks = await run(self._readers, self._store.embedded, name, document_id)
+        found = []
+        for ordinal, (_, vector) in enumerate(chunks):
+            # One chunk at a time, so that searches of questions come between them.
+            similar = await run(self._readers, self._similar, collection, vector, top_k + 1)
+            own = (document_id, ordinal)
+            others = [one for one in similar if (one.document_id, one.ordinal) != own]
+            found.append(others[:top_k])
+        return found
+
+    def _similar(
+        self, collection: _LoadedCollection, vector: Vectors, top_k: int
+    ) -> list[SimilarChunk]:
+        with collection.lock.reading():
+            *_, final = collection.index.search(vector, top_k)
+            positions = self._store.positions(final.rows)
+        return [
+            SimilarChunk(*positions[row], score)
+            for row, score in zip(final.rows, final.scores, strict=True)
+            if row in positions
+        ]
+
+    # Reports
+
+    async def put_report(self, name: str, body: bytes) -> None:
+        """Store a report durably in place of the one of its name."""
+        self._check_loaded()
+        await run(self._writer, self._put_report, name, body)
+
+    async def report(self, name: str) -> tuple[bytes, int]:
+        """Return a report and the Unix milliseconds of its last change. Raises NotFound."""
+        self._check_loaded()
+        found = await run(self._readers, self._store.report, name)
+        if found is None:
+            raise NotFound("report", name, "put it first")
+        return found
+
     # Writes
 
     async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
@@ -391,6 +449,11 @@ class KnowledgeBase:
     def _put_settings(self, name: str, settings: CollectionSettings) -> None:
         with self._store.transaction():
             self._store.put_collection(name, settings)
+            self._store.commit()
+
+    def _put_report(self, name: str, body: bytes) -> None:
+        with self._store.transaction():
+            self._store.put_report(name, body, int(self._clock() * 1000))
             self._store.commit()
 
     async def _stale(self, name: str) -> list[str]:

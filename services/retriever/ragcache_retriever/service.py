@@ -35,6 +35,8 @@ MAX_TITLE_CHARS = 1024
 MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
 MAX_TOP_K = 1000
+MAX_SIMILAR = 64
+MAX_REPORT_BYTES = 1 << 20
 MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
 """Most bytes of token digests and chunk texts in one reply."""
 DEFAULT_PAGE_SIZE = 100
@@ -143,6 +145,49 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
                     # The caller leaves after the final stage.
                     span.end()
                 yield message
+
+    async def GetSimilarChunks(
+        self, request: pb.GetSimilarChunksRequest, context: Context
+    ) -> pb.GetSimilarChunksReply:
+        """Return the most similar chunks for each chunk of a document."""
+        name = checked_name("collection", request.collection)
+        document_id = _checked_id("id", request.id)
+        top_k = request.top_k
+        if not 1 <= top_k <= MAX_SIMILAR:
+            raise InvalidInput("top_k", f"{top_k} is out of range", f"ask for 1 to {MAX_SIMILAR}")
+        found = await self._knowledge_base.similar_chunks(name, document_id, top_k)
+        return pb.GetSimilarChunksReply(
+            chunks=[
+                pb.SimilarChunks(
+                    similar=[
+                        pb.SimilarChunk(
+                            document_id=one.document_id, ordinal=one.ordinal, score=one.score
+                        )
+                        for one in similar
+                    ]
+                )
+                for similar in found
+            ]
+        )
+
+    async def PutReport(self, request: pb.PutReportRequest, context: Context) -> pb.PutReportReply:
+        """Store a report for all gateways."""
+        name = checked_name("report.name", request.report.name)
+        body = request.report.body
+        if len(body) > MAX_REPORT_BYTES:
+            raise TooLarge(
+                "report.body",
+                f"{len(body)} bytes are more than {MAX_REPORT_BYTES}",
+                "measure with fewer questions",
+            )
+        await self._knowledge_base.put_report(name, body)
+        return pb.PutReportReply()
+
+    async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.Report:
+        """Return a report."""
+        name = checked_name("name", request.name)
+        body, updated_unix_ms = await self._knowledge_base.report(name)
+        return pb.Report(name=name, body=body, updated_unix_ms=updated_unix_ms)
 
 
 # Checks of requests

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest_asyncio
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_retriever import service
+from ragcache_retriever.documents.document_store import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
@@ -347,3 +350,65 @@ async def test_a_search_without_a_reader_ends(client: RetrieverClient) -> None:
         assert not (await anext(stages)).final
         await stages.aclose()
     assert (await client.upsert_document(document("d", "new"))).changed
+
+
+async def test_similar_chunks_are_best_first_without_the_chunk_itself(
+    client: RetrieverClient,
+) -> None:
+    for name in ("billing", "search", "mail"):
+        await client.upsert_document(document(name, service_page(name, "north")))
+    found = await client.similar_chunks("default", "billing", 4)
+    stored = await client.get_document("default", "billing")
+    assert len(found) == stored.num_chunks
+    for ordinal, similar in enumerate(found):
+        assert len(similar) == 4
+        assert ("billing", ordinal) not in {(one.document_id, one.ordinal) for one in similar}
+        assert [one.score for one in similar] == sorted((s.score for s in similar), reverse=True)
+    # The last paragraph is the same on every page.
+    assert {one.document_id for one in found[-1][:2]} == {"search", "mail"}
+    assert found[-1][0].score > 0.9
+
+
+async def test_similar_chunks_of_an_unknown_document_or_too_many_are_refused(
+    client: RetrieverClient,
+) -> None:
+    with pytest.raises(NotFound):
+        await client.similar_chunks("default", "nowhere", 4)
+    await client.upsert_document(document("billing", service_page("billing", "north")))
+    for top_k in (0, service.MAX_SIMILAR + 1):
+        with pytest.raises(InvalidInput, match="top_k"):
+            await client.similar_chunks("default", "billing", top_k)
+
+
+async def test_a_report_replaces_the_one_of_its_name(client: RetrieverClient) -> None:
+    with pytest.raises(NotFound):
+        await client.get_report("quality")
+    await client.put_report("quality", b"first")
+    await client.put_report("quality", b"second")
+    await client.put_report("other", b"third")
+    report = await client.get_report("quality")
+    assert report.body == b"second"
+    assert report.updated_unix_ms > 0
+    with pytest.raises(TooLarge):
+        await client.put_report("quality", bytes(service.MAX_REPORT_BYTES + 1))
+
+
+async def test_a_report_survives_a_restart_and_old_files_get_the_table(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    tokenizer = tokenizer_of(tiny_model)
+    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
+        await client.put_report("quality", b"kept")
+    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
+        assert (await client.get_report("quality")).body == b"kept"
+    _drop_reports(tmp_path)
+    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
+        with pytest.raises(NotFound):
+            await client.get_report("quality")
+
+
+def _drop_reports(folder: Path) -> None:
+    [path] = folder.rglob(FILE_NAME)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE reports")
+        connection.commit()

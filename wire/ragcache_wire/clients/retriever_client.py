@@ -73,6 +73,24 @@ class RetrieverClient:
         )
         return await _call(self._stub.ListDocuments(request, timeout=QUERY_TIMEOUT_S))
 
+    async def similar_chunks(
+        self, collection: str, document_id: str, top_k: int
+    ) -> list[list[pb.SimilarChunk]]:
+        """Return the most similar chunks for each chunk of a document. Raises NotFound."""
+        request = pb.GetSimilarChunksRequest(collection=collection, id=document_id, top_k=top_k)
+        reply = await _call(self._stub.GetSimilarChunks(request, timeout=UPSERT_TIMEOUT_S))
+        return [list(chunk.similar) for chunk in reply.chunks]
+
+    async def put_report(self, name: str, body: bytes) -> None:
+        """Store a report durably in place of the one of its name."""
+        request = pb.PutReportRequest(report=pb.Report(name=name, body=body))
+        await _call(self._stub.PutReport(request, timeout=QUERY_TIMEOUT_S))
+
+    async def get_report(self, name: str) -> pb.Report:
+        """Return a report. Raises NotFound."""
+        request = pb.GetReportRequest(name=name)
+        return await _call(self._stub.GetReport(request, timeout=QUERY_TIMEOUT_S))
+
     async def search(
         self, collection: str, query: str, top_k: int
     ) -> AsyncGenerator[pb.SearchStage, None]:

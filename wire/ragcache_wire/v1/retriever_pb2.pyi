@@ -554,3 +554,182 @@ class Chunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class GetSimilarChunksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    collection: _builtins.str
+    id: _builtins.str
+    """of the document"""
+    top_k: _builtins.int
+    """similar chunks of each chunk"""
+    def __init__(
+        self,
+        *,
+        collection: _builtins.str = ...,
+        id: _builtins.str = ...,
+        top_k: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection", "id", b"id", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSimilarChunksRequest: _TypeAlias = GetSimilarChunksRequest  # noqa: Y015
+
+@_typing.final
+class GetSimilarChunksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SimilarChunks]:
+        """one for each chunk of the document, in order"""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___SimilarChunks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSimilarChunksReply: _TypeAlias = GetSimilarChunksReply  # noqa: Y015
+
+@_typing.final
+class SimilarChunks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIMILAR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def similar(self) -> _containers.RepeatedCompositeFieldContainer[Global___SimilarChunk]:
+        """best first, without the chunk itself"""
+
+    def __init__(
+        self,
+        *,
+        similar: _abc.Iterable[Global___SimilarChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["similar", b"similar"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimilarChunks: _TypeAlias = SimilarChunks  # noqa: Y015
+
+@_typing.final
+class SimilarChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENT_ID_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    document_id: _builtins.str
+    ordinal: _builtins.int
+    """index in its document"""
+    score: _builtins.float
+    """cosine similarity"""
+    def __init__(
+        self,
+        *,
+        document_id: _builtins.str = ...,
+        ordinal: _builtins.int = ...,
+        score: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document_id", b"document_id", "ordinal", b"ordinal", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimilarChunk: _TypeAlias = SimilarChunk  # noqa: Y015
+
+@_typing.final
+class PutReportRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report(self) -> Global___Report: ...
+    def __init__(
+        self,
+        *,
+        report: Global___Report | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutReportRequest: _TypeAlias = PutReportRequest  # noqa: Y015
+
+@_typing.final
+class PutReportReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutReportReply: _TypeAlias = PutReportReply  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    UPDATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    body: _builtins.bytes
+    """at most 1 MiB"""
+    updated_unix_ms: _builtins.int
+    """output only"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        body: _builtins.bytes = ...,
+        updated_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "name", b"name", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class GetReportRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReportRequest: _TypeAlias = GetReportRequest  # noqa: Y015

@@ -75,6 +75,21 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.SearchRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.SearchStage.FromString,
                 _registered_method=True)
+        self.GetSimilarChunks = channel.unary_unary(
+                '/ragcache.v1.Retriever/GetSimilarChunks',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
+                _registered_method=True)
+        self.PutReport = channel.unary_unary(
+                '/ragcache.v1.Retriever/PutReport',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.PutReportRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.PutReportReply.FromString,
+                _registered_method=True)
+        self.GetReport = channel.unary_unary(
+                '/ragcache.v1.Retriever/GetReport',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
+                _registered_method=True)
 
 
 class RetrieverServicer:
@@ -133,6 +148,28 @@ class RetrieverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSimilarChunks(self, request, context):
+        """Returns the most similar chunks of the collection for each chunk of a document, to decide which
+        chunks are computed ahead of questions, and after which others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutReport(self, request, context):
+        """Stores a small report durably, for all gateways. A report replaces the one of its name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReport(self, request, context):
+        """Returns a report. NOT_FOUND if there is none of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RetrieverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +212,21 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.Search,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.SearchRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.SearchStage.SerializeToString,
+            ),
+            'GetSimilarChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSimilarChunks,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.SerializeToString,
+            ),
+            'PutReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutReport,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.PutReportRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.PutReportReply.SerializeToString,
+            ),
+            'GetReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReport,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +446,87 @@ class Retriever:
             '/ragcache.v1.Retriever/Search',
             ragcache__wire_dot_v1_dot_retriever__pb2.SearchRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.SearchStage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSimilarChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/GetSimilarChunks',
+            ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/PutReport',
+            ragcache__wire_dot_v1_dot_retriever__pb2.PutReportRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.PutReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/GetReport',
+            ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
             options,
             channel_credentials,
             insecure,

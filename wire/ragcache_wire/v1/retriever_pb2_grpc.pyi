@@ -46,6 +46,14 @@ class RetrieverStub:
     ListDocuments: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]
     Search: _grpc.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]
     """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
+    GetSimilarChunks: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetSimilarChunksRequest, _retriever_pb2.GetSimilarChunksReply]
+    """Returns the most similar chunks of the collection for each chunk of a document, to decide which
+    chunks are computed ahead of questions, and after which others.
+    """
+    PutReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.PutReportRequest, _retriever_pb2.PutReportReply]
+    """Stores a small report durably, for all gateways. A report replaces the one of its name."""
+    GetReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]
+    """Returns a report. NOT_FOUND if there is none of this name."""
 
 @_typing.type_check_only
 class RetrieverAsyncStub(RetrieverStub):
@@ -65,6 +73,14 @@ class RetrieverAsyncStub(RetrieverStub):
     ListDocuments: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]  # type: ignore[assignment]
     Search: _aio.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]  # type: ignore[assignment]
     """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
+    GetSimilarChunks: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetSimilarChunksRequest, _retriever_pb2.GetSimilarChunksReply]  # type: ignore[assignment]
+    """Returns the most similar chunks of the collection for each chunk of a document, to decide which
+    chunks are computed ahead of questions, and after which others.
+    """
+    PutReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.PutReportRequest, _retriever_pb2.PutReportReply]  # type: ignore[assignment]
+    """Stores a small report durably, for all gateways. A report replaces the one of its name."""
+    GetReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]  # type: ignore[assignment]
+    """Returns a report. NOT_FOUND if there is none of this name."""
 
 class RetrieverServicer(metaclass=_abc_1.ABCMeta):
     """The retriever owns documents and finds chunks of them. No other service stores their text."""
@@ -129,5 +145,31 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_retriever_pb2.SearchStage], _abc.AsyncIterator[_retriever_pb2.SearchStage]]:
         """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
+
+    @_abc_1.abstractmethod
+    def GetSimilarChunks(
+        self,
+        request: _retriever_pb2.GetSimilarChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.GetSimilarChunksReply, _abc.Awaitable[_retriever_pb2.GetSimilarChunksReply]]:
+        """Returns the most similar chunks of the collection for each chunk of a document, to decide which
+        chunks are computed ahead of questions, and after which others.
+        """
+
+    @_abc_1.abstractmethod
+    def PutReport(
+        self,
+        request: _retriever_pb2.PutReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.PutReportReply, _abc.Awaitable[_retriever_pb2.PutReportReply]]:
+        """Stores a small report durably, for all gateways. A report replaces the one of its name."""
+
+    @_abc_1.abstractmethod
+    def GetReport(
+        self,
+        request: _retriever_pb2.GetReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.Report, _abc.Awaitable[_retriever_pb2.Report]]:
+        """Returns a report. NOT_FOUND if there is none of this name."""
 
 def add_RetrieverServicer_to_server(servicer: RetrieverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

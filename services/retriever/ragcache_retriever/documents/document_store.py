@@ -74,6 +74,15 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
+_REPORTS_SCHEMA = """
+CREATE TABLE IF NOT EXISTS reports (
+    name TEXT PRIMARY KEY,
+    body BLOB NOT NULL,
+    updated_unix_ms INTEGER NOT NULL
+);
+"""
+"""A table that files of this schema version may lack."""
+
 Vectors = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
@@ -228,6 +237,7 @@ class DocumentStore:
         self._writer.execute("PRAGMA synchronous = FULL")
         if empty:
             self._writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+        self._writer.execute(_REPORTS_SCHEMA)
 
     @property
     def _reader(self) -> sqlite3.Connection:
@@ -346,6 +356,13 @@ class DocumentStore:
             return None
         return ChunkChange(removed, (), self._unused(home, old_digests))
 
+    def put_report(self, name: str, body: bytes, updated_unix_ms: int) -> None:
+        """Store a report in place of the one of its name."""
+        self._writer.execute(
+            "INSERT OR REPLACE INTO reports (name, body, updated_unix_ms) VALUES (?, ?, ?)",
+            (name, body, updated_unix_ms),
+        )
+
     def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[bytes]]:
         found = self._writer.execute(
             "DELETE FROM chunks WHERE document ="
@@ -432,6 +449,26 @@ class DocumentStore:
             (collection, recipe.chunker, recipe.embedder),
         )
         return [document_id for (document_id,) in rows]
+
+    def report(self, name: str) -> tuple[bytes, int] | None:
+        """Return a report and the Unix milliseconds of its last change, or None."""
+        row = self._reader.execute(
+            "SELECT body, updated_unix_ms FROM reports WHERE name = ?", (name,)
+        ).fetchone()
+        return None if row is None else (row[0], row[1])
+
+    def positions(self, rows: Collection[int]) -> dict[int, tuple[str, int]]:
+        """Return document id and ordinal of chunks, by row. Rows that do not exist are left out."""
+        found = {}
+        for row in rows:
+            position = self._reader.execute(
+                "SELECT id, ordinal FROM chunks JOIN documents"
+                " ON documents.row = chunks.document WHERE chunks.row = ?",
+                (row,),
+            ).fetchone()
+            if position is not None:
+                found[row] = (position[0], position[1])
+        return found
 
     def embedded(self, collection: str, document_id: str) -> list[tuple[Chunk, Vectors]]:
         """Return the chunks of a document with their embeddings, in order."""
