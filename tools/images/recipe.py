@@ -16,6 +16,9 @@ from ragcache_core.errors import InvalidInput
 BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 """What a container has before any ENV."""
 
+MODELS_STAGE = "bundled-models"
+"""The stage that makes the bundled models that are not in the repository."""
+
 _IGNORED = frozenset({"RUN", "WORKDIR"})
 """Their effect follows from the build arguments and is the same in every image."""
 
@@ -34,6 +37,8 @@ class Recipe:
     """Paths in the repository that the distribution is built from."""
     files: tuple[tuple[str, str], ...] = ()
     """(source, target) pairs: a path in the repository and its path in the image."""
+    has_bundled_models: bool = False
+    """Whether it also holds the models of MODELS_STAGE."""
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
@@ -72,6 +77,7 @@ def parse_recipe(text: str, target: str, arguments: Mapping[str, str] | None = N
         packages=tuple(image.arguments.get("PACKAGES", "").split()),
         sources=tuple(source for source, _ in build.copies),
         files=tuple(image.copies),
+        has_bundled_models=image.has_bundled_models,
         env=image.env,
         labels=image.labels,
         user=image.user,
@@ -107,6 +113,7 @@ class _Stage:
         self.arguments: dict[str, str] = {}
         self.copies: list[tuple[str, str]] = []
         self.copied_from = ""
+        self.has_bundled_models = False
         self.env = dict(BASE_ENV)
         self.labels: dict[str, str] = {}
         self.user = ""
@@ -146,6 +153,9 @@ class _Stage:
 
     def _copy(self, number: int, words: list[str]) -> None:
         """Note files copied from the repository; a build stage's files are the environment."""
+        if words[0] == f"--from={MODELS_STAGE}":
+            self.has_bundled_models = True
+            return
         if words[0].startswith("--from="):
             self.copied_from = words[0].removeprefix("--from=")
             return

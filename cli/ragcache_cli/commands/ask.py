@@ -52,6 +52,17 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the model writes an answer. Temperature 0 takes the most likely token each time.
+
+    ``max_tokens`` None means the gateway's limit.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TimingStep:
     """One step of the time to the first token, with a note about its work."""
 
@@ -60,19 +71,29 @@ class TimingStep:
     note: str = ""
 
 
+_GREEDY = Sampling()
+
+
 async def ask(
-    gateway: GatewayApiClient, question: str, options: Mapping[str, Any], console: Console | None
+    gateway: GatewayApiClient,
+    question: str,
+    options: Mapping[str, Any],
+    console: Console | None,
+    sampling: Sampling = _GREEDY,
 ) -> Reply:
     """Ask a question and write the answer to the console as it arrives.
 
     Args:
         options: The ``ragcache`` object of the request.
     """
-    body = {
+    body: dict[str, Any] = {
         "messages": [{"role": "user", "content": question}],
         "stream": True,
+        "temperature": sampling.temperature,
         "ragcache": dict(options),
     }
+    if sampling.max_tokens is not None:
+        body["max_tokens"] = sampling.max_tokens
     reply = Reply()
     async for chunk in gateway.chat(body):
         added = reply.add(chunk)

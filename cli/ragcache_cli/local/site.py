@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_cli.local.ports import LOOPBACK
+from ragcache_cli.models.cache import find_model
+from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue
@@ -21,6 +23,16 @@ _SOCKET_PATH_BYTES: Final = 108
 
 # In a checkout the repository's folders are beside this package.
 _MODELS = Path(__file__).resolve().parents[3] / "models"
+
+
+def checkout_model(name: str) -> Path | None:
+    """Return the folder of a model that a checkout holds, or None."""
+    folder = _checkout_folder(name)
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _checkout_folder(name: str) -> Path:
+    return _MODELS / name / "model"
 
 
 class LocalSite:
@@ -86,8 +98,17 @@ class LocalSite:
         match source.kind:
             case "hf":
                 return source.value
+            case "bundled" if source.value in FETCHED_MODELS:
+                found = find_model(source.value)
+                if found is None:
+                    raise InvalidInput(
+                        "spec.model.source",
+                        f"bundled:{source.value} is not fetched yet",
+                        f"run `ragcache model fetch {source.value}`",
+                    )
+                return str(found)
             case "bundled":
-                folder = _MODELS / source.value / "model"
+                folder = _checkout_folder(source.value)
                 fix = "run from a checkout that holds it, or name another model (hf:..., path:...)"
             case "path":
                 folder = Path(source.value).expanduser().absolute()
@@ -96,7 +117,7 @@ class LocalSite:
                 raise InvalidInput(
                     "spec.model.source",
                     f"{source.kind}:{source.value} is a volume, which only pods can mount",
-                    "use path:FOLDER, hf:ORGANISATION/NAME or bundled:tinyrag on this machine",
+                    "use path:FOLDER, hf:ORGANISATION/NAME or bundled:smollm2 on this machine",
                 )
         if not (folder / "config.json").is_file():
             raise InvalidInput("spec.model.source", f"{folder} holds no model", fix)

@@ -240,7 +240,7 @@ class ClusterSite:
         raise InvalidInput(
             "spec.model.source",
             f"path:{source.value} is a local folder, which pods cannot read",
-            "use pvc:CLAIM/FOLDER, image:REFERENCE, hf:ORGANISATION/NAME or bundled:tinyrag",
+            "use pvc:CLAIM/FOLDER, image:REFERENCE, hf:ORGANISATION/NAME or bundled:smollm2",
         )
 
     def image(self, component: str) -> str:

@@ -69,6 +69,13 @@ def test_an_image_has_a_part_s_own_packages_and_no_other_part_s() -> None:
     assert not any(path.startswith("services/") for path in recipe_of("operator").sources)
 
 
+def test_the_images_that_read_the_model_have_the_bundled_ones() -> None:
+    with_models = {name for name in IMAGES if recipe_of(name).has_bundled_models}
+    assert with_models == {"gateway", "retriever", "engine"}
+    for name in with_models:
+        assert ("models/tinyrag/model", "/models/tinyrag") in recipe_of(name).files
+
+
 def test_a_recipe_takes_arguments_variables_and_continued_lines() -> None:
     recipe = parse_recipe(
         """

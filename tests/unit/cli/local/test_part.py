@@ -165,6 +165,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         site().model(ModelSource("bundled", "no-such-model"))
 
 
+def test_a_bundled_model_is_in_the_checkout_or_in_the_user_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert site().model(ModelSource("bundled", "tinyrag")).endswith("models/tinyrag/model")
+    monkeypatch.setenv("RAGCACHE_CACHE", str(tmp_path))
+    with pytest.raises(InvalidInput, match="not fetched yet; run `ragcache model fetch smollm2`"):
+        site().model(ModelSource("bundled", "smollm2"))
+
+
 @pytest.mark.parametrize("source", [ModelSource("pvc", "models/a"), ModelSource("image", "a/b:1")])
 def test_a_volume_of_a_cluster_is_refused_here(source: ModelSource) -> None:
     with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):

