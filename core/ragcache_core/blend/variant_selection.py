@@ -81,8 +81,8 @@ class Blend:
         exact_end: KV at positions below it is exact.
         recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
             [0, 1].
-        not_stored: Start positions of the chunks without a stored variant, including those after
-            the last source.
+        not_stored: Start positions of the chunks that may blend and have no stored variant,
+            including those after the last source.
     """
 
     sources: tuple[BlendSource, ...]
@@ -168,8 +168,9 @@ def select_variants(
 ) -> Blend:
     """Select a source for each segment of a prompt.
 
-    The blend ends with the last segment that has a stored variant. It also ends before a segment
-    that has to be exact and is not stored.
+    The blend ends with the last segment that has a stored variant. The engine computes what is not
+    stored before that. This includes segments that have to be exact, such as the part of a template
+    that differs from request to request: the chunks after it are reused all the same.
 
     Args:
         segments: Segments of a verified plan.
@@ -198,7 +199,7 @@ def select_variants(
             else:
                 not_stored.add(segment.start)
         else:
-            break
+            sources.append(BlendSource(None, segment.start, segment.end, segment.start))
         if segment.action is Action.BLEND:
             prefix.append(PrefixChunk(segment.chunk, length))
     exact_end = segments[num_exact - 1].segment.end if num_exact else 0

@@ -2,15 +2,16 @@
 
 Computing the whole prompt is always one of the options, so an option that is predicted to be slower
 is not chosen. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a tier of
-the engine itself. Recomputation is predicted from tokens. Computing is predicted from a profile
-that the engine measures at start (``prefill_profile``) and corrects with the measured passes.
+the engine itself. Computing and recomputing are predicted from a profile that the engine measures
+at start (``prefill_profile``) and corrects with the measured passes. A blend also has the seconds
+in which the engine selects the tokens to recompute.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ragcache_core.cost.linear_fit import DECAY, LinearFit
 from ragcache_core.cost.prefill_profile import PrefillProfile
@@ -58,6 +59,44 @@ class ReuseOption:
     recompute_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedTime:
+    """Predicted seconds until a prompt is computed, by stage.
+
+    Attributes:
+        load_s: Loads.
+        select_s: Selection of the tokens to recompute.
+        passes_s: Forward passes.
+    """
+
+    load_s: float
+    select_s: float
+    passes_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Sum of all stages."""
+        return self.load_s + self.select_s + self.passes_s
+
+
+@dataclass(slots=True)
+class PassCorrection:
+    """Measured over predicted seconds of one kind of passes, older ones counting less."""
+
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Add a pass."""
+        self.predicted_s = DECAY * self.predicted_s + predicted_s
+        self.measured_s = DECAY * self.measured_s + measured_s
+
+    @property
+    def factor(self) -> float:
+        """Factor that corrects a prediction; 1 before the first pass."""
+        return self.measured_s / self.predicted_s if self.predicted_s else 1.0
+
+
 class ReuseCosts:
     """Measured costs of loading, recomputing and computing, in tokens, bytes and seconds.
 
@@ -66,18 +105,26 @@ class ReuseCosts:
 
     def __init__(self) -> None:
         self.profile: PrefillProfile | None = None
-        # Predicted and measured seconds of passes, older ones counting less.
-        self._predicted_s = self._measured_s = 0.0
-        self._compute_fit, self._recompute_fit = LinearFit(), LinearFit()
+        # The engine recomputes tokens in the pass that computes the rest of the prompt.
+        self.joins_passes = False
+        # By whether a pass recomputes tokens of a blend.
+        self._corrections = {False: PassCorrection(), True: PassCorrection()}
+        self._compute_fit, self._selection_fit = LinearFit(), LinearFit()
         self._load_fits: dict[str, LinearFit] = {}  # by tier
         self._timeouts_s: dict[str, list[float]] = {}  # by tier, since its last finished load
         self._num_declined: Counter[bool] = Counter()  # by whether the option recomputes tokens
 
-    def use_profile(self, profile: PrefillProfile) -> None:
-        """Predict computing from this profile. Without one it is predicted from tokens."""
-        self.profile = profile
-        usual_s = profile.predict(0, profile.computed[-1])
-        self._predicted_s = self._measured_s = PROFILE_WEIGHT * usual_s
+    def use_profile(self, profile: PrefillProfile, *, joins_passes: bool = False) -> None:
+        """Predict computing from this profile. Without one it is predicted from tokens.
+
+        Args:
+            profile: Seconds of passes on this machine.
+            joins_passes: Whether tokens are recomputed in the pass that computes the rest of their
+                prompt, and not in passes of their own.
+        """
+        self.profile, self.joins_passes = profile, joins_passes
+        usual_s = PROFILE_WEIGHT * profile.predict(0, profile.computed[-1])
+        self._corrections = {kind: PassCorrection(usual_s, usual_s) for kind in (False, True)}
 
     def pass_cost(self, cached: float, computed: int) -> float:
         """Return the cost of one pass, in seconds of the profile or else in tokens.
@@ -88,18 +135,19 @@ class ReuseCosts:
         """
         return self.profile.predict(round(cached), computed) if self.profile else float(computed)
 
-    def observe_compute(self, cost: float, seconds: float) -> None:
+    def observe_compute(self, cost: float, seconds: float, *, recomputed: bool = False) -> None:
         """Record the duration of one prefill pass.
 
         Args:
             cost: ``pass_cost`` of this pass.
             seconds: Measured duration.
+            recomputed: Whether the pass also recomputed tokens of a blend. Such tokens are spread
+                over the prompt, which makes attention slower.
         """
         if self.profile is None:
             self._compute_fit.observe(cost, seconds)
         elif cost > 0 and seconds > 0:
-            self._predicted_s = DECAY * self._predicted_s + cost
-            self._measured_s = DECAY * self._measured_s + seconds
+            self._corrections[recomputed].observe(cost, seconds)
 
     def observe_load(self, bytes_by_tier: Mapping[str, int], seconds: float) -> None:
         """Record the duration of one load, from its start until its tokens were usable.
@@ -132,40 +180,52 @@ class ReuseCosts:
             self._timeouts_s.setdefault(tier, []).append(seconds)
             del self._timeouts_s[tier][:-TIMED_OUT_LOADS]
 
-    def observe_recompute(self, tokens: int, seconds: float) -> None:
-        """Record the duration of one recomputation.
-
-        Args:
-            tokens: Number of recomputed tokens.
-            seconds: Includes the pass that measures the question's attention, and the passes of
-                other requests in between.
-        """
-        self._recompute_fit.observe(tokens, seconds)
+    def observe_selection(self, tokens: int, seconds: float) -> None:
+        """Record how long it took to select the tokens to recompute in a load of this size."""
+        self._selection_fit.observe(tokens, seconds)
 
     def predict_compute_s(self, cached: int, computed: int) -> float | None:
         """Return the predicted seconds to compute tokens after cached ones. None: not known yet."""
-        if computed <= 0:
-            return 0.0
-        if self.profile is not None:
-            return self.correction * self.profile.predict(cached, computed)
-        if not _has_enough(self._compute_fit):
-            return None
-        return self._compute_fit.predict(computed)
+        return self._passes_s(cached, computed, recomputed=False)
 
     def predict_s(self, option: ReuseOption, length: int) -> float | None:
-        """Return the predicted seconds until a prompt is computed. None: not known yet.
+        """Return the predicted seconds until a prompt is computed; see ``predict``."""
+        predicted = self.predict(option, length)
+        return predicted.total_s if predicted is not None else None
+
+    def predict(self, option: ReuseOption, length: int) -> PredictedTime | None:
+        """Return the predicted time until a prompt is computed. None: not known yet.
 
         Args:
             option: How the prompt begins.
             length: Number of tokens of the prompt.
         """
         terms = [self._load_s(tier, size) for tier, size in option.bytes_by_tier.items() if size]
-        terms.append(self.predict_compute_s(option.end, length - option.end))
-        if option.recompute_tokens:
-            fit = self._recompute_fit
-            terms.append(fit.predict(option.recompute_tokens) if _has_enough(fit) else None)
-        known = [seconds for seconds in terms if seconds is not None]
-        return sum(known) if len(known) == len(terms) else None
+        loads_s = [seconds for seconds in terms if seconds is not None]
+        without_loads = self._predict_without_loads(option, length)
+        if without_loads is None or len(loads_s) < len(terms):
+            return None
+        return replace(without_loads, load_s=sum(loads_s))
+
+    def _predict_without_loads(self, option: ReuseOption, length: int) -> PredictedTime | None:
+        """Return the predicted time if all values are loaded in no time."""
+        end, computed, recomputed = option.end, length - option.end, option.recompute_tokens
+        if not recomputed:
+            passes_s = self.predict_compute_s(end, computed)
+            return None if passes_s is None else PredictedTime(0.0, 0.0, passes_s)
+        if self.joins_passes:
+            # Recomputed tokens are spread over the load: half of it precedes them on average.
+            cached = round((computed * end + recomputed * end / 2) / (computed + recomputed))
+            passes = [self._passes_s(cached, computed + recomputed, recomputed=True)]
+        else:
+            passes = [
+                self._passes_s(end // 2, recomputed, recomputed=True),
+                self.predict_compute_s(end, computed),
+            ]
+        known = [seconds for seconds in passes if seconds is not None]
+        if len(known) < len(passes) or not _has_enough(self._selection_fit):
+            return None
+        return PredictedTime(0.0, self._selection_fit.predict(end), sum(known))
 
     def tier_bandwidths(self) -> Mapping[str, tuple[float, float]]:
         """Return (latency in seconds, bytes per second) of each tier with enough observations.
@@ -178,7 +238,7 @@ class ReuseCosts:
     @property
     def correction(self) -> float:
         """Measured over predicted seconds of passes; 1 without a profile."""
-        return self._measured_s / self._predicted_s if self.profile is not None else 1.0
+        return self._corrections[False].factor
 
     def fastest(
         self,
@@ -187,6 +247,7 @@ class ReuseCosts:
         options: Sequence[ReuseOption],
         *,
         tie_ratio: float = TIE_RATIO,
+        min_gain: float = 0.0,
     ) -> ReuseOption | None:
         """Return the option with the lowest predicted time, or None to compute the whole prompt.
 
@@ -197,11 +258,13 @@ class ReuseCosts:
             length: Number of tokens of the prompt.
             options: Ascending by ``end``.
             tie_ratio: See TIE_RATIO.
+            min_gain: Share of the time to compute the prompt that an option has to save.
         """
         if not options:
             return None
+        compute_s = self.predict_compute_s(num_cached, length - num_cached)
         predicted = [
-            self.predict_compute_s(num_cached, length - num_cached),
+            None if compute_s is None else (1.0 - min_gain) * compute_s,
             *[self.predict_s(option, length) for option in options],
         ]
         known = [seconds for seconds in predicted if seconds is not None]
@@ -221,19 +284,41 @@ class ReuseCosts:
         options: Sequence[ReuseOption],
         *,
         tie_ratio: float = TIE_RATIO,
+        min_gain: float = 0.0,
     ) -> ReuseOption | None:
         """Choose as ``fastest`` does, but take every RETRY_EVERY-th declined option.
+
+        A retry renews the estimates of loads. An option that would lose even if its loads took no
+        time is never retried.
 
         Call it once for each decision, because it counts the declined options. Exact and blended
         options are counted apart, because a prompt may be asked for with one and then the other.
         """
-        chosen = self.fastest(num_cached, length, options, tie_ratio=tie_ratio)
+        chosen = self.fastest(num_cached, length, options, tie_ratio=tie_ratio, min_gain=min_gain)
         if not options or chosen is options[-1]:
             return chosen
         declined = options[-1]
+        if not self._may_be_faster(declined, num_cached, length):
+            return chosen
         recomputes = declined.recompute_tokens > 0
         self._num_declined[recomputes] += 1
         return declined if self._num_declined[recomputes] % RETRY_EVERY == 0 else chosen
+
+    def _may_be_faster(self, option: ReuseOption, num_cached: int, length: int) -> bool:
+        """Tell whether an option can be faster than computing, if its loads are fast enough."""
+        compute_s = self.predict_compute_s(num_cached, length - num_cached)
+        option_time = self._predict_without_loads(option, length)
+        return compute_s is None or option_time is None or option_time.total_s < compute_s
+
+    def _passes_s(self, cached: int, computed: int, *, recomputed: bool) -> float | None:
+        if computed <= 0:
+            return 0.0
+        if self.profile is not None:
+            factor = self._corrections[recomputed].factor
+            return factor * self.profile.predict(cached, computed)
+        if not _has_enough(self._compute_fit):
+            return None
+        return self._compute_fit.predict(computed)
 
     def _load_s(self, tier: str, size: int) -> float | None:
         timeouts_s = self._timeouts_s.get(tier, ())

@@ -36,6 +36,7 @@ from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
+from ragcache_engine.blend.joint_pass import JointPass
 from ragcache_engine.blend.model_access import access_model
 from ragcache_engine.blend.recomputer import Recomputer
 from ragcache_engine.kv_cache.paged_cache import PagedCache
@@ -110,6 +111,7 @@ class _ProfileMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker measured at start. vLLM carries it to the scheduler's process."""
 
     profile: PrefillProfile
+    joins_passes: bool
 
 
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -131,6 +133,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._outer_exception: BaseException | None = None
         self._cache: PagedCache | None = None
         self._recomputer: Recomputer | None = None
+        self._joint_pass: JointPass | None = None
         if role is KVConnectorRole.SCHEDULER:
             records, costs = RequestRecords(), ReuseCosts()
             client = ShardedStore(self._settings.cachestore)
@@ -182,14 +185,18 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
         client = ShardedStore(self._settings.cachestore)
         self._cache, self._recomputer = cache, self._make_recomputer()
+        blend = self._make_blend_components(cache)
+        if blend is not None and JointPass.supports(runner := current_worker().model_runner):
+            self._joint_pass = JointPass(runner, blend.recomputer)
         self._worker = ConnectorWorker(
             self._settings,
             self._space,
             cache,
             client,
-            self._make_blend_components(cache),
+            blend,
             self._tracer,
             self._engine_role,
+            self._joint_pass,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -205,7 +212,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except Exception:
             log.exception("connector: cannot measure the prefill profile, learning from requests")
             return None
-        return _ProfileMetadata(profile) if profile is not None else None
+        if profile is None:
+            return None
+        return _ProfileMetadata(profile, self._joint_pass is not None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. vLLM calls this first, before the forward pass."""
@@ -273,7 +282,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Use the profile that the first worker measured."""
         first = metadata.get(0)
         if self._scheduler is not None and isinstance(first, _ProfileMetadata):
-            self._scheduler.on_profile(first.profile)
+            self._scheduler.on_profile(first.profile, joins_passes=first.joins_passes)
 
     def on_new_request(self, request: Request) -> None:
         """Start to track a new request."""

@@ -12,7 +12,6 @@ from ragcache_wire.settings.field_types import (
     OnOff,
     Seconds,
     ShardMembers,
-    Share,
     SigningKeyFile,
     TokenCount,
 )
@@ -82,9 +81,6 @@ class EngineSettings(ServiceSettings):
     min_load_tokens: Count = setting(64, internal=_MEASURED)
     """Fewer tokens than this are computed rather than loaded. A load costs a round trip and an
     idle engine step or two."""
-    min_blend_share: Share = setting(0.5, internal=_MEASURED)
-    """Share of the tokens after the exact prefix that must be stored for a blend. With fewer,
-    computing all of them takes little longer and is exact."""
     recompute_slice_tokens: TokenCount = setting(RECOMPUTE_SLICE_TOKENS, internal=_MEASURED)
     """Most tokens of a blend that are recomputed in one step next to other requests, which decode
     one token in it."""

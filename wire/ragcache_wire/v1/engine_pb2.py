@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\"\x11\n\x0fGetCostsRequest\"o\n\x05\x43osts\x12,\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.ragcache.v1.PrefillProfile\x12\x12\n\ncorrection\x18\x02 \x01(\x01\x12$\n\x05loads\x18\x03 \x03(\x0b\x32\x15.ragcache.v1.LoadCost\"X\n\x0ePrefillProfile\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x03(\r\x12\x10\n\x08\x63omputed\x18\x02 \x03(\r\x12\x0f\n\x07seconds\x18\x03 \x03(\x01\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\"@\n\x08LoadCost\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\x9c\x02\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t\x12\x16\n\x0e\x62lended_tokens\x18\n \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\r\x12\x13\n\x0brecompute_s\x18\x0c \x01(\x01\x12\x16\n\x0emissing_chunks\x18\r \x03(\r2\x9c\x01\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecord\x12<\n\x08GetCosts\x12\x1c.ragcache.v1.GetCostsRequest\x1a\x12.ragcache.v1.Costsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\"\x11\n\x0fGetCostsRequest\"o\n\x05\x43osts\x12,\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.ragcache.v1.PrefillProfile\x12\x12\n\ncorrection\x18\x02 \x01(\x01\x12$\n\x05loads\x18\x03 \x03(\x0b\x32\x15.ragcache.v1.LoadCost\"X\n\x0ePrefillProfile\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x03(\r\x12\x10\n\x08\x63omputed\x18\x02 \x03(\r\x12\x0f\n\x07seconds\x18\x03 \x03(\x01\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\"@\n\x08LoadCost\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\xdd\x02\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t\x12\x16\n\x0e\x62lended_tokens\x18\n \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\r\x12\x13\n\x0brecompute_s\x18\x0c \x01(\x01\x12\x16\n\x0emissing_chunks\x18\r \x03(\r\x12\x10\n\x08select_s\x18\x0e \x01(\x01\x12-\n\tpredicted\x18\x0f \x01(\x0b\x32\x1a.ragcache.v1.PredictedTime\"C\n\rPredictedTime\x12\x0e\n\x06load_s\x18\x01 \x01(\x01\x12\x10\n\x08select_s\x18\x02 \x01(\x01\x12\x10\n\x08passes_s\x18\x03 \x01(\x01\x32\x9c\x01\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecord\x12<\n\x08GetCosts\x12\x1c.ragcache.v1.GetCostsRequest\x1a\x12.ragcache.v1.Costsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,7 +42,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREQUESTRECORDREQUEST']._serialized_start=334
   _globals['_GETREQUESTRECORDREQUEST']._serialized_end=376
   _globals['_REQUESTRECORD']._serialized_start=379
-  _globals['_REQUESTRECORD']._serialized_end=663
-  _globals['_ENGINE']._serialized_start=666
-  _globals['_ENGINE']._serialized_end=822
+  _globals['_REQUESTRECORD']._serialized_end=728
+  _globals['_PREDICTEDTIME']._serialized_start=730
+  _globals['_PREDICTEDTIME']._serialized_end=797
+  _globals['_ENGINE']._serialized_start=800
+  _globals['_ENGINE']._serialized_end=956
 # @@protoc_insertion_point(module_scope)

@@ -171,6 +171,8 @@ class RequestRecord(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     MISSING_CHUNKS_FIELD_NUMBER: _builtins.int
+    SELECT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
     """waiting to be scheduled, before a load and after it"""
@@ -189,12 +191,18 @@ class RequestRecord(_message.Message):
     blended_tokens: _builtins.int
     """of loaded_tokens, those computed after another prefix"""
     recomputed_tokens: _builtins.int
-    """recomputed before the request was scheduled"""
+    """of the chunks and between them"""
     recompute_s: _builtins.float
-    """of load_s, the time of the recomputation"""
+    """of load_s, the selection and recomputation of tokens"""
+    select_s: _builtins.float
+    """of recompute_s, the selection"""
     @_builtins.property
     def missing_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes of the plan's segments that the engine recomputed because no variant was loaded."""
+
+    @_builtins.property
+    def predicted(self) -> Global___PredictedTime:
+        """What the engine predicted when it decided how much to load. Unset: it could not predict."""
 
     def __init__(
         self,
@@ -212,11 +220,39 @@ class RequestRecord(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         recompute_s: _builtins.float = ...,
         missing_chunks: _abc.Iterable[_builtins.int] | None = ...,
+        select_s: _builtins.float = ...,
+        predicted: Global___PredictedTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted", b"predicted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "missing_chunks", b"missing_chunks", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "missing_chunks", b"missing_chunks", "predicted", b"predicted", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request", "select_s", b"select_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestRecord: _TypeAlias = RequestRecord  # noqa: Y015
+
+@_typing.final
+class PredictedTime(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    SELECT_S_FIELD_NUMBER: _builtins.int
+    PASSES_S_FIELD_NUMBER: _builtins.int
+    load_s: _builtins.float
+    select_s: _builtins.float
+    passes_s: _builtins.float
+    """forward passes: recomputed tokens and the rest of the prompt"""
+    def __init__(
+        self,
+        *,
+        load_s: _builtins.float = ...,
+        select_s: _builtins.float = ...,
+        passes_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_s", b"load_s", "passes_s", b"passes_s", "select_s", b"select_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictedTime: _TypeAlias = PredictedTime  # noqa: Y015

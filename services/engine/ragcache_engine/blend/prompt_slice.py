@@ -24,6 +24,11 @@ class PromptSlice:
     blocks: Sequence[int]
     runs: Sequence[range]
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions."""
+        return sum(map(len, self.runs))
+
     def slots(self, block_size: int) -> torch.Tensor:
         """Return the slot of each position; int64."""
         positions = torch.tensor([p for run in self.runs for p in run], dtype=torch.int64)

@@ -1,9 +1,12 @@
-"""Recompute tokens of loads that are not exact, in slices between the engine's own passes.
+"""Select the tokens to recompute of loads that are not exact, and recompute what must come early.
 
 The loaded KV is in the request's blocks. First the queue measures what the question attends to. By
-that, and by the known influence on the chunks, it selects tokens. It recomputes them in ascending
-order, together with the chunks that did not arrive. Then vLLM resumes the request as if all of it
-had been loaded.
+that, and by the known influence on the chunks, it selects tokens, and adds the chunks that did not
+arrive. Then vLLM resumes the request as if all of it had been loaded. The pass that computes the
+rest of the prompt also computes the selected tokens (``JointPass``).
+
+Tokens that this pass has no room for are recomputed before, in ascending order. So are those over
+``slice_tokens`` while other requests decode, and all tokens where passes cannot be joined.
 
 Source: Cache-Craft section 3.2.
 """
@@ -50,7 +53,18 @@ class _RecomputationTask:
     trace: Span
     runs: tuple[range, ...] | None = None
     recomputed_tokens: int = 0
+    select_s: float = 0.0
     cancelled: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of selected tokens that are not recomputed yet."""
+        return sum(map(len, self.runs or ()))
+
+    @property
+    def tokens_after(self) -> int:
+        """Number of tokens of the prompt after the load."""
+        return len(self.recompute.token_ids) - self.job.end
 
     def result(self, reason: str) -> LoadOutcome:
         """Return the load's outcome. reason: why the recomputation failed, or ""."""
@@ -61,8 +75,10 @@ class _RecomputationTask:
             self.outcome,
             tokens=job.end - job.first,
             blended_tokens=job.end - max(job.first, self.recompute.exact_end),
-            recomputed_tokens=self.recomputed_tokens,
+            recomputed_tokens=self.recomputed_tokens + self.tokens_left,
             recompute_s=spent_s,
+            select_s=self.select_s,
+            left_to_recompute=self.runs or (),
         )
 
 
@@ -78,6 +94,7 @@ class RecomputationQueue:
         slice_tokens: Tokens that one step recomputes at most while other requests run, so that
             these keep decoding. A step without other requests uses a whole pass.
         question_tokens: Tokens of the question whose attention is measured, at most.
+        joins_passes: Whether vLLM's own pass can recompute the rest of a selection.
         tracer: Traces the loads that are part of a trace.
     """
 
@@ -89,6 +106,8 @@ class RecomputationQueue:
         slice_tokens: int,
         question_tokens: int,
         tracer: Tracer | None = None,
+        *,
+        joins_passes: bool = False,
     ) -> None:
         self._cache = cache
         self._recomputer = recomputer
@@ -96,6 +115,7 @@ class RecomputationQueue:
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
         self._question_tokens = question_tokens
         self._tracer = tracer or Tracer()
+        self._joins_passes = joins_passes
         self._tasks: list[_RecomputationTask] = []
 
     @property
@@ -120,7 +140,7 @@ class RecomputationQueue:
                 task.cancelled = True
 
     def advance(self, *, busy: bool) -> list[tuple[LoadJob, LoadOutcome]]:
-        """Recompute for one step, and return the loads that ended, well or not.
+        """Recompute for one step, and return the loads that vLLM can resume, or that failed.
 
         A load that fails does not affect other loads. The next load uses what the first one leaves
         of a pass, so loads that arrive together share passes.
@@ -131,14 +151,23 @@ class RecomputationQueue:
         room = self._slice_tokens if busy else self._recomputer.max_tokens
         ended = [self._end(task, "cancelled") for task in self._tasks if task.cancelled]
         while self._tasks and room > 0:
-            room, taken, failed = self._fill_pass(room)
+            room, taken, failed = self._fill_pass(room, busy=busy)
             failed += self._recompute(taken)
             ended += [self._end(task, RECOMPUTE_FAILED) for task in failed]
-            ended += [self._end(task, "") for task in self._tasks if task.runs == ()]
+            ended += [self._end(task, "") for task in self._tasks if self._can_resume(task, busy)]
         return ended
 
+    def _can_resume(self, task: _RecomputationTask, busy: bool) -> bool:
+        """Tell whether vLLM's next pass of the request can recompute what is left."""
+        if task.runs is None or not task.runs:
+            return task.runs is not None
+        if not self._joins_passes or len(task.runs) > self._recomputer.max_runs // 2:
+            return False
+        room = self._slice_tokens if busy else self._recomputer.max_tokens - task.tokens_after
+        return task.tokens_left <= room
+
     def _fill_pass(
-        self, room: int
+        self, room: int, *, busy: bool
     ) -> tuple[int, list[tuple[_RecomputationTask, Sequence[range]]], list[_RecomputationTask]]:
         """Take runs for one pass of at most room tokens from the tasks, in their order.
 
@@ -155,7 +184,7 @@ class RecomputationQueue:
             try:
                 if task.runs is None:
                     room -= self._select(task)
-                if task.runs and room > 0:
+                if task.runs and room > 0 and not self._can_resume(task, busy):
                     runs, task.runs = split_first_pass(
                         task.runs, max_tokens=room, max_runs=max_runs
                     )
@@ -191,14 +220,14 @@ class RecomputationQueue:
         self._tasks = [one for one in self._tasks if one is not task]
         outcome = task.result(reason)
         task.trace.set(
-            blended=outcome.blended_tokens, recomputed=task.recomputed_tokens, miss=reason
+            blended=outcome.blended_tokens, recomputed=outcome.recomputed_tokens, miss=reason
         )
         task.trace.end()
         return task.job, outcome
 
     def _select(self, task: _RecomputationTask) -> int:
         """Select the positions to recompute; return how many question tokens that computed."""
-        recompute, job = task.recompute, task.job
+        recompute, job, began = task.recompute, task.job, time.monotonic()
         missing = merge_runs([*recompute.missing, *task.outcome.missing_ranges])
         self._write_zeros(job, missing)
         question = self._question(job, recompute)
@@ -209,6 +238,7 @@ class RecomputationQueue:
             order, recompute.recompute_tokens, exact_head=job.first, already_selected=missing
         )
         task.runs = merge_runs([*selected.runs, *missing])
+        task.select_s = time.monotonic() - began
         return len(question)
 
     def _question(self, job: LoadJob, recompute: RecomputeJob) -> Sequence[int]:

@@ -10,8 +10,11 @@ prefill is correct here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn import functional
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -20,6 +23,23 @@ from ragcache_engine.blend.prompt_slice import PromptSlice
 
 _NO_SLOT = -1
 """The slot number that vLLM uses for padding. Its kernels write nothing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """What a pass over slices of prompts needs.
+
+    Attributes:
+        input_ids: int32, one per row.
+        positions: int64, one per row.
+        slots_by_layer: int64 slots of all rows of the pass, by name of the layer.
+        metadata_by_layer: Attention metadata of all rows of the pass, by name of the layer.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots_by_layer: dict[str, torch.Tensor]
+    metadata_by_layer: dict[str, Any]
 
 
 class Recomputer:
@@ -33,6 +53,7 @@ class Recomputer:
         scheduler = model.vllm_config.scheduler_config
         self.max_tokens: int = scheduler.max_num_batched_tokens
         self.max_runs: int = scheduler.max_num_seqs
+        self.vllm_config = model.vllm_config
         self._model = model
 
     def recompute(
@@ -66,64 +87,66 @@ class Recomputer:
         Raises:
             ValueError: If the slices are empty or exceed one pass.
         """
-        runs = [(one, run) for one in slices for run in one.runs]
-        num_tokens = sum(len(run) for _, run in runs)
-        if num_tokens > self.max_tokens or len(runs) > self.max_runs:
+        num_runs = sum(len(one.runs) for one in slices)
+        num_tokens = sum(one.num_tokens for one in slices)
+        if num_tokens > self.max_tokens or num_runs > self.max_runs:
             raise ValueError(
-                f"{num_tokens} tokens in {len(runs)} runs do not fit a pass of"
+                f"{num_tokens} tokens in {num_runs} runs do not fit a pass of"
                 f" {self.max_tokens} in {self.max_runs}"
             )
         if not num_tokens:
             raise ValueError("there is nothing to recompute")
-        model, device = self._model, self._model.device
-        positions = torch.tensor([p for _, run in runs for p in run], dtype=torch.int64)
-        slots = torch.cat([one.slots(model.block_size) for one in slices]).to(device)
-        if not writes:
-            slots.fill_(_NO_SLOT)
-        metadata = model.metadata_builder.build(
-            common_prefix_len=0,
-            common_attn_metadata=self._attention_metadata(slices, slots),
-        )
+        inputs = self.pass_inputs(slices, writes=writes)
         context = set_forward_context(
-            dict.fromkeys(model.layer_names, metadata),
-            model.vllm_config,
+            inputs.metadata_by_layer,
+            self.vllm_config,
             num_tokens=num_tokens,
-            slot_mapping=dict.fromkeys(model.layer_names, slots),
+            slot_mapping=inputs.slots_by_layer,
         )
         with context, torch.inference_mode():
-            output: torch.Tensor = model.forward(
-                # The compiled model has dropped its guards: any other type reads garbage.
-                input_ids=torch.tensor(
-                    [one.token_ids[p] for one, run in runs for p in run], dtype=torch.int32
-                ).to(device),
-                positions=positions.to(device),
+            output: torch.Tensor = self._model.forward(
+                input_ids=inputs.input_ids,
+                positions=inputs.positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
         return output
 
-    def _attention_metadata(
-        self, slices: Sequence[PromptSlice], slots: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        """Describe each run to the attention backend as a request of its own."""
-        runs = [run for one in slices for run in one.runs]
-        device = self._model.device
-        starts = torch.tensor([0, *map(len, runs)], dtype=torch.int32).cumsum(0)
-        starts = starts.to(torch.int32)
-        ends = torch.tensor([run.stop for run in runs], dtype=torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
-            seq_lens=ends.to(device),
-            num_reqs=len(runs),
-            num_actual_tokens=sum(map(len, runs)),
-            max_query_len=max(map(len, runs)),
-            max_seq_len=max(run.stop for run in runs),
-            block_table_tensor=self._block_tables(slices).to(device),
-            slot_mapping=slots,
-            causal=True,
-            seq_lens_cpu_upper_bound=ends,
-            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+    def pass_inputs(
+        self, slices: Sequence[PromptSlice], *, writes: bool = True, after: Any = None
+    ) -> PassInputs:
+        """Return the inputs of a pass over slices.
+
+        Args:
+            slices: The slices, not empty.
+            writes: See ``recompute_slices``.
+            after: Attention metadata of vLLM's own rows, which come first in the pass. Slots and
+                metadata of the result then cover all rows, input_ids and positions the slices only.
+        """
+        model, device = self._model, self._model.device
+        runs = [(one, run) for one in slices for run in one.runs]
+        # The compiled model has dropped its guards: any other type reads garbage.
+        input_ids = [one.token_ids[p] for one, run in runs for p in run]
+        positions = [p for _, run in runs for p in run]
+        slots = torch.cat([one.slots(model.block_size) for one in slices]).to(device)
+        if not writes:
+            slots.fill_(_NO_SLOT)
+        rows = _SlicedRows(
+            lengths=torch.tensor([len(run) for _, run in runs], dtype=torch.int32),
+            ends=torch.tensor([run.stop for _, run in runs], dtype=torch.int32),
+            block_tables=self._block_tables(slices),
+            slots=slots,
+        )
+        if after is not None:
+            rows = rows.after(after)
+        metadata = model.metadata_builder.build(
+            common_prefix_len=0, common_attn_metadata=rows.attention_metadata(device)
+        )
+        return PassInputs(
+            torch.tensor(input_ids, dtype=torch.int32).to(device),
+            torch.tensor(positions, dtype=torch.int64).to(device),
+            dict.fromkeys(model.layer_names, rows.slots),
+            dict.fromkeys(model.layer_names, metadata),
         )
 
     def _block_tables(self, slices: Sequence[PromptSlice]) -> torch.Tensor:
@@ -131,3 +154,53 @@ class Recomputer:
         tables = [self._model.kernel_table(one.blocks) for one in slices]
         padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return padded.repeat_interleave(torch.tensor([len(one.runs) for one in slices]), dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _SlicedRows:
+    """Rows of a pass, described to the backend as one request for each run of positions.
+
+    Attributes:
+        lengths: Rows of each run; int32 [runs].
+        ends: Position after each run; int32 [runs].
+        block_tables: int32 [runs, blocks].
+        slots: Of each row; int64.
+    """
+
+    lengths: torch.Tensor
+    ends: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+
+    def after(self, metadata: Any) -> _SlicedRows:
+        """Return these rows after the rows of vLLM's own attention metadata."""
+        tables = [metadata.block_table, self.block_tables]
+        width = max(table.shape[1] for table in tables)
+        padded = [functional.pad(table, (0, width - table.shape[1])) for table in tables]
+        own_slots = metadata.slot_mapping[: metadata.num_actual_tokens]
+        return _SlicedRows(
+            lengths=torch.cat([metadata.query_start_loc.diff(), self.lengths]),
+            ends=torch.cat([metadata.seq_lens, self.ends]),
+            block_tables=torch.cat(padded),
+            slots=torch.cat([own_slots, self.slots]),
+        )
+
+    def attention_metadata(self, device: torch.device) -> CommonAttentionMetadata:
+        """Return what vLLM's metadata builders take."""
+        num_runs = len(self.lengths)
+        starts = torch.zeros(num_runs + 1, dtype=torch.int32)
+        starts[1:] = self.lengths.cumsum(0)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=self.ends.to(device),
+            num_reqs=num_runs,
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(self.lengths.max()),
+            max_seq_len=int(self.ends.max()),
+            block_table_tensor=self.block_tables.to(device),
+            slot_mapping=self.slots,
+            causal=True,
+            seq_lens_cpu_upper_bound=self.ends,
+            is_prefilling=torch.ones(num_runs, dtype=torch.bool),
+        )

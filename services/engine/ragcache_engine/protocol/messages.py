@@ -21,8 +21,6 @@ STORE_TIER = "store"
 BLEND_UNSUPPORTED = "this engine cannot blend"
 """Failure reason of a load that needs recomputation. The scheduler then stops blending."""
 
-"""Deadline of a load without a configured one."""
-
 
 def miss_reason(miss: Miss) -> str:
     """Return the words that outcomes and request records use for a miss of the store."""
@@ -144,12 +142,22 @@ class ComputedRange:
 
 
 @dataclass(frozen=True, slots=True)
+class JointRecomputeJob:
+    """Positions of a prompt that the step's forward pass recomputes beside vLLM's own tokens."""
+
+    token_ids: Sequence[int]
+    blocks: tuple[int, ...]
+    runs: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepJobs:
     """What the scheduler asks of the worker in one step."""
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
+    joint_recomputes: tuple[JointRecomputeJob, ...] = ()
     # vLLM needs the blocks that are kept for observing: release all of them.
     release_kept_blocks: bool = False
     # Requests that have ended. vLLM may give their blocks to other requests in this step.
@@ -158,6 +166,8 @@ class StepJobs:
     computed: tuple[ComputedRange, ...] = ()
     # Tokens of all requests in the step.
     num_tokens: int = 0
+    # Tokens that the forward pass recomputes beside them.
+    recompute_tokens: int = 0
     # Of num_tokens, the prompt tokens. An estimate for untracked requests.
     prompt_tokens: int = 0
     # Size of the forward pass (``ReuseCosts.work``). It comes back with the seconds that it took.
@@ -183,8 +193,12 @@ class LoadOutcome:
     # Of tokens, those that are not exact.
     blended_tokens: int = 0
     recomputed_tokens: int = 0
-    # Seconds of the recomputation, waits included.
+    # Seconds of the selection and of recomputation before the request resumed, waits included.
     recompute_s: float = 0.0
+    # Of these, seconds of the selection.
+    select_s: float = 0.0
+    # Of the selected positions, those that the request's next pass has to recompute.
+    left_to_recompute: tuple[range, ...] = ()
     # Number of values behind missing_ranges, by reason.
     missing_reasons: Mapping[str, int] = field(default_factory=dict)
     # The load's whole deadline passed before the worker stopped waiting.
@@ -194,12 +208,23 @@ class LoadOutcome:
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredPass:
+    """How long a forward pass took."""
+
+    # Predicted cost (``ReuseCosts.pass_cost``).
+    work: float
+    seconds: float
+    # Whether it also recomputed tokens of blends.
+    recomputed: bool = False
+
+
 @dataclass(slots=True)
 class StepReport:
     """What the worker reports to the scheduler after a step."""
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
-    # (work, seconds) of each pass that computed prompt tokens.
-    passes: list[tuple[float, float]] = field(default_factory=list)
+    # The passes that computed prompt tokens.
+    passes: list[MeasuredPass] = field(default_factory=list)
     # By variant: the worker's tier that now stores it. None: none of them does any more.
     tier_changes: Mapping[VariantKey, str | None] = field(default_factory=dict)

@@ -17,6 +17,9 @@ _DEADLINE_FACTOR = 3.0
 _MIN_DEADLINE_S = 2.0
 """Shortest deadline of a load: a busy machine may stall for that long."""
 
+_MIN_BLEND_GAIN = 0.1
+"""Share of the time to compute a prompt that a blend has to save, because a blend is not exact."""
+
 _MAX_SOURCE_READS = 10_000
 """Bounds how many sources a decision reads, about ten milliseconds of the scheduler's thread.
 
@@ -38,10 +41,16 @@ class LoadPlanner:
         ``ReuseCosts`` counts the decision, so call this once for each number of local tokens.
         """
         blend, blend_declined = self._choose_blend(request, num_local)
+        length = len(request.token_ids)
         if blend is not None:
-            return LoadDecision(num_local, blend.end, blend)
-        end, chain_shortened = self._exact_end(request, num_local)
-        return LoadDecision(num_local, end, None, blend_declined or chain_shortened)
+            first = max(num_local, blend.exact_end)
+            predicted = self._costs.predict(self._blend_option(request, blend, first), length)
+            return LoadDecision(num_local, blend.end, blend, predicted=predicted)
+        option, chain_shortened = self._exact_option(request, num_local)
+        end = option.end if option is not None else 0
+        predicted = self._costs.predict(option or ReuseOption(num_local), length)
+        declined = blend_declined or chain_shortened
+        return LoadDecision(num_local, end, None, declined, predicted)
 
     def deadline_s(self, request: RequestState, first: int, end: int) -> float:
         """Return after how many seconds to abandon a load of prompt tokens [first, end).
@@ -61,16 +70,16 @@ class LoadPlanner:
         if found is None:
             return None, False
         first = max(num_local, found.exact_end)
-        share = 1 - _num_missing(found, first) / max(1, found.end - first)
-        if found.end <= first or share < self._settings.min_blend_share:
+        if found.end <= first:
             return None, False
         if self._settings.load_always or request.plan.trial:  # a trial measures the blend
             return found, False
         reduced = self._reduced_blend(request, found, first)
         blends = [found] if reduced is None else [reduced, found]
         options = [self._blend_option(request, blend, first) for blend in blends]
-        # A blend is not exact, so it has to be faster than computing, not just as fast.
-        best = self._costs.choose(first, len(request.token_ids), options, tie_ratio=1.0)
+        best = self._costs.choose(
+            first, len(request.token_ids), options, tie_ratio=1.0, min_gain=_MIN_BLEND_GAIN
+        )
         return (None, True) if best is None else (blends[options.index(best)], False)
 
     def _reduced_blend(self, request: RequestState, found: Blend, first: int) -> Blend | None:
@@ -123,23 +132,27 @@ class LoadPlanner:
         variants = (source.variant for source in sources if source.variant is not None)
         return dict(self._tiers.bytes_by_tier(variants, request.stored or {}))
 
-    def _exact_end(self, request: RequestState, num_local: int) -> tuple[int, bool]:
-        """Return up to where loading exact variants is no slower than computing.
+    def _exact_option(
+        self, request: RequestState, num_local: int
+    ) -> tuple[ReuseOption | None, bool]:
+        """Return the longest load of exact variants that is no slower than computing.
 
-        Also returns whether that is less than all that is stored.
+        None: computing is faster than any of them, or nothing is stored. Also returns whether the
+        load is less than all that is stored.
         """
-        stored, length, chain = request.stored or {}, len(request.token_ids), request.exact_chain
-        loadable = [named for named in chain if named.segment.end > num_local]
-        if not loadable or self._settings.load_always:
-            return (chain[-1].segment.end if chain else 0), False
+        stored, length = request.stored or {}, len(request.token_ids)
         sizes: Counter[str] = Counter()
         options = []
-        for named in loadable:
-            sizes.update(self._tiers.bytes_by_tier([named.variant], stored))
-            options.append(ReuseOption(min(named.segment.end, length - 1), dict(sizes)))
+        for named in request.exact_chain:
+            if named.segment.end > num_local:
+                sizes.update(self._tiers.bytes_by_tier([named.variant], stored))
+                options.append(ReuseOption(min(named.segment.end, length - 1), dict(sizes)))
+        if not options:
+            return None, False
+        if self._settings.load_always:
+            return options[-1], False
         best = self._costs.choose(num_local, length, options)
-        end = loadable[options.index(best)].segment.end if best else 0
-        return end, best is not options[-1]
+        return best, best is not options[-1]
 
 
 def _num_missing(blend: Blend, first: int) -> int:

@@ -41,6 +41,7 @@ class LoadTracker:
             reservation: Where to allocate scratch blocks. None: there are none.
         """
         first, end = load
+        request.left_to_recompute = ()
         request.previous_approximate_after = request.approximate_after
         blend, recompute = request.blend, None
         if blend is None or end <= blend.exact_end:
@@ -67,6 +68,7 @@ class LoadTracker:
         if not request.plan.trial:
             self._observe_costs(request, outcome)
         request.enter(RequestPhase.WAITING)
+        request.left_to_recompute = outcome.left_to_recompute
         if not request.recorded:
             missing = () if outcome.reason else (*request.missing_ranges, *outcome.missing_ranges)
             request.record.end_load(outcome, request.overlapping_segments(missing))
@@ -86,8 +88,8 @@ class LoadTracker:
         elif not outcome.reason:
             sizes = self._tiers.loaded_bytes_by_tier(outcome.bytes_by_tier, request.loading, stored)
             self._costs.observe_load(sizes, outcome.seconds)
-        if not outcome.reason:
-            self._costs.observe_recompute(outcome.recomputed_tokens, outcome.recompute_s)
+        if outcome.blended_tokens:
+            self._costs.observe_selection(outcome.tokens, outcome.select_s)
 
     def _start_recompute(
         self,

@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from ragcache_core.blend.variant_selection import Blend
 from ragcache_core.cluster.handoff_polling import HandoffPolling
+from ragcache_core.cost.load_or_compute import PredictedTime
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import ReusePlan
@@ -41,6 +42,8 @@ class LoadDecision:
     blend: Blend | None = None
     # The request loads less than the store has, because computing the rest is faster.
     compute_is_faster: bool = False
+    # Expected time until the prompt is computed. None: not known.
+    predicted: PredictedTime | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +79,9 @@ class RequestState:
     loading: tuple[VariantKey, ...] = ()
     missing_ranges: tuple[range, ...] = ()
     load_failed: bool = False
+
+    # Positions of the finished load that the next pass of the request has to recompute.
+    left_to_recompute: tuple[range, ...] = ()
 
     # KV after this position is not exact, or was computed after KV that is not.
     approximate_after: int | None = None
@@ -114,6 +120,7 @@ class RequestState:
         self.blend = decision.blend or self.blend
         if not self.recorded:
             self.record.compute_is_faster = decision.compute_is_faster
+            self.record.predicted = decision.predicted
 
     def disable_blend(self) -> None:
         """Use exact variants only from now on."""

@@ -12,8 +12,10 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     ComputedRange,
+    JointRecomputeJob,
     LoadJob,
     LoadOutcome,
+    MeasuredPass,
     ObserveJob,
     SaveJob,
     StepJobs,
@@ -87,9 +89,14 @@ class ConnectorScheduler:
         self._reservation = BlockReservation(pool, block_size)
         self._lookups.blending_enabled = True
 
-    def on_profile(self, profile: PrefillProfile) -> None:
-        """Predict computations by the profile that the worker measured."""
-        self._costs.use_profile(profile)
+    def on_profile(self, profile: PrefillProfile, *, joins_passes: bool) -> None:
+        """Predict computations by the profile that the worker measured.
+
+        Args:
+            profile: The profile.
+            joins_passes: See ``ReuseCosts.use_profile``.
+        """
+        self._costs.use_profile(profile, joins_passes=joins_passes)
 
     # The life of a request, in the order of vLLM's calls.
 
@@ -171,10 +178,10 @@ class ConnectorScheduler:
         self.on_passes(report.passes)
         self.on_outcomes(report.outcomes)
 
-    def on_passes(self, passes: Iterable[tuple[float, float]]) -> None:
-        """Learn from (work, seconds) of passes that computed prompts."""
-        for work, seconds in passes:
-            self._costs.observe_compute(work, seconds)
+    def on_passes(self, passes: Iterable[MeasuredPass]) -> None:
+        """Learn from passes that computed prompts."""
+        for one in passes:
+            self._costs.observe_compute(one.work, one.seconds, recomputed=one.recomputed)
 
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
         """Apply the outcomes of loads that have ended in the worker."""
@@ -200,7 +207,8 @@ class ConnectorScheduler:
         """
         saves: list[SaveJob] = []
         computed_ranges: list[ComputedRange] = []
-        num_tokens = prompt_tokens = attended = 0
+        joint: list[JointRecomputeJob] = []
+        num_tokens = prompt_tokens = recompute_tokens = attended = 0
         for request_id, computed, scheduled in progress:
             num_tokens += scheduled
             attended += computed * scheduled
@@ -213,6 +221,13 @@ class ConnectorScheduler:
                 self._on_progress(request, computed)
                 if computed >= len(request.token_ids):
                     continue
+                if request.left_to_recompute:
+                    runs, request.left_to_recompute = request.left_to_recompute, ()
+                    blocks = tuple(blocks_of(request_id))
+                    joint.append(JointRecomputeJob(request.token_ids, blocks, runs))
+                    recompute_tokens += sum(map(len, runs))
+                    attended += sum(map(sum, runs))
+                    request.record.joint_tokens = sum(map(len, runs))
                 saves += self._save_planner.take_saves(
                     request_id, request, computed + scheduled, blocks_of
                 )
@@ -225,16 +240,19 @@ class ConnectorScheduler:
         self._completion.begin_step()
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
+        in_pass = num_tokens + recompute_tokens
         return StepJobs(
             tuple(loads),
             tuple(saves),
             tuple(observes),
+            tuple(joint),
             release_kept_blocks=self._must_release_blocks(),
             finished_ids=tuple(finished_ids),
             computed=tuple(computed_ranges),
             num_tokens=num_tokens,
+            recompute_tokens=recompute_tokens,
             prompt_tokens=prompt_tokens,
-            work=self._costs.pass_cost(attended / num_tokens, num_tokens) if num_tokens else 0.0,
+            work=self._costs.pass_cost(attended / max(1, in_pass), in_pass),
         )
 
     def on_finished(self, request_id: str, blocks: Sequence[int]) -> bool:
@@ -340,6 +358,7 @@ class ConnectorScheduler:
     def _finish_record(self, request: RequestState) -> None:
         if not request.recorded:
             request.recorded = True
+            request.record.end_prefill()
             self._records.put(request.plan.request, request.record)
 
     def _prefetch_for_queued(self) -> None:

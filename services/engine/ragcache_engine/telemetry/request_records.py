@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.errors import NotFound
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_wire.channel import SERVER_OPTIONS
@@ -44,11 +44,17 @@ class RequestRecord:
     blended_tokens: int = 0
     recomputed_tokens: int = 0
     recompute_s: float = 0.0
+    # Of recompute_s, the selection of tokens.
+    select_s: float = 0.0
+    # Of recomputed_tokens, those that the request's first pass recomputes beside its own tokens.
+    joint_tokens: int = 0
     # Indexes of the plan's segments that the engine recomputed because no variant was loaded.
     missing_chunks: tuple[int, ...] = ()
     miss: str = ""
     # The request loaded less than the store has, because computing the rest is faster.
     compute_is_faster: bool = False
+    # What the last decision about the load expected. None: it could not predict.
+    predicted: PredictedTime | None = None
 
     @property
     def reported_miss(self) -> str:
@@ -67,10 +73,21 @@ class RequestRecord:
         self.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
         self.blended_tokens = outcome.blended_tokens
         self.recomputed_tokens = outcome.recomputed_tokens
-        self.recompute_s = outcome.recompute_s
+        self.recompute_s, self.select_s = outcome.recompute_s, outcome.select_s
         self.missing_chunks = tuple(missing_chunks)
         if outcome.reason:
             self.miss, self.compute_is_faster = outcome.reason, False
+
+    def end_prefill(self) -> None:
+        """Divide the time of the passes between the tokens that they computed and recomputed."""
+        computed = self.prompt_tokens - self.local_tokens - self.loaded_tokens
+        if self.joint_tokens:
+            share = self.joint_tokens / (self.joint_tokens + max(0, computed))
+            seconds = share * self.prefill_s
+            self.recompute_s += seconds
+            self.load_s += seconds
+            self.prefill_s -= seconds
+            self.joint_tokens = 0
 
     def count_local(self, num_local: int) -> None:
         """Record that vLLM has the first num_local tokens cached.
@@ -90,7 +107,8 @@ class RequestRecord:
 
     def _reset_blend(self) -> None:
         self.blended_tokens = self.recomputed_tokens = 0
-        self.recompute_s = 0.0
+        self.recompute_s = self.select_s = 0.0
+        self.joint_tokens = 0
         self.missing_chunks = ()
 
 
@@ -130,6 +148,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             context.set_trailing_metadata(trailing_metadata(fields))
             context.abort(code, message)
             raise AssertionError("abort raises")
+        predicted = record.predicted
         return pb.RequestRecord(
             request=request.request,
             queue_s=record.queue_s,
@@ -144,6 +163,14 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             recompute_s=record.recompute_s,
             missing_chunks=record.missing_chunks,
             miss=record.reported_miss,
+            select_s=record.select_s,
+            predicted=None
+            if predicted is None
+            else pb.PredictedTime(
+                load_s=predicted.load_s,
+                select_s=predicted.select_s,
+                passes_s=predicted.passes_s,
+            ),
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802

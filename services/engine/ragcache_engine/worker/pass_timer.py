@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.protocol.messages import SaveJob, StepJobs
+from ragcache_engine.protocol.messages import MeasuredPass, SaveJob, StepJobs
 from ragcache_engine.worker.compute_costs import ComputeCosts
 
 log = logging.getLogger("vllm.ragcache")
@@ -23,7 +23,7 @@ class PassTimer:
         self._cache = cache
         self._costs = ComputeCosts()
         self._began: DeviceEvent | None = None
-        self._passes: list[tuple[float, DeviceEvent, DeviceEvent]] = []
+        self._passes: list[tuple[StepJobs, DeviceEvent, DeviceEvent]] = []
 
     def begin_pass(self, *, timed: bool) -> None:
         """Begin a pass. If not timed, other work makes it longer than its tokens take."""
@@ -36,16 +36,18 @@ class PassTimer:
         if began is None or ended is None or failed:
             return
         if jobs.computed:
-            self._costs.add(jobs.computed, jobs.num_tokens, began, ended)
+            num_tokens = jobs.num_tokens + jobs.recompute_tokens
+            self._costs.add(jobs.computed, num_tokens, began, ended)
         if jobs.prompt_tokens >= _MIN_PROMPT_TOKENS:
-            self._passes.append((jobs.work, began, ended))
+            self._passes.append((jobs, began, ended))
 
-    def take_passes(self) -> list[tuple[float, float]]:
-        """Return (work, seconds) of the passes that have completed since the last call."""
+    def take_passes(self) -> list[MeasuredPass]:
+        """Return the passes that have completed since the last call."""
         completed = []
         while self._passes and self._passes[0][2].is_complete:
-            work, began, ended = self._passes.pop(0)
-            completed.append((work, ended.seconds_since(began)))
+            jobs, began, ended = self._passes.pop(0)
+            seconds = ended.seconds_since(began)
+            completed.append(MeasuredPass(jobs.work, seconds, jobs.recompute_tokens > 0))
         return completed
 
     def record_event(self) -> DeviceEvent | None:

@@ -13,6 +13,7 @@ import torch
 
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.chunk_observer import ChunkObserver
+from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
@@ -41,6 +42,7 @@ from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
+    from ragcache_engine.blend.joint_pass import JointPass
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -82,6 +84,7 @@ class ConnectorWorker:
         blend: BlendComponents | None = None,
         tracer: Tracer | None = None,
         role: EngineRole = EngineRole.BOTH,
+        joint_pass: JointPass | None = None,
     ) -> None:
         rotation = blend.rotation if blend else None
         self._cache = cache
@@ -110,6 +113,7 @@ class ConnectorWorker:
         )
         staging = LayerStaging(cache) if hands_off else None
         self._exporter = ValueExporter(cache, saver, self._tiers, staging, self._timer)
+        self._joint_pass = joint_pass
         self._recomputation: RecomputationQueue | None = None
         self._chunk_observer: ChunkObserver | None = None
         if blend is not None:
@@ -120,6 +124,7 @@ class ConnectorWorker:
                 settings.recompute_slice_tokens,
                 settings.question_tokens,
                 tracer,
+                joins_passes=joint_pass is not None,
             )
             self._chunk_observer = ChunkObserver(
                 blend.observer,
@@ -147,6 +152,9 @@ class ConnectorWorker:
         # The duration of a pass that also writes layers says nothing about computing.
         self._timer.begin_pass(timed=not writes_layers)
         self._exporter.begin_pass(jobs.saves)
+        if self._joint_pass is not None:
+            slices = [PromptSlice(j.token_ids, j.blocks, j.runs) for j in jobs.joint_recomputes]
+            self._joint_pass.prepare(slices)
 
     def wait_for_layer(self, name: str) -> None:
         """Write a layer of layer-wise loads. Its attention comes next in the running pass."""

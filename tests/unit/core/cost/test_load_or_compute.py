@@ -25,15 +25,20 @@ PROFILE = PrefillProfile((0, 2000), (100, 2000), ((0.1, 2.0), (0.1, 2.0)), 2048)
 
 
 def engine(
-    *, byte_s: float = 1e-8, recompute_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
+    *,
+    byte_s: float = 1e-8,
+    select_s: float = 1e-5,
+    seen: int = 6,
+    tier: Tier = Tier.MEMORY,
+    joins_passes: bool = True,
 ) -> ReuseCosts:
-    """Return costs of one millisecond per computed token, and observed loads and recomputes."""
+    """Return costs of one millisecond per computed token, and observed loads and selections."""
     costs = ReuseCosts()
-    costs.use_profile(PROFILE)
+    costs.use_profile(PROFILE, joins_passes=joins_passes)
     for number in range(1, seen + 1):
         tokens = 100 * number
         costs.observe_load({tier: tokens * TOKEN_BYTES}, 0.005 + byte_s * TOKEN_BYTES * tokens)
-        costs.observe_recompute(tokens, 0.01 + recompute_s * tokens)
+        costs.observe_selection(tokens, 0.005 + select_s * tokens)
     return costs
 
 
@@ -53,6 +58,44 @@ def test_reuse_that_saves_most_of_a_slow_prefill_is_chosen() -> None:
 
 def test_recomputing_the_whole_prompt_is_not_chosen() -> None:
     assert engine().choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) is None
+
+
+def test_tokens_are_recomputed_in_the_pass_of_the_rest_where_that_is_possible() -> None:
+    """A pass has a fixed cost, here of 100 tokens."""
+    profile = PrefillProfile((0, 2000), (1, 2000), ((0.101, 2.1), (0.101, 2.1)), 2048)
+    reuse = ReuseOption(1900, {}, 300)
+    for joins, passes_s in ((True, 0.1 + 0.4), (False, 0.1 + 0.3 + 0.1 + 0.1)):
+        costs = engine()
+        costs.use_profile(profile, joins_passes=joins)
+        predicted = costs.predict(reuse, LENGTH)
+        assert predicted is not None
+        assert predicted.passes_s == pytest.approx(passes_s, abs=0.005)
+        assert predicted.select_s == pytest.approx(0.005 + 0.019, rel=0.01)
+        assert predicted.total_s == predicted.passes_s + predicted.select_s
+
+
+@given(st.floats(0.2, 5))
+def test_passes_that_recompute_have_a_correction_of_their_own(slower: float) -> None:
+    costs = engine()
+    for number in range(300):
+        work = costs.pass_cost(0, 100 + number)
+        costs.observe_compute(work, slower * work, recomputed=True)
+    assert costs.predict_compute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
+    predicted = costs.predict(blend(), LENGTH)
+    assert predicted is not None
+    assert predicted.passes_s == pytest.approx(slower * 0.327, rel=0.05)
+
+
+def test_an_option_has_to_save_the_wanted_share() -> None:
+    costs, half = engine(), ReuseOption(1968, {}, 968)
+    assert costs.choose(0, LENGTH, [half], tie_ratio=1.0, min_gain=0.4) is half
+    assert costs.choose(0, LENGTH, [half], tie_ratio=1.0, min_gain=0.6) is None
+
+
+def test_an_option_that_cannot_be_faster_is_not_retried() -> None:
+    costs = engine()
+    taken = [costs.choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) for _ in range(4 * RETRY_EVERY)]
+    assert not any(taken)
 
 
 def test_loading_from_a_slow_disk_is_not_chosen() -> None:

@@ -16,7 +16,7 @@ from ragcache_core.identity.keys import chunk_key
 from ragcache_core.identity.variant import Tier
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
-from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome
+from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, MeasuredPass
 from ragcache_kv.values.layout import value_bytes
 from tests.helpers.engine_scheduler import (
     BLOCKS,
@@ -106,12 +106,13 @@ def test_a_template_and_first_chunk_at_their_own_positions_stay_exact(warm: Blen
 
 
 def test_with_few_stored_chunks_all_is_computed_and_exact(warm: BlendHarness) -> None:
-    prompt = make_prompt(D, range(500, 600), C)
+    teach(warm)
+    prompt = make_prompt(D, range(500, 700), C)
     saves = warm.run_first("other", prompt)
     assert [(save.span.start, save.info.provenance.exact) for save in saves] == [
         (20, True),
         (80, True),
-        (180, True),
+        (280, True),
     ]
 
 
@@ -215,7 +216,8 @@ def test_a_preempted_blend_stays_approximate_if_its_second_load_fails(warm: Blen
 
 
 def test_the_best_fitting_variant_is_chosen(engine: BlendHarness) -> None:
-    one, other = make_prompt(A, C), make_prompt(B, D, C)
+    teach(engine)
+    one, other = make_prompt(A, C), make_prompt(range(600, 800), B, D, C)
     for name, prompt in (("one", one), ("other", other)):
         for save in engine.run_first(name, prompt):
             before = save.origin.prefix_chunks[1:]
@@ -225,7 +227,7 @@ def test_the_best_fitting_variant_is_chosen(engine: BlendHarness) -> None:
             engine.store.seen[observation_key(save.span.variant)] = seen.to_bytes()
     engine.arrive("r", make_prompt(range(500, 520), B, D, C))
     job = engine.load("r")
-    assert job.spans[-1].base_position == other.chunk_ends[1]
+    assert job.spans[-1].base_position == other.chunk_ends[2]
     engine.arrive("s", make_prompt(range(500, 520), A, C))
     assert engine.load("s").spans[-1].base_position == one.chunk_ends[0]
 
@@ -356,14 +358,6 @@ def test_a_request_without_blocks_is_not_observed(engine: BlendHarness) -> None:
     assert not engine.scheduler.on_finished("first", ())
 
 
-def test_half_of_the_tokens_to_load_must_be_stored(warm: BlendHarness) -> None:
-    prompt = make_prompt(C, B, range(500, 580), A)
-    warm.arrive("other", prompt)
-    assert warm.scheduler.loadable_tokens("other", 0) == prompt.chunk_ends[-1]
-    assert warm.scheduler.loadable_tokens("other", 96) == 0  # 80 of 124 would be computed
-    assert warm.scheduler.approximate_from("other") is None
-
-
 def test_without_a_recompute_share_no_question_attends(warm: BlendHarness) -> None:
     warm.arrive("other", make_prompt(C, A), recompute_share=0.0)
     job = warm.load("other")
@@ -410,19 +404,19 @@ def test_requests_in_flight_survive_when_blending_is_disabled(warm: BlendHarness
     assert not warm.scheduler.step([], lambda _: BLOCKS).loads
 
 
-def teach(engine: BlendHarness, *, recompute_s: float) -> None:
-    """Let the engine learn that a token takes 1 ms to compute, and recompute_s to recompute."""
+def teach(engine: BlendHarness, *, select_s: float = 1e-5) -> None:
+    """Let the engine learn that a token takes 1 ms to compute, and select_s in a selection."""
     for tokens in (100, 200, 300, 400, 500):
-        engine.scheduler.on_passes([(tokens, 1e-3 * tokens)])
+        engine.scheduler.on_passes([MeasuredPass(tokens, 1e-3 * tokens)])
         engine.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
-        engine.costs.observe_recompute(tokens, recompute_s * tokens)
+        engine.costs.observe_selection(tokens, select_s * tokens)
 
 
-@pytest.mark.parametrize(("recompute_s", "is_faster"), [(1e-3, True), (1.0, False)])
+@pytest.mark.parametrize(("select_s", "is_faster"), [(1e-5, True), (1.0, False)])
 def test_a_blend_is_made_only_if_it_is_faster(
-    warm: BlendHarness, recompute_s: float, is_faster: bool
+    warm: BlendHarness, select_s: float, is_faster: bool
 ) -> None:
-    teach(warm, recompute_s=recompute_s)
+    teach(warm, select_s=select_s)
     prompt = make_prompt(C, A, B)
     warm.arrive("other", prompt)
     for _ in range(3):  # vLLM may ask more than once
@@ -440,7 +434,7 @@ def test_a_blend_is_made_only_if_it_is_faster(
 
 def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: BlendHarness) -> None:
     """Inside the prompt such a chunk is recomputed, at the end the load stops before it."""
-    teach(warm, recompute_s=1e-3)
+    teach(warm)
     for tokens in (100, 200, 300, 400, 500):
         warm.costs.observe_load({Tier.DISK: value_bytes(SPACE, tokens)}, tokens)
     slow = [key for key in warm.store.stored if key.chunk == chunk_key(SPACE, "public", A)]
@@ -481,7 +475,7 @@ def test_a_loads_deadline_follows_the_time_to_compute(warm: BlendHarness) -> Non
 
 
 def test_loads_that_failed_early_update_no_prediction(warm: BlendHarness) -> None:
-    teach(warm, recompute_s=1e-3)
+    teach(warm)
     known = warm.costs.tier_bandwidths().get(Tier.MEMORY)
     for number in range(20):
         warm.arrive(f"gone-{number}", make_prompt(C, A, B))
@@ -496,7 +490,7 @@ def test_loads_that_failed_early_update_no_prediction(warm: BlendHarness) -> Non
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_store_that_times_out_twice_is_bypassed(warm: BlendHarness, recomputed: bool) -> None:
     """Whether nothing arrived, or the missing part was recomputed."""
-    teach(warm, recompute_s=1e-3)
+    teach(warm)
     for number in range(TIMED_OUT_LOADS):
         warm.arrive(f"slow-{number}", make_prompt(C, A, B))
         job = warm.load(f"slow-{number}")
@@ -525,7 +519,7 @@ def test_a_decision_about_many_chunks_takes_few_predictions() -> None:
     first = make_prompt(*chunks)
     engine.run_first("first", first)
     engine.finish("first")
-    teach(engine, recompute_s=1e-3)
+    teach(engine)
     asked = 0
     predict = engine.costs.predict_s
 
@@ -543,7 +537,7 @@ def test_a_decision_about_many_chunks_takes_few_predictions() -> None:
 def test_with_load_always_a_slow_blend_is_made() -> None:
     engine = BlendHarness(load_always=True)
     engine.run_first("first", FIRST)
-    teach(engine, recompute_s=1.0)
+    teach(engine, select_s=1.0)
     engine.arrive("other", make_prompt(C, A, B))
     assert engine.scheduler.loadable_tokens("other", 0) == 140
 
@@ -577,7 +571,7 @@ def test_a_trial_is_blended_even_if_slower_and_updates_no_prediction(warm: Blend
     warm.costs.use_profile(PROFILE)
     for tokens in range(100, 600, 100):
         warm.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
-        warm.costs.observe_recompute(tokens, tokens)
+        warm.costs.observe_selection(tokens, tokens)
     prompt = make_prompt(C, B)
     warm.arrive("question", prompt)
     assert warm.scheduler.loadable_tokens("question", 0) == 0

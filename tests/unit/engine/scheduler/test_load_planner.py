@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.cost.load_or_compute import RETRY_EVERY
 from ragcache_core.identity.variant import Tier
-from ragcache_engine.protocol.messages import LoadOutcome, StepReport
+from ragcache_engine.protocol.messages import LoadOutcome, MeasuredPass, StepReport
 from ragcache_kv.values.layout import value_bytes
 from tests.helpers.engine_scheduler import (
     BLOCKS,
@@ -22,7 +22,7 @@ from tests.helpers.engine_scheduler import (
 
 def teach(engine: SchedulerHarness, tier: Tier, token_s: float) -> None:
     """Let the engine learn how long loading a token from a tier takes."""
-    engine.scheduler.on_profile(PROFILE)
+    engine.scheduler.on_profile(PROFILE, joins_passes=True)
     for tokens in (100, 200, 300, 400, 500):
         engine.costs.observe_load({tier: value_bytes(SPACE, tokens)}, token_s * tokens)
 
@@ -120,7 +120,7 @@ def test_a_load_from_two_tiers_updates_both_predictions(warm: SchedulerHarness) 
 
 def test_passes_update_the_prediction_of_computing(engine: SchedulerHarness) -> None:
     """A pass with two requests: its work counts the context of each computed token."""
-    engine.scheduler.on_profile(PROFILE)
+    engine.scheduler.on_profile(PROFILE, joins_passes=True)
     engine.arrive("a")
     jobs = engine.scheduler.step([("a", 0, 100), ("unplanned", 30, 60)], lambda _: BLOCKS)
     assert jobs.work == pytest.approx(0.16)
@@ -128,5 +128,5 @@ def test_passes_update_the_prediction_of_computing(engine: SchedulerHarness) -> 
     decoding = engine.scheduler.step([("b", 30, 1), ("c", 50, 1), ("d", 0, 40)], lambda _: BLOCKS)
     assert (decoding.prompt_tokens, decoding.num_tokens) == (40, 42)
     for _ in range(300):
-        engine.scheduler.on_passes([(jobs.work, 3 * jobs.work)])
+        engine.scheduler.on_passes([MeasuredPass(jobs.work, 3 * jobs.work)])
     assert engine.costs.predict_compute_s(0, 500) == pytest.approx(1.5, rel=0.05)

@@ -28,6 +28,7 @@ from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_s
 from ragcache_engine.protocol.messages import (
     LoadJob,
     LoadOutcome,
+    MeasuredPass,
     StepJobs,
 )
 from ragcache_engine.worker import worker as worker_module
@@ -398,5 +399,5 @@ def test_passes_that_compute_prompts_are_timed(worker: WorkerHarness) -> None:
         worker.connector.end_pass(jobs)
     report = worker.connector.take_report()
     assert report is not None
-    assert report.passes == [(0.2, pytest.approx(0.5))]
+    assert report.passes == [MeasuredPass(0.2, pytest.approx(0.5))]
     assert worker.connector.take_report() is None
