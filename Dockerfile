@@ -13,7 +13,7 @@
 FROM python:3.11-slim-bookworm AS sources
 RUN python -m venv --without-pip /opt/ragcache
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY core core
 COPY wire wire
 

@@ -5,6 +5,8 @@ PYTHON ?= python3
 WHEELS ?=
 PART ?=
 T ?=
+DOCS ?=
+QUESTIONS ?=
 BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests bench tools examples models
@@ -23,8 +25,8 @@ setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 dev: ## make .venv for one part, without vLLM and torch: make dev PART=operator
 	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh --part "$(PART)"
 
-demo: setup ## answer questions about a generated handbook, cold and warm
-	$(BIN)/python examples/demo.py
+demo: setup ## answer questions from documents, cold and from the store; yours with DOCS=DIR QUESTIONS=FILE
+	$(BIN)/python examples/demo.py $(if $(DOCS),--docs "$(DOCS)") $(if $(QUESTIONS),--questions "$(QUESTIONS)")
 
 up: setup ## run examples/quickstart.yaml on this machine until Ctrl-C
 	$(BIN)/ragcache up -f examples/quickstart.yaml

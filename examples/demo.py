@@ -1,22 +1,30 @@
-"""The main job in one run: answer questions from documents, cold and then out of the cache store.
+"""The main job in one run: answer questions from real documents, cold and then out of the store.
 
-Makes a service handbook that the bundled model has never seen, starts the platform of
-``quickstart.yaml`` on this machine, ingests the handbook and asks five questions. Then the engine
-is restarted, which empties its own cache, and the same questions are asked again: their KV comes
-back from the cache store. Exits 0 if every answer was the same both times, out of the store the
-second time, and at most one was wrong or lacked a citation: a small model errs now and then.
+Starts the platform of ``quickstart.yaml`` on this machine and ingests the documentation of Python's
+standard library, or any folder of texts. Then it asks questions three times:
 
-    python examples/demo.py            # then asks you, on a terminal
-    DEMO=once python examples/demo.py  # leaves after the table
-    DEMO_SEED=7 python examples/demo.py
+1. cold: the store is empty, and every prompt is computed.
+2. exact: after a restart of the engine, which empties the engine's own cache, the same questions
+   load the KV of their chunks from the cache store.
+3. blend: pairs of the questions, so that chunks recur after other chunks and at other positions.
+   Each one is asked with reuse and then without.
+
+It shows speed and citations. A model of this size answers simple questions only, so the exit status
+does not depend on what it says: 1 if a question got no answer, or nothing came from the store.
+
+    python examples/demo.py                                  # then asks you, on a terminal
+    python examples/demo.py --docs FOLDER --questions FILE   # one question per line
+    DEMO=once python examples/demo.py                        # leaves after the table
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
-import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,103 +34,215 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
 from ragcache_cli.clients.gateway_client import GatewayApiClient  # noqa: E402
-from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing  # noqa: E402
-from ragcache_cli.commands.ingest import ingest  # noqa: E402
-from ragcache_cli.commands.progress import ProgressLines  # noqa: E402
+from ragcache_cli.commands.ask import (  # noqa: E402
+    Reply,
+    Sampling,
+    ask,
+    render_citations,
+    render_timing,
+)
+from ragcache_cli.commands.ingest import Ingested, ingest  # noqa: E402
+from ragcache_cli.commands.model import fetch_model_of  # noqa: E402
+from ragcache_cli.commands.progress import IngestProgress, ProgressLines  # noqa: E402
 from ragcache_cli.local.platform import LocalPlatform  # noqa: E402
 from ragcache_cli.local.signals import run_until_stopped  # noqa: E402
-from ragcache_cli.sources.documents import select  # noqa: E402
-from ragcache_core.errors import RagCacheError  # noqa: E402
+from ragcache_cli.output.console import make_console  # noqa: E402
+from ragcache_cli.sources.documents import DocumentFile, select  # noqa: E402
+from ragcache_core.errors import InvalidInput, RagCacheError  # noqa: E402
 from ragcache_operator.spec.manifest import load_manifest  # noqa: E402
 
-DOCUMENTS = 200
-COLLECTION = "handbook"
-TOP_K = 8
-QUESTIONS = 5
+QUESTIONS = (
+    "How do I copy a whole directory tree with shutil?",
+    "How do I create a temporary directory that is removed afterwards?",
+    "How do I run a command with subprocess and capture its output?",
+    "How do I read a CSV file whose first row has the field names?",
+    "How do I compress data with gzip?",
+    "How do I add a positional argument to an argparse parser?",
+)
+COLLECTION = "demo"
+TOP_K = 4
+MAX_TOKENS = 48
+MOST_QUESTIONS = 12
+PAUSE_S = 1.0
+"""Between questions, as a person would: the engine saves a prompt's KV after its answer."""
 SAVE_TIMEOUT_S = 30.0
-WARM_UP = "Which services are there?"
+RENDER_TIMEOUT_S = 120.0
+WARM_UP = "What is in these documents?"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question with its answer from an empty cache and its answer from a full store."""
+    """One question with an answer from a computed prompt and one from a reused prompt."""
 
-    question: Question
-    cold: Reply
-    warm: Reply
+    question: str
+    reuse: str
+    computed: Reply
+    reused: Reply
 
     @property
     def fault(self) -> str | None:
-        """What the cache did wrong, or None."""
-        if said(self.warm) != said(self.cold):
-            return f"the warm answer differs: {said(self.warm)!r}"
-        if not self.warm.cache.get("loaded_bytes"):
-            return "nothing was loaded from the store"
+        """What went wrong, or None."""
+        if not (self.computed.text.strip() and self.reused.text.strip()):
+            return "no answer"
+        if not (self.computed.citations and self.reused.citations):
+            return "no citation"
         return None
 
     @property
-    def mistake(self) -> str | None:
-        """What is wrong with the answer to begin with, or None."""
-        if said(self.cold) != self.question.answer:
-            return f"expected {self.question.answer!r}"
-        cited = {citation["document_id"].removesuffix(".md") for citation in self.cold.citations}
-        if not cited.issuperset(self.question.supports):
-            return f"not cited: {', '.join(set(self.question.supports) - cited)}"
-        return None
+    def loaded_tokens(self) -> int:
+        """Tokens of the prompt that came from the store."""
+        return int(self.reused.cache.get("loaded_tokens") or 0)
+
+    @property
+    def ratio(self) -> float:
+        """How many times sooner the reused answer began."""
+        return first_token_ms(self.computed) / first_token_ms(self.reused)
 
 
-def said(reply: Reply) -> str:
-    """The answer without the white space around it."""
-    return reply.text.strip()
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Answer questions from documents, cold and warm.")
+    parser.add_argument("--docs", type=Path, help="folder of .md and .txt files")
+    parser.add_argument("--questions", type=Path, help="file with one question per line")
+    given = parser.parse_args()
+    console = make_console()
+    with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as name:
+        folder = Path(name)
+        try:
+            docs = given.docs or render_pages(folder / "pages")
+            files = select([docs]).files
+            if not files:
+                raise InvalidInput("--docs", f"{docs} has no .md or .txt file", "name another one")
+            questions = read_questions(given.questions, given.docs, files)
+            return run_until_stopped(run(files, questions, folder / "data", console))
+        except RagCacheError as error:
+            console.print(Text(f"demo: {error}", style="red"))
+            return 1
 
 
-def draw_questions(handbook: Handbook) -> list[Question]:
-    """One fact that stands beside its service's name, and others that stand under "it".
+def render_pages(folder: Path) -> Path:
+    """Write the standard library's documentation, in a process that runs nothing else."""
+    subprocess.run(
+        [sys.executable, "-I", str(ROOT / "examples" / "pydoc_pages.py"), str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        timeout=RENDER_TIMEOUT_S,
+    )
+    return folder
 
-    The latter are the hard ones for a cache: the chunk that holds them means nothing without the
-    chunk before it. Questions in two steps are left out: a search by meaning does not find the
-    second service's page, which the question does not name.
-    """
-    drawn = sample_questions(handbook, 60, "held_out")
-    single = [question for question in drawn if question.kind == "single"]
-    named = [question for question in single if not question.needs_earlier_chunk]
-    pronoun = [question for question in single if question.needs_earlier_chunk]
-    return [named[0], *pronoun[: QUESTIONS - 1]]
+
+def read_questions(
+    path: Path | None, docs: Path | None, files: Sequence[DocumentFile]
+) -> tuple[str, ...]:
+    """Return the questions of the file, the demo's own, or some about the names of documents."""
+    if path is not None:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        questions = tuple(line.strip() for line in lines if line.strip())[:MOST_QUESTIONS]
+        if not questions:
+            raise InvalidInput("--questions", f"{path} is empty", "write one question per line")
+        return questions
+    if docs is None:
+        return QUESTIONS
+    step = max(1, len(files) // len(QUESTIONS))
+    chosen = files[::step][: len(QUESTIONS)]
+    return tuple(f"What is {file.path.stem.replace('_', ' ')} about?" for file in chosen)
 
 
-async def ask_all(
-    gateway: GatewayApiClient, questions: Sequence[str], console: Console
-) -> list[Reply]:
-    """Ask one after another, showing everything."""
-    replies = []
-    for text in questions:
+def pairs(questions: Sequence[str]) -> list[str]:
+    """Return each question together with another one, so that chunks of both are retrieved."""
+    if len(questions) < 2:
+        return []
+    half = len(questions) // 2
+    return [f"{later} {first}" for first, later in zip(questions, questions[half:], strict=False)]
+
+
+async def run(
+    files: Sequence[DocumentFile], questions: Sequence[str], data: Path, console: Console
+) -> int:
+    """The demo; returns the exit status."""
+    cache = load_manifest(ROOT / "examples" / "quickstart.yaml")
+    await asyncio.to_thread(fetch_model_of, cache, console)
+    lines = ProgressLines(console)
+    async with (
+        LocalPlatform(cache, data, progress=lines.tell, gateway_port=0) as platform,
+        GatewayApiClient(platform.gateway_url) as gateway,
+    ):
+        started = time.monotonic()
+        with IngestProgress(console, len(files)) as progress:
+            done = await ingest(gateway, COLLECTION, files, progress.advance)
+        ingest_s = time.monotonic() - started
+        console.print(
+            f"{done.written} documents, {done.chunks:,} chunks in {ingest_s:.0f} s "
+            f"({done.chunks / ingest_s:.0f} chunks/s)"
+        )
+        console.rule("cold: the store is empty")
+        await warm_up(gateway)
+        cold = [await ask_one(gateway, text, "exact", console) for text in questions]
+        await until_saved(gateway)
+        console.rule("exact: the engine is restarted, which empties its own cache")
+        await platform.restart("engine")
+        await warm_up(gateway)
+        warm = [await ask_one(gateway, text, "exact", console) for text in questions]
+        same = [
+            Asked(text, "exact", *replies)
+            for text, *replies in zip(questions, cold, warm, strict=True)
+        ]
+        await until_saved(gateway)
+        console.rule("blend: two questions at once, so that chunks recur in other places")
+        mixed = [await ask_mixed(gateway, text, console) for text in pairs(questions)]
+        console.print()
+        console.print(table([*same, *mixed]))
+        faults = faults_of(same, mixed)
+        for fault in faults:
+            console.print(Text(fault, style="red"))
+        # Programs read the last line.
+        print(json.dumps(summary(done, len(files), ingest_s, same, mixed)), flush=True)
+        if console.is_terminal and os.environ.get("DEMO") != "once":
+            await converse(gateway, console)
+    return 1 if faults else 0
+
+
+async def ask_one(
+    gateway: GatewayApiClient, text: str, reuse: str, console: Console | None
+) -> Reply:
+    """Ask at temperature 0 and show the answer, its citations and its times."""
+    await asyncio.sleep(PAUSE_S)
+    if console is not None:
         console.print(f"\n[bold]{text}[/bold]")
-        reply = await ask(gateway, text, options(), console)
+    options = {"collection": COLLECTION, "top_k": TOP_K, "reuse": reuse}
+    reply = await ask(gateway, text, options, console, Sampling(0.0, MAX_TOKENS))
+    if console is not None:
         for shown in (render_citations(reply), render_timing(reply)):
             if shown is not None:
                 console.print(shown)
-        replies.append(reply)
-    return replies
+    return reply
 
 
-def options(**more: str) -> dict[str, object]:
-    """The ``ragcache`` extension of a request."""
-    return {"collection": COLLECTION, "top_k": TOP_K, **more}
+async def ask_mixed(gateway: GatewayApiClient, text: str, console: Console) -> Asked:
+    """Ask with blend, and then without any reuse.
+
+    Blended KV stays private to its request, so that the second prompt is computed.
+    """
+    reused = await ask_one(gateway, text, "blend", console)
+    computed = await ask_one(gateway, text, "off", None)
+    return Asked(text, "blend", computed, reused)
 
 
 async def warm_up(gateway: GatewayApiClient) -> None:
-    """Ask a question without reuse, so that the one-time work of a new engine is not measured."""
-    await ask(gateway, WARM_UP, options(reuse="off"), None)
+    """Ask without reuse, so that the one-time work of a new engine is not measured."""
+    await ask_one(gateway, WARM_UP, "off", None)
 
 
 async def until_saved(gateway: GatewayApiClient) -> None:
-    """Chunk-caches are saved behind the answers: wait until no more of them arrive."""
+    """KV is saved after the answers: wait until no more of it arrives."""
     deadline = time.monotonic() + SAVE_TIMEOUT_S
     before = -1
     while time.monotonic() < deadline:
@@ -133,95 +253,92 @@ async def until_saved(gateway: GatewayApiClient) -> None:
         await asyncio.sleep(1.0)
 
 
-def report(asked: Sequence[Asked], console: Console) -> None:
-    """The table of times to first token."""
-    table = Table(title="Milliseconds to the first token, cold and with KV from the cache store")
-    for column in ("", "cold", "warm", "sooner", "engine cold", "warm", "sooner", "loaded"):
-        table.add_column(column, justify="right")
-    times = [
-        (
-            first_token_ms(one.cold),
-            first_token_ms(one.warm),
-            engine_ms(one.cold),
-            engine_ms(one.warm),
-        )
-        for one in asked
-    ]
-    for number, (one, took) in enumerate(zip(asked, times, strict=True), start=1):
-        loaded, of = one.warm.cache["loaded_tokens"], one.warm.cache["prompt_tokens"]
-        num_bytes = one.warm.cache["loaded_bytes"]
-        from_store = f"{loaded:,} of {of:,} tokens, {num_bytes / 1e6:.1f} MB"
-        table.add_row(str(number), *compared(*took), from_store, end_section=number == len(asked))
-    # Of times; what is sooner is their ratio.
-    table.add_row("median", *compared(*map(statistics.median, zip(*times, strict=True))), "")
-    console.print()
-    console.print(table)
-    for number, one in enumerate(asked, start=1):
-        problem = one.fault or one.mistake
-        verdict = "[green]right[/green]" if problem is None else f"[red]{problem}[/red]"
-        console.print(f"{number}  {one.question.text}  {said(one.cold)}  {verdict}")
-
-
-def compared(cold: float, warm: float, engine_cold: float, engine_warm: float) -> list[str]:
-    """Two times and their ratio, as seen from outside and in the engine."""
-    return [
-        cell
-        for before, after in ((cold, warm), (engine_cold, engine_warm))
-        for cell in (f"{before:.0f}", f"{after:.0f}", f"{before / after:.1f} x")
-    ]
-
-
 def first_token_ms(reply: Reply) -> float:
     """From the request until the first token, as the gateway saw it."""
     return float(reply.timing_ms["first_token"])
 
 
-def engine_ms(reply: Reply) -> float:
-    """Queue, load and prefill, as the engine recorded them."""
-    return sum(float(reply.timing_ms[step] or 0.0) for step in ("queue", "load", "prefill"))
+def table(asked: Sequence[Asked]) -> Table:
+    """Render the times to the first token."""
+    made = Table(title="Milliseconds to the first token, computed and with KV from the cache store")
+    for column in ("", "reuse", "computed", "reused", "sooner", "prompt", "loaded", "recomputed"):
+        made.add_column(column, justify="right")
+    for reuse in ("exact", "blend"):
+        group = [one for one in asked if one.reuse == reuse]
+        for number, one in enumerate(group, start=1):
+            tokens = one.reused.cache
+            made.add_row(
+                str(number),
+                reuse,
+                f"{first_token_ms(one.computed):,.0f}",
+                f"{first_token_ms(one.reused):,.0f}",
+                f"{one.ratio:.1f} x",
+                f"{tokens.get('prompt_tokens') or 0:,}",
+                f"{one.loaded_tokens:,}",
+                f"{tokens.get('recomputed_tokens') or 0:,}",
+            )
+        if group:
+            computed, reused = medians(group)
+            times = (f"{computed:,.0f}", f"{reused:,.0f}", f"{computed / reused:.1f} x")
+            made.add_section()
+            made.add_row("median", reuse, *times, "", "", "", style="bold", end_section=True)
+    return made
 
 
-def write_pages(handbook: Handbook, folder: Path) -> None:
-    """One Markdown file a document."""
-    folder.mkdir()
-    for document in handbook.documents:
-        (folder / f"{document.id}.md").write_text(document.text + "\n", encoding="utf-8")
+def medians(asked: Sequence[Asked]) -> tuple[float, float]:
+    """Return the median times to the first token, computed and reused, in milliseconds."""
+    return (
+        statistics.median(first_token_ms(one.computed) for one in asked),
+        statistics.median(first_token_ms(one.reused) for one in asked),
+    )
 
 
-async def run(handbook: Handbook, folder: Path, console: Console) -> int:
-    """The demo with its files in folder; returns the exit status."""
-    questions = draw_questions(handbook)
-    texts = [question.text for question in questions]
-    cache = load_manifest(ROOT / "examples" / "quickstart.yaml")
-    lines = ProgressLines(console)
-    async with (
-        LocalPlatform(cache, folder / "data", progress=lines.tell, gateway_port=0) as platform,
-        GatewayApiClient(platform.gateway_url) as gateway,
-    ):
-        started = time.monotonic()
-        done = await ingest(
-            gateway, COLLECTION, select([folder / "handbook"]).files, lambda _: None
-        )
-        console.print(f"{done.written} documents in {time.monotonic() - started:.0f} s")
-        console.rule("cold: the store is empty")
-        await warm_up(gateway)
-        cold = await ask_all(gateway, texts, console)
-        await until_saved(gateway)
-        console.rule("the engine is restarted, which empties its own cache")
-        await platform.restart("engine")
-        await warm_up(gateway)
-        warm = await ask_all(gateway, texts, console)
-        asked = [Asked(*one) for one in zip(questions, cold, warm, strict=True)]
-        report(asked, console)
-        if console.is_terminal and os.environ.get("DEMO") != "once":
-            await converse(gateway, console)
-    mistakes = sum(one.mistake is not None for one in asked)
-    return 1 if mistakes > 1 or any(one.fault for one in asked) else 0
+def faults_of(same: Sequence[Asked], mixed: Sequence[Asked]) -> list[str]:
+    """Return what makes the demo fail."""
+    found = [f"{one.fault}: {one.question}" for one in (*same, *mixed) if one.fault]
+    if not any(one.loaded_tokens for one in same):
+        found.append("nothing came from the store after the restart")
+    return found
+
+
+def summary(
+    done: Ingested,
+    documents: int,
+    ingest_s: float,
+    same: Sequence[Asked],
+    mixed: Sequence[Asked],
+) -> dict[str, float | int | None]:
+    """Return the figures for programs."""
+    cold, warm = medians(same)
+    computed, blended = medians(mixed) if mixed else (None, None)
+    return {
+        "documents": documents,
+        "chunks": done.chunks,
+        "ingest_s": round(ingest_s, 1),
+        "ingest_chunks_per_s": round(done.chunks / ingest_s, 1),
+        "questions": len(same),
+        "same_answers": sum(one.computed.text == one.reused.text for one in same),
+        "prompt_tokens": round(
+            statistics.median(int(one.reused.cache.get("prompt_tokens") or 0) for one in same)
+        ),
+        "cold_ms": round(cold, 1),
+        "warm_ms": round(warm, 1),
+        "warm_ratio": round(cold / warm, 2),
+        "warm_loaded_tokens": sum(one.loaded_tokens for one in same),
+        "mixed_questions": len(mixed),
+        "computed_ms": computed and round(computed, 1),
+        "blend_ms": blended and round(blended, 1),
+        "blend_ratio": round(computed / blended, 2) if computed and blended else None,
+        "blended_tokens": sum(int(one.reused.cache.get("blended_tokens") or 0) for one in mixed),
+        "recomputed_tokens": sum(
+            int(one.reused.cache.get("recomputed_tokens") or 0) for one in mixed
+        ),
+    }
 
 
 async def converse(gateway: GatewayApiClient, console: Console) -> None:
     """Let the person at the terminal ask; an empty line ends it."""
-    console.print("\nAsk about the services above; an empty line ends the demo.")
+    console.print("\nAsk about the documents; an empty line ends the demo.")
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
@@ -232,21 +349,9 @@ async def converse(gateway: GatewayApiClient, console: Console) -> None:
         if not text:
             return
         try:
-            await ask_all(gateway, [text], console)
+            await ask_one(gateway, text, "exact", console)
         except RagCacheError as error:
             console.print(f"[red]{error}[/red]")
-
-
-def main() -> int:
-    """Entry point."""
-    console = Console(highlight=False, soft_wrap=True)
-    seed = int(os.environ.get("DEMO_SEED") or random.SystemRandom().randrange(1 << 32))
-    console.print(f"A handbook of {DOCUMENTS} services, made from seed {seed}")
-    handbook = make_handbook(seed, DOCUMENTS, "held_out")
-    with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as name:
-        folder = Path(name)
-        write_pages(handbook, folder / "handbook")
-        return run_until_stopped(run(handbook, folder, console))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -25,6 +24,7 @@ from ragcache_cli.commands import model as models
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, Sampling, ask, render_citations, render_timing
 from ragcache_cli.commands.ingest import Ingested, ingest
+from ragcache_cli.commands.progress import IngestProgress
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache, parts_table
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
@@ -256,7 +256,11 @@ def ingest_command(
     if not selection.files and not selection.refused:
         raise InvalidInput("PATH", "holds no .md, .markdown or .txt file", "name another folder")
     console = make_console(stderr=True)
+    begun = time.monotonic()
     done = asyncio.run(_ingest(_gateway_url(gateway), collection, selection, console))
+    if done.chunks and console.is_terminal:
+        rate = done.chunks / (time.monotonic() - begun)
+        console.print(f"{done.chunks:,} chunks, {rate:.0f} chunks/s")
     refused = (*selection.refused, *done.refused)
     for error in refused:
         console.print(Text(f"skipped {error}", style="yellow"))
@@ -466,14 +470,9 @@ async def _cache(url: str) -> str:
 
 
 async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:
-    columns = TextColumn("ingesting"), BarColumn(), MofNCompleteColumn()
     async with GatewayApiClient(url) as client:
-        # Without a terminal rich writes no bar; the summary is enough.
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("ingesting", total=len(selection.files))
-            return await ingest(
-                client, collection, selection.files, lambda file: progress.advance(bar)
-            )
+        with IngestProgress(console, len(selection.files)) as progress:
+            return await ingest(client, collection, selection.files, progress.advance)
 
 
 async def _ask(

@@ -19,6 +19,7 @@ from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.timeline import step
+from tests.helpers.tinyrag_spec import TINYRAG
 from tools.images import IMAGES, make_images
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +61,13 @@ def handbook() -> Handbook:
 
 
 def quickstart(**changes: Any) -> dict[str, Any]:
-    """The example's object in the tests' namespace; changes: to fields of its spec, one level."""
+    """The example's object in the tests' namespace, with the model that knows the tests' answers.
+
+    changes: to fields of its spec, one level.
+    """
     cache: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
     cache["metadata"]["namespace"] = NAMESPACE
+    cache["spec"] |= TINYRAG
     for field, values in changes.items():
         given = cache["spec"].get(field)
         cache["spec"][field] = {**given, **values} if isinstance(given, dict) else values

@@ -1,4 +1,4 @@
-"""The whole product as a newcomer runs it: ``ragcache up`` on the bundled model, then questions."""
+"""The whole product as a newcomer runs it: ``ragcache up`` on the test model, then questions."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import yaml
 from bench.support.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_cli.local.state_file import PartRecord, read_record
+from tests.helpers.tinyrag_spec import TINYRAG
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,8 +101,9 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
     port = free_port()
     manifest["spec"]["gateway"]["port"] = port
-    # A model of the user's own lies in a folder; the demo's test runs the bundled one by its name.
+    # A model of the user's own lies in a folder; the demo's test runs a bundled one by its name.
     model = shutil.copytree(ROOT / "models" / "tinyrag" / "model", folder / "model")
+    manifest["spec"] |= TINYRAG
     manifest["spec"]["model"] = {"source": f"path:{model}", "name": "tinyrag"}
     (folder / "ragcache.yaml").write_text(yaml.safe_dump(manifest))
     handbook = make_handbook(SEED, DOCUMENTS, "held_out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -34,6 +35,14 @@ class TryLater(RequestRefused):
     def __init__(self, status: int, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(status, message)
         self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentWrite:
+    """The result of writing a document: whether it changed, and its number of chunks."""
+
+    changed: bool
+    num_chunks: int
 
 
 class GatewayApiClient:
@@ -77,9 +86,10 @@ class GatewayApiClient:
         """Create a collection with the platform's default settings."""
         await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", {})
 
-    async def put_document(self, document: Mapping[str, Any]) -> bool:
-        """Insert or replace a document; return False if an identical one exists."""
-        return bool((await self._call("POST", "/v1/documents", document))["changed"])
+    async def put_document(self, document: Mapping[str, Any]) -> DocumentWrite:
+        """Insert or replace a document, unless an identical one exists."""
+        reply = await self._call("POST", "/v1/documents", document)
+        return DocumentWrite(bool(reply["changed"]), int(reply.get("chunks", 0)))
 
     async def cache(self) -> dict[str, Any]:
         """Return the content of the cache store and its hit rate."""

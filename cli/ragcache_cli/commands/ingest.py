@@ -6,7 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import (
+    DocumentWrite,
+    GatewayApiClient,
+    RequestRefused,
+    TryLater,
+)
 from ragcache_cli.sources.documents import DocumentFile, read_text
 from ragcache_core.errors import InvalidInput, RagCacheError
 
@@ -23,20 +28,23 @@ class Ingested:
     written: int
     unchanged: int
     refused: tuple[RagCacheError, ...]
+    chunks: int
+    """Chunks of the written documents."""
 
 
 async def ingest(
     gateway: GatewayApiClient,
     collection: str,
     files: Sequence[DocumentFile],
-    on_done: Callable[[DocumentFile], None],
+    on_done: Callable[[int], None],
 ) -> Ingested:
     """Write files into the collection, and create it if it does not exist.
 
     A refused file does not stop the others.
 
     Args:
-        on_done: Called after each file, also after a refused one.
+        on_done: Called after each file, also after a refused one, with the number of chunks that
+            were written.
 
     Raises:
         Unavailable: The gateway stopped answering.
@@ -46,21 +54,24 @@ async def ingest(
     if not await gateway.has_collection(collection):
         await gateway.put_collection(collection)
     waiting = iter(files)
-    changed: list[bool] = []
+    writes: list[DocumentWrite] = []
     refused: list[RagCacheError] = []
 
     async def work() -> None:
         # All workers share one iterator, so that no list of tasks grows with the files.
         for file in waiting:
+            num_chunks = 0
             try:
-                changed.append(await _write(gateway, collection, file))
+                write = await _write(gateway, collection, file)
+                writes.append(write)
+                num_chunks = write.num_chunks if write.changed else 0
             except InvalidInput as error:
                 refused.append(error)
             except TryLater:
                 raise
             except RequestRefused as error:
                 refused.append(RagCacheError(f"{file.path}: {error}"))
-            on_done(file)
+            on_done(num_chunks)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -68,10 +79,12 @@ async def ingest(
                 group.create_task(work())
     except* RagCacheError as errors:
         raise errors.exceptions[0] from None
-    return Ingested(sum(changed), len(changed) - sum(changed), tuple(refused))
+    changed = [write for write in writes if write.changed]
+    chunks = sum(write.num_chunks for write in changed)
+    return Ingested(len(changed), len(writes) - len(changed), tuple(refused), chunks)
 
 
-async def _write(gateway: GatewayApiClient, collection: str, file: DocumentFile) -> bool:
+async def _write(gateway: GatewayApiClient, collection: str, file: DocumentFile) -> DocumentWrite:
     document = {
         "collection": collection,
         "id": file.id,

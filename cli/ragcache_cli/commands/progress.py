@@ -1,11 +1,15 @@
-"""Shows the progress of the parts as lines, with a spinner on a terminal."""
+"""Shows progress: of the parts as lines with a spinner, of an ingest as a bar on a terminal."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 
@@ -62,6 +66,56 @@ class ProgressLines:
     def _show_awaited(self) -> None:
         if self._status is not None and self._awaited:
             self._status.update(f"waiting for {', '.join(sorted(self._awaited))}")
+
+
+class IngestProgress:
+    """A bar of documents with the rate of chunks, on a terminal; nothing elsewhere.
+
+    A context manager.
+
+    Args:
+        total: Number of files.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._bar = Progress(
+            TextColumn("ingesting"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("documents"),
+            TextColumn("{task.fields[chunks]:,} chunks"),
+            TextColumn("{task.fields[rate]:.0f} chunks/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("ingesting", total=total, chunks=0, rate=0.0)
+        self._begun = time.monotonic()
+        self._chunks = 0
+
+    def __enter__(self) -> Self:
+        self._begun = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, num_chunks: int) -> None:
+        """Count one document and its chunks."""
+        self._chunks += num_chunks
+        self._bar.update(self._task, advance=1, chunks=self._chunks, rate=self.chunks_per_s)
+
+    @property
+    def chunks_per_s(self) -> float:
+        """Mean rate since the beginning."""
+        return self._chunks / max(time.monotonic() - self._begun, 1e-3)
 
 
 def describe(event: PartEvent) -> tuple[str, tuple[str, ...]]:

@@ -147,7 +147,8 @@ def _float16(data: bytes) -> npt.NDArray[np.float32]:
 def _q8_0(data: bytes) -> npt.NDArray[np.float32]:
     """Decode blocks of a scale and 32 signed bytes."""
     blocks = np.frombuffer(data, np.dtype([("scale", "<f2"), ("values", "i1", _BLOCK)]))
-    return blocks["values"] * blocks["scale"].astype(np.float32)[:, None]
+    scale: npt.NDArray[np.float32] = blocks["scale"].astype(np.float32)[:, None]
+    return scale * blocks["values"]
 
 
 def _q4_1(data: bytes) -> npt.NDArray[np.float32]:

