@@ -16,6 +16,8 @@ import psutil
 
 from ragcache_cli.local.ports import demand_free
 from ragcache_cli.local.site import LocalSite
+from ragcache_cli.models.cache import verify_model
+from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import BUNDLED_EMBEDDER, RagCacheSpec
 
@@ -156,6 +158,9 @@ def _model(spec: RagCacheSpec) -> Finding:
         source = LocalSite(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
     except InvalidInput as error:
         return Finding("model", error.problem, error.fix)
+    name = spec.model.parsed_source.value
+    if spec.model.source == f"bundled:{name}" and name in FETCHED_MODELS and not verify_model(name):
+        return Finding("model", f"{source} is damaged", f"run `ragcache model fetch {name}`")
     return Finding("model", source)
 
 

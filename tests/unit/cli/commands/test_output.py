@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache
 from ragcache_cli.local.platform import PartEvent
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState
+from ragcache_cli.models.cache import model_folder
+from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import RagCacheSpec
@@ -192,3 +195,22 @@ def test_rendering_for_a_version_gives_what_it_serves(
 def test_a_version_that_is_not_supported_is_refused(version: str) -> None:
     with pytest.raises(InvalidInput, match=r"--kube-version: .*; write 1\.20 or newer"):
         capabilities_of(version)
+
+
+def test_the_doctor_finds_a_bundled_model_that_is_missing_or_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_CACHE", str(tmp_path))
+    spec = RagCacheSpec()
+
+    def finding() -> doctor.Finding:
+        return next(found for found in doctor.examine(spec, tmp_path) if found.what == "model")
+
+    assert finding().found == "bundled:smollm2 is not fetched yet"
+    folder = model_folder(SMOLLM2)
+    folder.mkdir(parents=True)
+    for name, check in SMOLLM2.files.items():
+        (folder / name).touch()
+        os.truncate(folder / name, check.num_bytes)
+    assert "is damaged" in finding().found
+    assert finding().fix == "run `ragcache model fetch smollm2`"
