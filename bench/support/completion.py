@@ -21,10 +21,14 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """ttft_s: seconds to the first token. token_ids: what was generated."""
+    """ttft_s: seconds to the first token. token_ids: what was generated.
+
+    cached_tokens: of the prompt, as the engine reports them; 0 unless asked for.
+    """
 
     ttft_s: float
     token_ids: tuple[int, ...]
+    cached_tokens: int = 0
 
 
 def complete(
@@ -36,10 +40,14 @@ def complete(
     signature: str | None = None,
     cache_salt: str | None = None,
     headers: Mapping[str, str] | None = None,
+    usage: bool = False,
+    client: httpx.Client | None = None,
 ) -> Completion:
     """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector.
 
-    signature: the plan's (``plan_seal``), for an engine that asks for one.
+    signature: the plan's (``plan_seal``), for an engine that asks for one. usage: whether to ask
+    for the number of cached tokens. client: saves some 20 ms, in which httpx otherwise makes a
+    TLS context.
     """
     body: dict[str, Any] = {
         "model": "model",
@@ -56,22 +64,29 @@ def complete(
             body["kv_transfer_params"][SIGNATURE_FIELD] = signature
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
+    if usage:
+        body["stream_options"] = {"include_usage": True}
     started = time.monotonic()
     first: float | None = None
+    cached_tokens = 0
     tokens: list[int] = []
     address = f"{url}/v1/completions"
-    with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT_S) as reply:
+    stream = httpx.stream if client is None else client.stream
+    with stream("POST", address, json=body, headers=headers, timeout=TIMEOUT_S) as reply:
         if reply.status_code != 200:
             raise RuntimeError(f"the engine said {reply.status_code}: {reply.read()!r}")
         for event in events(reply):
-            choice = event["choices"][0]
-            ids = choice.get("token_ids") or []
+            details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached_tokens = details.get("cached_tokens") or cached_tokens
+            if not event["choices"]:  # the one with the usage
+                continue
+            ids = event["choices"][0].get("token_ids") or []
             if ids and first is None:
                 first = time.monotonic()
             tokens += ids
     if first is None:
         raise RuntimeError("the engine generated no token")
-    return Completion(first - started, tuple(tokens))
+    return Completion(first - started, tuple(tokens), cached_tokens)
 
 
 def events(reply: httpx.Response) -> Iterator[Any]:

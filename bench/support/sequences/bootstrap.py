@@ -1,0 +1,72 @@
+"""Confidence intervals by bootstrap over requests, paired between contestants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+Indices = NDArray[np.int64]
+
+
+def interval(
+    statistic: Callable[[Indices], float], num_requests: int, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of a statistic of resampled requests.
+
+    Args:
+        statistic: From indices of requests, with repetition, to a figure. All contestants that it
+            compares are read at the same indices, which pairs them.
+        num_requests: Number of measured requests, at least 1.
+        seed: Seed of the resampling.
+    """
+    rng = np.random.default_rng(seed)
+    figures = [
+        statistic(rng.integers(0, num_requests, num_requests, dtype=np.int64))
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.quantile(figures, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def mean_ratio(over: NDArray[Any], under: NDArray[Any]) -> Callable[[Indices], float]:
+    """Return the statistic mean(over) / mean(under)."""
+    return lambda indices: float(over[indices].mean() / under[indices].mean())
+
+
+def quantile_ratio(
+    over: NDArray[Any], under: NDArray[Any], quantile: float
+) -> Callable[[Indices], float]:
+    """Return the statistic of the quotient of both quantiles."""
+    return lambda indices: float(
+        np.quantile(over[indices], quantile) / np.quantile(under[indices], quantile)
+    )
+
+
+SLOWER = 1.05
+"""Quotient of times from which a request counts as slower."""
+
+
+def slower_share(
+    times: NDArray[Any], plain: NDArray[Any], plain_again: NDArray[Any] | None
+) -> Callable[[Indices], float]:
+    """Return the share of requests more than 5 % slower than plain, less that of plain itself.
+
+    With a second plain contestant both serve as the reference, and each is compared with the
+    other for the noise floor. Without one nothing is subtracted.
+    """
+    if plain_again is None:
+        slower = (times > SLOWER * plain).astype(float)
+    else:
+        slower = (_slower(times, plain) + _slower(times, plain_again)) / 2
+        slower -= (_slower(plain, plain_again) + _slower(plain_again, plain)) / 2
+    return lambda indices: float(slower[indices].mean())
+
+
+def _slower(times: NDArray[Any], reference: NDArray[Any]) -> NDArray[np.float64]:
+    return (times > SLOWER * reference).astype(np.float64)

@@ -1,0 +1,304 @@
+"""The contestants of a sequence: an engine each, with a store of its own where it needs one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from bench.contestants.contestant import Absent
+from bench.support.completion import complete
+from bench.support.processes import (
+    CacheStore,
+    Engine,
+    launch_cachestore,
+    launch_engine,
+    wait_for_cachestore,
+    wait_for_engine,
+)
+from bench.support.sequences.lmcache_server import lmcache_arguments, start_lmcache_server
+from bench.support.sequences.prompts import (
+    Part,
+    PromptPart,
+    SequenceRequest,
+    plan_request,
+)
+from bench.support.sequences.turn_figures import Measured
+from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_wire.clients.engine_client import EngineClient
+
+DOMAIN = "public"
+PLAIN, PLAIN_AGAIN, LMCACHE = "plain", "plain_again", "lmcache"
+EXACT, BLEND = "exact", "blend"
+EXACT_AHEAD, BLEND_AHEAD = "exact_ahead", "blend_ahead"
+ALL = (PLAIN, PLAIN_AGAIN, LMCACHE, EXACT, BLEND, EXACT_AHEAD, BLEND_AHEAD)
+OURS = frozenset({EXACT, BLEND, EXACT_AHEAD, BLEND_AHEAD})
+AHEAD = frozenset({EXACT_AHEAD, BLEND_AHEAD})
+PREFIX_ONLY = frozenset({PLAIN, PLAIN_AGAIN, LMCACHE, EXACT})
+"""Contestants that only reuse prefixes."""
+
+_IDLE_SHARE = 0.25
+"""Of one core. vLLM polls for a second after its last step, and sleeps in between."""
+
+_IDLE_PERIOD_S = 0.25
+_IDLE_TIMEOUT_S = 300.0
+_STORE_MEMORY_BYTES = 2 << 30
+_STORE_DISK_BYTES = 16 << 30
+_RECORD_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all contestants have in common.
+
+    Attributes:
+        model: Folder of the model.
+        max_length: Longest prompt with its answer, in tokens.
+        kv_cache_gib: Size of each engine's own KV cache.
+        recompute_share: Of ``blend``.
+        answer_tokens: Tokens generated for each request.
+    """
+
+    model: Path
+    space: KVSpace
+    max_length: int
+    kv_cache_gib: int
+    recompute_share: float
+    answer_tokens: int
+
+
+def _new_client() -> httpx.Client:
+    # A server closes idle connections, and a request on one of them would fail.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(verify=False, trust_env=False, limits=limits)
+
+
+@dataclass(slots=True)
+class SequenceContestant:
+    """One engine and what it was measured at. cpu_s: of its turns, background work included."""
+
+    name: str
+    setup: Setup
+    engine: Engine
+    store: CacheStore | None = None
+    measured: dict[int, Measured] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    _client: httpx.Client = field(default_factory=_new_client)
+
+    @property
+    def blends(self) -> bool:
+        """Whether its plans allow other prefixes."""
+        return self.name in (BLEND, BLEND_AHEAD)
+
+    def ask(self, request: SequenceRequest, max_tokens: int) -> tuple[Measured, str]:
+        """Ask for one answer, and return its time with the id of its record."""
+        name, token_ids = uuid.uuid4().hex, request.token_ids
+        plan = self._plan(request, name)
+        started = time.monotonic()
+        answer = complete(
+            self.engine.url,
+            token_ids,
+            max_tokens=max_tokens,
+            plan=plan.to_json() if plan else None,
+            usage=True,
+            client=self._client,
+        )
+        answer_s = time.monotonic() - started
+        return Measured(answer.ttft_s, len(token_ids), answer.cached_tokens, answer_s), name
+
+    def compute_ahead(self, prompts: Sequence[SequenceRequest]) -> float:
+        """Compute prompts of passages one after another, and return the seconds it took.
+
+        The plan is one for ``blend`` in both modes, as a gateway sends it.
+        """
+        started = time.monotonic()
+        share = self.setup.recompute_share
+        for prompt in prompts:
+            # vLLM always computes a prompt's last token, and a segment has to be complete.
+            token_ids = (*prompt.token_ids, prompt.token_ids[-1])
+            plan = plan_request(prompt, self.setup.space, DOMAIN, uuid.uuid4().hex, share)
+            complete(self.engine.url, token_ids, max_tokens=1, plan=plan.to_json())
+        self.wait_until_idle()
+        return time.monotonic() - started
+
+    def replay(
+        self,
+        requests: Sequence[SequenceRequest],
+        gap_s: float,
+        arrivals_s: Sequence[float] | None = None,
+    ) -> list[Measured]:
+        """Ask requests and return their measurements, with the engine's records.
+
+        Args:
+            requests: In order.
+            gap_s: Time between an answer's end and the next request (closed loop).
+            arrivals_s: When each request arrives, in seconds from now on (open loop). A time to
+                first token then starts at the arrival.
+        """
+        before_s = self._used_cpu_s()
+        if arrivals_s is None:
+            asked = []
+            for request in requests:
+                asked.append(self.ask(request, self.setup.answer_tokens))
+                time.sleep(gap_s)
+        else:
+            asked = self._ask_at(requests, arrivals_s)
+        self.wait_until_idle()
+        self.cpu_s += self._used_cpu_s() - before_s
+        return self._with_records(asked)
+
+    def probe_prefills(self, prompt: Sequence[int], new: Sequence[Sequence[int]]) -> list[Measured]:
+        """Measure prefills of new tokens after a prompt that the engine has just answered."""
+        found = []
+        for token_ids in new:
+            part = PromptPart("probe", Part.TAIL, (*prompt, *token_ids))
+            found.append(self.ask(SequenceRequest((part,)), 1)[0])
+        self.wait_until_idle()
+        return found
+
+    def wait_until_idle(self) -> None:
+        """Wait until engine and store use next to no CPU, so that the next turn has all of it."""
+        deadline = time.monotonic() + _IDLE_TIMEOUT_S
+        last_s = self._used_cpu_s()
+        while True:
+            time.sleep(_IDLE_PERIOD_S)
+            now_s = self._used_cpu_s()
+            if now_s - last_s <= _IDLE_SHARE * _IDLE_PERIOD_S:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} was not idle after {_IDLE_TIMEOUT_S} s")
+            last_s = now_s
+
+    def stored_bytes(self) -> int:
+        """Return the bytes that its store holds on disk or in memory, the larger of both."""
+        if self.store is None:
+            return 0
+        from ragcache_kv.store_client.client import StoreClient  # noqa: PLC0415  it has threads
+
+        client = StoreClient(self.store.address)
+        stats = client.stats()
+        client.close()
+        return int(max(stats.disk_bytes, stats.memory_bytes))
+
+    def _plan(self, request: SequenceRequest, name: str) -> ReusePlan | None:
+        if self.store is None:
+            return None
+        share = self.setup.recompute_share if self.blends else None
+        return plan_request(request, self.setup.space, DOMAIN, name, share)
+
+    def _ask_at(
+        self, requests: Sequence[SequenceRequest], arrivals_s: Sequence[float]
+    ) -> list[tuple[Measured, str]]:
+        started = time.monotonic()
+
+        def ask(request: SequenceRequest, arrival_s: float) -> tuple[Measured, str]:
+            time.sleep(max(0.0, started + arrival_s - time.monotonic()))
+            waited_s = time.monotonic() - started - arrival_s
+            measured, name = self.ask(request, self.setup.answer_tokens)
+            return measured.delayed(waited_s), name
+
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return list(threads.map(ask, requests, arrivals_s))
+
+    def _with_records(self, asked: Sequence[tuple[Measured, str]]) -> list[Measured]:
+        if self.store is None:
+            return [measured for measured, _ in asked]
+
+        async def fetch() -> list[Measured]:
+            assert self.engine.records is not None
+            client = EngineClient(self.engine.records)
+            try:
+                return [
+                    measured.with_record(await client.request_record(name, _RECORD_TIMEOUT_S))
+                    for measured, name in asked
+                ]
+            finally:
+                await client.close()
+
+        return asyncio.run(fetch())
+
+    def _used_cpu_s(self) -> float:
+        pids = [self.engine.service.pid]
+        if self.store is not None:
+            pids.append(self.store.service.pid)
+        return sum(map(_tree_cpu_s, pids))
+
+
+def _tree_cpu_s(pid: int) -> float:
+    used_s = 0.0
+    root = psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used_s += times.user + times.system
+    return used_s
+
+
+@contextlib.contextmanager
+def running_contestants(
+    folder: Path, names: Sequence[str], setup: Setup
+) -> Iterator[tuple[dict[str, SequenceContestant], dict[str, str]]]:
+    """Start contestants together, and stop them at the end.
+
+    Yields:
+        The contestants by name, and why others were skipped.
+    """
+    contestants: dict[str, SequenceContestant] = {}
+    skipped: dict[str, str] = {}
+    usual = plugin_settings(folder / "plugin", WAITS_ASLEEP) | {
+        "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_cache_gib),
+        "RAGCACHE_LOAD_ALWAYS": "off",
+    }
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            try:
+                contestant = _launch(folder / name, name, setup, usual, stack)
+            except Absent as absent:
+                skipped[name] = str(absent)
+            else:
+                contestants[name] = contestant
+        for contestant in contestants.values():
+            if contestant.store is not None:
+                wait_for_cachestore(contestant.store)
+            wait_for_engine(contestant.engine)
+        yield contestants, skipped
+
+
+def _launch(
+    folder: Path,
+    name: str,
+    setup: Setup,
+    settings: Mapping[str, str],
+    stack: contextlib.ExitStack,
+) -> SequenceContestant:
+    store, arguments = None, list[str]()
+    if name in OURS:
+        store = launch_cachestore(
+            folder / "store", memory_bytes=_STORE_MEMORY_BYTES, disk_bytes=_STORE_DISK_BYTES
+        )
+        stack.callback(store.service.stop)
+    elif name == LMCACHE:
+        server = start_lmcache_server()
+        stack.callback(server.end)
+        arguments = ["--kv-transfer-config", json.dumps(lmcache_arguments(server.port))]
+    engine = launch_engine(
+        folder,
+        setup.model,
+        store.address if store else None,
+        *arguments,
+        max_length=setup.max_length,
+        settings=settings,
+    )
+    stack.callback(engine.service.stop)
+    return SequenceContestant(name, setup, engine, store)
