@@ -66,7 +66,7 @@ QUESTIONS = (
     "How do I add a positional argument to an argparse parser?",
 )
 COLLECTION = "demo"
-TOP_K = 4
+TOP_K = 5
 MAX_TOKENS = 48
 MOST_QUESTIONS = 12
 PAUSE_S = 1.0

@@ -146,18 +146,20 @@ def _float16(data: bytes) -> npt.NDArray[np.float32]:
 
 def _q8_0(data: bytes) -> npt.NDArray[np.float32]:
     """Decode blocks of a scale and 32 signed bytes."""
-    blocks = np.frombuffer(data, np.dtype([("scale", "<f2"), ("values", "i1", _BLOCK)]))
-    scale: npt.NDArray[np.float32] = blocks["scale"].astype(np.float32)[:, None]
-    return scale * blocks["values"]
+    blocks = np.frombuffer(data, np.dtype([("scale", "<f2", (1,)), ("values", "i1", _BLOCK)]))
+    return _floats(blocks["values"]) * _floats(blocks["scale"])
 
 
 def _q4_1(data: bytes) -> npt.NDArray[np.float32]:
     """Decode blocks of a scale, a minimum and 32 halves of a byte: first the low, then the high."""
-    layout = [("scale", "<f2"), ("minimum", "<f2"), ("values", "u1", _BLOCK // 2)]
+    layout = [("scale", "<f2", (1,)), ("minimum", "<f2", (1,)), ("values", "u1", _BLOCK // 2)]
     blocks = np.frombuffer(data, np.dtype(layout))
     values = np.concatenate([blocks["values"] & 15, blocks["values"] >> 4], axis=1)
-    scale, minimum = (blocks[name].astype(np.float32)[:, None] for name in ("scale", "minimum"))
-    return values * scale + minimum
+    return _floats(values) * _floats(blocks["scale"]) + _floats(blocks["minimum"])
+
+
+def _floats(column: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    return np.asarray(column, np.float32)
 
 
 _TENSOR_TYPES: Final = {
