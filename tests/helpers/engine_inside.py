@@ -128,6 +128,46 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     return {"pieces_equal_prefill": bool(torch.equal(computed, prefilled))}
 
 
+def prepare_joint_pass(worker: Any, token_ids: Sequence[int]) -> float:
+    """Let the next pass of vLLM recompute scattered tokens of a prompt; return their error now.
+
+    Such as a step in which one request begins and the load of a blend has ended.
+    """
+    from ragcache_engine.blend.joint_pass import JointPass
+    from ragcache_engine.blend.model_access import access_model
+    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    model = access_model(runner, block_size)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
+    recomputer, count = Recomputer(model), len(token_ids)
+    blocks = [5 * BLOCKS_APART + i for i in range(-(-count // block_size))]
+    recomputer.recompute(token_ids, blocks, [range(count)])
+    computed = cache.read(blocks, 0, count)
+    runs = [range(3, 9), range(50, 51), range(127, 131), range(300, 420)]
+    corrupted = computed.clone()
+    for run in runs:
+        corrupted[:, :, run.start : run.stop] = 7.0
+    cache.write(corrupted, cache.slots(blocks, 0, count))
+    assert JointPass.supports(runner)
+    JointPass(runner, recomputer).prepare([PromptSlice(token_ids, blocks, runs)])
+    worker.joint_error = lambda: _error(cache.read(blocks, 0, count), computed)
+    return float(worker.joint_error())
+
+
+def joint_error(worker: Any) -> float:
+    """Return the error of the prompt of ``prepare_joint_pass``."""
+    return float(worker.joint_error())
+
+
+def _error(found: Any, expected: Any) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
 def recompute_together(
     cache: Any,
     recomputer: Any,
@@ -206,6 +246,20 @@ def main() -> None:
     core.scheduler.scheduler_config.long_prefill_token_threshold = PIECE
     engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
     [pieces] = engine.collective_rpc(inside_pieces, args=(token_ids,))
+    core.scheduler.scheduler_config.long_prefill_token_threshold = 0
+    answers = []
+    for joins in (False, True):
+        engine.reset_prefix_cache()
+        if joins:
+            [found["joint_error_before"]] = engine.collective_rpc(
+                prepare_joint_pass, args=(token_ids,)
+            )
+        asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+        prompt = {"prompt_token_ids": token_ids[::-1][:500]}
+        [answer] = engine.generate(prompt, asked, use_tqdm=False)
+        answers.append(answer.outputs[0].token_ids)
+    found["same_answer_beside_joint_pass"] = answers[0] == answers[1]
+    [found["joint_error"]] = engine.collective_rpc(joint_error)
     print(json.dumps({**found, **pieces, "reference": reference(model, token_ids)}))
 
 

@@ -1,9 +1,9 @@
 """vLLM's entry point ``vllm.general_plugins``: registers the connector with vLLM.
 
 It also records the worker of the process, because vLLM does not give a connector access to the
-model, which recomputation needs. vLLM calls the entry point in the API server, the engine core and
-each worker, more than once, before it makes the worker. So it imports nothing large and may run
-twice.
+model, which recomputation needs, and counts requests as they arrive (``arrivals``). vLLM calls the
+entry point in the API server, the engine core and each worker, more than once, before it makes the
+worker. So it imports nothing large and may run twice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_engine.vllm_interface.arrivals import count_arrivals
 
 CONNECTOR = "RagCacheConnector"
 SUPPORTED_VLLM = "0.32"
@@ -30,7 +31,7 @@ _worker: weakref.ref[Any] | None = None
 
 
 def register() -> None:
-    """Register the connector with vLLM, and record the worker that vLLM makes later.
+    """Register the connector with vLLM, record its worker, and count arriving requests.
 
     With an unsupported vLLM this only logs a warning, since the server may not use the connector.
     If it does, the connector fails at start (``require_supported_vllm``).
@@ -38,6 +39,7 @@ def register() -> None:
     if is_supported(vllm_version()):
         _register_connector()
         _record_workers()
+        count_arrivals()
         return
     log.warning("plugin: this vLLM is not supported, install %s.x", SUPPORTED_VLLM)
     with contextlib.suppress(Exception):

@@ -106,6 +106,15 @@ def test_slices_of_two_prompts_share_a_pass(found: dict[str, Any]) -> None:
     assert found["shared_pass_error"] < ROUNDING
 
 
+def test_a_pass_of_vllm_recomputes_tokens_of_another_prompt(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
+    assert found["joint_error_before"] > 100 * ROUNDING
+    assert found["joint_error"] < ROUNDING
+    assert found_in_float32["joint_error"] < ROUNDING_FLOAT32
+    assert found["same_answer_beside_joint_pass"]
+
+
 def test_two_hooks_see_the_same_pass(found: dict[str, Any]) -> None:
     """The rest of the question's attention goes to its own tokens."""
     assert found["same_with_two_hooks"]

@@ -15,7 +15,7 @@ and the keys of all tokens before them, are in the paged cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,10 @@ class AttentionObservation:
     influence: torch.Tensor
 
 
+class PassInterrupted(Exception):
+    """A pass was ended between two layers, because other work is waiting."""
+
+
 class AttentionObserver:
     """Measures attention of the worker's model. Only the worker's main thread may use it.
 
@@ -85,6 +89,7 @@ class AttentionObserver:
         blocks: Sequence[int],
         chunk: range,
         segments: Sequence[range],
+        must_stop: Callable[[], bool] = lambda: False,
     ) -> AttentionObservation:
         """Measure the attention of a chunk's tokens.
 
@@ -94,8 +99,12 @@ class AttentionObserver:
             chunk: The chunk's positions, which fit one pass.
             segments: Ascending without gaps, from position 0 to the chunk's end. The first is the
                 template. It precedes the chunks of every prompt, so it has no influence.
+            must_stop: Asked after each layer whether to end the pass.
+
+        Raises:
+            PassInterrupted: ``must_stop`` said so.
         """
-        hook = _InfluenceHook(self._cache, blocks, chunk, segments)
+        hook = _InfluenceHook(self._cache, blocks, chunk, segments, must_stop)
         with hook.attached():
             # Other requests may share these blocks, so the pass must not change a bit of them.
             self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
@@ -135,8 +144,14 @@ class AttentionHook(ABC):
     """
 
     def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], positions: range, layers: range
+        self,
+        cache: PagedCache,
+        blocks: Sequence[int],
+        positions: range,
+        layers: range,
+        must_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._must_stop = must_stop
         self._cache = cache
         self._blocks = blocks
         self._positions = positions
@@ -157,6 +172,8 @@ class AttentionHook(ABC):
         def forward(layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
             output = attend(layer, query, *rest, **named)
             self._on_query(index, query, impl.scale)
+            if self._must_stop():
+                raise PassInterrupted
             return output
 
         impl.forward = forward  # of this instance; the class keeps its own
@@ -201,9 +218,14 @@ class _InfluenceHook(AttentionHook):
     """Adds up where a chunk's tokens attend to, and how that changes their output."""
 
     def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
+        self,
+        cache: PagedCache,
+        blocks: Sequence[int],
+        chunk: range,
+        segments: Sequence[range],
+        must_stop: Callable[[], bool],
     ) -> None:
-        super().__init__(cache, blocks, chunk, range(cache.num_layers))
+        super().__init__(cache, blocks, chunk, range(cache.num_layers), must_stop)
         self.mass = torch.zeros(len(chunk), len(segments))
         self.influence = torch.zeros(len(chunk))  # squared
         self._others = slice(segments[0].stop, chunk.start)

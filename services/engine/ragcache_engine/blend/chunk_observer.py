@@ -2,7 +2,7 @@
 
 An observation takes one pass over each chunk, which is too much to delay the first request for it.
 So the worker observes after the request has ended: vLLM keeps its blocks for so long, and keeps
-stepping.
+stepping. A pass ends early, between two layers, when a request arrives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
+from ragcache_engine.vllm_interface.arrivals import ArrivalCounter
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import SpanKind, Tracer
 
@@ -48,6 +50,7 @@ class ChunkObserver:
         save: Saves each observation.
         deadline_s: Time without progress after which a request's blocks are released.
         clock: Returns seconds.
+        arrivals: Counts arriving requests. None: a pass is not interrupted.
         tracer: Traces the requests that are part of a trace.
     """
 
@@ -59,8 +62,10 @@ class ChunkObserver:
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
+        arrivals: ArrivalCounter | None = None,
     ) -> None:
         self._observer = observer
+        self._arrivals = arrivals
         self._max_tokens = max_tokens
         self._save = save
         self._deadline_s = deadline_s
@@ -73,10 +78,16 @@ class ChunkObserver:
         segments = [i for i in sorted(job.saves) if len(job.segments[i]) <= self._max_tokens]
         self._tasks.append(_ObservationTask(job, self._clock(), segments))
 
-    def advance(self, *, idle: bool) -> set[str]:
-        """Observe one chunk if the engine is idle; return the requests whose blocks are free."""
+    def advance(self, *, idle: bool, num_arrivals: int = 0) -> set[str]:
+        """Observe one chunk if the engine is idle; return the requests whose blocks are free.
+
+        Args:
+            idle: Whether the step has nothing else to do.
+            num_arrivals: Requests that had arrived when the step began. A later one waits for this
+                step to end.
+        """
         if idle and self._tasks and self._tasks[0].segments:
-            self._observe_next(self._tasks[0])
+            self._observe_next(self._tasks[0], num_arrivals)
         expired = self._clock() - self._deadline_s
         done = [t for t in self._tasks if not t.segments or t.last_progress <= expired]
         self._tasks = [t for t in self._tasks if t.segments and t.last_progress > expired]
@@ -87,22 +98,30 @@ class ChunkObserver:
         for task in self._tasks:
             task.segments.clear()
 
-    def _observe_next(self, task: _ObservationTask) -> None:
+    def _request_waits(self, num_arrivals: int) -> bool:
+        return self._arrivals is not None and self._arrivals.value != num_arrivals
+
+    def _observe_next(self, task: _ObservationTask, num_arrivals: int) -> None:
+        index = task.segments[0]
         try:
-            index = task.segments.pop(0)
             parent = metadata(task.job.saves[index].traceparent)
             with self._tracer.start_child_of("observe", parent, SpanKind.INTERNAL, segment=index):
-                self._observe(task.job, index)
+                self._observe(task.job, index, lambda: self._request_waits(num_arrivals))
+            task.segments.pop(0)
             task.last_progress = self._clock()
+        except PassInterrupted:
+            log.debug("chunk observer: interrupted by a request")
         except Exception:
             log.exception("chunk observer: observation failed request=%s", task.job.request_id)
             task.segments.clear()
 
-    def _observe(self, job: ObserveJob, index: int) -> None:
+    def _observe(self, job: ObserveJob, index: int, must_stop: Callable[[], bool]) -> None:
         began = self._clock()
         segments = job.segments[: index + 1]
         chunk = segments[-1]
-        attention = self._observer.observe(job.token_ids[: chunk.stop], job.blocks, chunk, segments)
+        attention = self._observer.observe(
+            job.token_ids[: chunk.stop], job.blocks, chunk, segments, must_stop
+        )
         mass: torch.Tensor = attention.mass.sum(0)
         attended = tuple(
             AttendedChunk(job.chunks[j], len(segments[j]), max(0.0, float(mass[j])))

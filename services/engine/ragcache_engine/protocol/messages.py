@@ -158,6 +158,8 @@ class StepJobs:
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
     joint_recomputes: tuple[JointRecomputeJob, ...] = ()
+    # Number of requests that had arrived when the step began (``ArrivalCounter``).
+    num_arrivals: int = 0
     # vLLM needs the blocks that are kept for observing: release all of them.
     release_kept_blocks: bool = False
     # Requests that have ended. vLLM may give their blocks to other requests in this step.

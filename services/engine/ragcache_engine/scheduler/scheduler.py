@@ -32,6 +32,7 @@ from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
 from ragcache_engine.telemetry.request_records import RequestRecords
+from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import Tracer
@@ -75,6 +76,7 @@ class ConnectorScheduler:
         self._load_tracker = LoadTracker(settings, costs, self._tiers, self._load_planner)
         self._save_planner = SavePlanner(space)
         self._reservation: BlockReservation | None = None
+        self._arrivals = arrival_counter()
         self._requests: dict[str, RequestState] = {}
         # Requests that may still wait in vLLM's queue when a step begins.
         self._arrived: dict[str, RequestState] = {}
@@ -246,6 +248,7 @@ class ConnectorScheduler:
             tuple(saves),
             tuple(observes),
             tuple(joint),
+            num_arrivals=self._arrivals.value if self._arrivals is not None else 0,
             release_kept_blocks=self._must_release_blocks(),
             finished_ids=tuple(finished_ids),
             computed=tuple(computed_ranges),

@@ -29,6 +29,7 @@ from ragcache_engine.protocol.messages import (
 from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.tiers.local_tiers import make_local_tiers
+from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.load_results import LoadResults
 from ragcache_engine.worker.loader import ValueLoader
@@ -132,7 +133,9 @@ class ConnectorWorker:
                 saver.save_observation,
                 settings.observe_deadline_s,
                 tracer=tracer,
+                arrivals=arrival_counter(),
             )
+        self._num_arrivals = 0
         self._jobs: dict[str, LoadJob] = {}
         self._results = LoadResults(cache.shape.block_size)
         self._released: set[str] = set()
@@ -144,6 +147,7 @@ class ConnectorWorker:
     def begin_step(self, jobs: StepJobs) -> None:
         """Prepare the step's forward pass, which comes next."""
         self._exporter.export()
+        self._num_arrivals = jobs.num_arrivals
         writes_layers = False
         if self._layerwise is not None:
             for load in self._layerwise.write_deferred(jobs.finished_ids):
@@ -230,7 +234,9 @@ class ConnectorWorker:
             for job, outcome in self._recomputation.advance(busy=busy):
                 self._end(job, outcome)
         if self._chunk_observer is not None:
-            self._released |= self._chunk_observer.advance(idle=idle)
+            self._released |= self._chunk_observer.advance(
+                idle=idle, num_arrivals=self._num_arrivals
+            )
         if not busy:
             time.sleep(_IDLE_SLEEP_S if idle else _WORKING_SLEEP_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
+from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
@@ -30,6 +32,7 @@ from ragcache_engine.protocol.messages import (
     StepJobs,
     VariantSpan,
 )
+from ragcache_engine.vllm_interface.arrivals import ArrivalCounter
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
@@ -391,10 +394,14 @@ def test_a_recomputation_that_raises_fails_only_its_load(blend: BlendWorkerHarne
     assert blend.run(job(wanted, recompute(chunk(40, 120), budget=5))).reason == ""
 
 
-def make_queue(model: FakeModel, slice_tokens: int) -> RecomputationQueue:
+def make_queue(
+    model: FakeModel, slice_tokens: int, *, joins_passes: bool = False
+) -> RecomputationQueue:
     model.cache = FakePagedCache()
     like = cast("Any", model)
-    return RecomputationQueue(cast("Any", model.cache), like, like, slice_tokens, 8)
+    return RecomputationQueue(
+        cast("Any", model.cache), like, like, slice_tokens, 8, joins_passes=joins_passes
+    )
 
 
 def written_load(name: str, number: int, budget: int) -> tuple[LoadJob, LoadOutcome]:
@@ -432,6 +439,40 @@ def test_loads_that_arrive_together_share_passes() -> None:
         for position in range(10, 50):
             [slot] = model.cache.slots(blocks, position, position + 1).tolist()
             assert (model.cache.slots_written[slot] == COMPUTED).all()
+
+
+def left(outcome: LoadOutcome) -> int:
+    return sum(map(len, outcome.left_to_recompute))
+
+
+@pytest.mark.parametrize(
+    ("busy", "budget", "in_own_passes"),
+    [
+        (False, 30, 0),  # all fit into the pass of the rest of the prompt, 20 tokens of 64
+        (False, 44, 0),
+        (False, 45, 45),
+        (True, 16, 0),
+        (True, 40, 32),  # in slices of 16
+    ],
+)
+def test_vllms_own_pass_recomputes_what_it_has_room_for(
+    busy: bool, budget: int, in_own_passes: int
+) -> None:
+    model = FakeModel()
+    recomputations = make_queue(model, slice_tokens=16, joins_passes=True)
+    recomputations.start(*written_load("one", 0, budget=budget))
+    ended: list[tuple[LoadJob, LoadOutcome]] = []
+    while not ended:
+        ended = recomputations.advance(busy=busy)
+    [(_, outcome)] = ended
+    assert recomputations.idle
+    assert outcome.recomputed_tokens == budget
+    assert sum(len(run) for runs in model.passes for run in runs) == in_own_passes
+    assert left(outcome) == budget - in_own_passes
+    recomputed = set(model.recomputed)
+    assert recomputed | {p for run in outcome.left_to_recompute for p in run} == set(
+        range(10, 10 + budget)
+    )
 
 
 def test_a_pass_has_at_most_max_runs() -> None:
@@ -502,10 +543,17 @@ class FakeObserver:
         self.error: Exception | None = None
 
     def observe(
-        self, token_ids: Sequence[int], blocks: object, chunk: range, segments: Sequence[range]
+        self,
+        token_ids: Sequence[int],
+        blocks: object,
+        chunk: range,
+        segments: Sequence[range],
+        must_stop: Callable[[], bool],
     ) -> FakeObservation:
         if self.error:
             raise self.error
+        if must_stop():
+            raise PassInterrupted
         assert len(token_ids) == chunk.stop
         self.calls.append(chunk)
         mass = torch.full((len(chunk), len(segments)), 1 / len(segments))
@@ -515,13 +563,31 @@ class FakeObserver:
 SavedObservations = list[tuple[int, ChunkObservation]]
 
 
-def make_observer(observer: FakeObserver, clock: Callable[[], float] = lambda: 0.0) -> Any:
+def make_observer(
+    observer: FakeObserver,
+    clock: Callable[[], float] = lambda: 0.0,
+    arrivals: ArrivalCounter | None = None,
+) -> Any:
     saved: SavedObservations = []
 
     def save(job: Any, observation: ChunkObservation, seconds: float) -> None:
         saved.append((job.span.start, observation))
 
-    return ChunkObserver(cast("Any", observer), 64, save, 60.0, clock), saved
+    made = ChunkObserver(cast("Any", observer), 64, save, 60.0, clock, arrivals=arrivals)
+    return made, saved
+
+
+def test_an_observation_ends_for_a_request_and_is_repeated_later() -> None:
+    observer, arrivals = FakeObserver(), ArrivalCounter(mmap.mmap(-1, 8))
+    chunk_observer, saved = make_observer(observer, arrivals=arrivals)
+    chunk_observer.start(observe_job())
+    arrivals.add()  # after the step began
+    assert chunk_observer.advance(idle=True, num_arrivals=0) == set()
+    assert (observer.calls, saved) == ([], [])
+    assert chunk_observer.advance(idle=False, num_arrivals=1) == set()
+    assert chunk_observer.advance(idle=True, num_arrivals=1) == set()
+    assert chunk_observer.advance(idle=True, num_arrivals=1) == {"ended"}
+    assert len(saved) == 2
 
 
 def test_one_chunk_is_observed_per_idle_step() -> None:

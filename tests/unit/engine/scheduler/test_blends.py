@@ -584,3 +584,43 @@ def test_a_trial_is_blended_even_if_slower_and_updates_no_prediction(warm: Blend
     assert warm.costs.tier_bandwidths().get(Tier.MEMORY) == before
     warm.arrive("next", prompt)
     assert warm.scheduler.loadable_tokens("next", 0) == 0
+
+
+def test_the_first_pass_after_a_load_recomputes_what_the_worker_left(warm: BlendHarness) -> None:
+    prompt = make_prompt(C, A)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    runs = (range(30, 40), range(60, 62))
+    succeed(
+        warm,
+        job,
+        blended_tokens=70,
+        recomputed_tokens=12,
+        recompute_s=0.1,
+        select_s=0.1,
+        left_to_recompute=runs,
+    )
+    length = len(prompt.token_ids)
+    jobs = warm.scheduler.step([("other", job.end, length - job.end)], lambda _: BLOCKS)
+    [joint] = jobs.joint_recomputes
+    assert (joint.runs, joint.blocks, joint.token_ids) == (runs, BLOCKS, prompt.token_ids)
+    assert jobs.recompute_tokens == 12
+    assert jobs.num_tokens == length - job.end
+    assert not warm.scheduler.step([("other", length, 1)], lambda _: BLOCKS).joint_recomputes
+    record = warm.records.get("other")
+    assert record is not None
+    assert record.recompute_s > 0.1, "with its share of the pass"
+    assert record.recompute_s <= record.load_s + 0.1
+
+
+def test_a_load_that_is_repeated_forgets_what_was_left(warm: BlendHarness) -> None:
+    """vLLM took the blocks away before the request's first pass."""
+    prompt = make_prompt(C, A)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    succeed(warm, job, blended_tokens=70, recomputed_tokens=9, left_to_recompute=(range(30, 39),))
+    assert warm.scheduler.loadable_tokens("other", 0)
+    again = warm.load("other")
+    succeed(warm, again, blended_tokens=70, recomputed_tokens=0)
+    jobs = warm.scheduler.step([("other", again.end, 1)], lambda _: BLOCKS)
+    assert jobs.joint_recomputes == ()
