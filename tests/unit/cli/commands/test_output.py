@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from ragcache_cli.commands import doctor
 from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
-from ragcache_cli.commands.progress import describe
+from ragcache_cli.commands.progress import IngestProgress, describe
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache
 from ragcache_cli.local.platform import PartEvent
@@ -214,3 +216,18 @@ def test_the_doctor_finds_a_bundled_model_that_is_missing_or_damaged(
         os.truncate(folder / name, check.num_bytes)
     assert "is damaged" in finding().found
     assert finding().fix == "run `ragcache model fetch smollm2`"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_ingest_shows_a_bar_on_a_terminal_alone(is_terminal: bool) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=120)
+    with IngestProgress(console, 3) as progress:
+        progress.advance(30)
+        progress.advance(0)
+        assert progress.chunks_per_s > 0
+    if is_terminal:
+        assert "2/3" in shown.getvalue()
+        assert "30 chunks" in shown.getvalue()
+    else:
+        assert shown.getvalue() == ""
