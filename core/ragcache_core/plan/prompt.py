@@ -26,6 +26,9 @@ CHUNKS_PLACEHOLDER = "\x00ragcache-chunks\x00"
 User text cannot contain it, because the gateway rejects NUL characters.
 """
 
+STABLE_PREFIX_END = "\x00ragcache-stable-prefix\x00"
+"""Marks the end of the stable part of a system prompt in the rendered chat template."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -34,24 +37,35 @@ class Prompt:
     Attributes:
         head: Number of template tokens before the first chunk.
         chunk_ends: End offset of each chunk, ascending. Chunks follow the head without gaps.
+        stable_head: Number of leading tokens of the head that are a segment of their own, because
+            other prompts have them too. 0: the head is one segment.
     """
 
     token_ids: tuple[int, ...]
     head: int
     chunk_ends: tuple[int, ...]
+    stable_head: int = 0
+
+    @property
+    def head_ends(self) -> tuple[int, ...]:
+        """End offset of each segment of the head, ascending. Empty without a head."""
+        return tuple(sorted({end for end in (self.stable_head, self.head) if end}))
 
 
 def assemble(
-    head_ids: Sequence[int], chunks_ids: Sequence[Sequence[int]], tail_ids: Sequence[int]
+    head_ids: Sequence[int],
+    chunks_ids: Sequence[Sequence[int]],
+    tail_ids: Sequence[int],
+    stable_head: int = 0,
 ) -> Prompt:
-    """Join tokenized parts into one prompt."""
+    """Join tokenized parts into one prompt. stable_head: see ``Prompt``."""
     token_ids = list(head_ids)
     ends = []
     for ids in chunks_ids:
         token_ids.extend(ids)
         ends.append(len(token_ids))
     token_ids.extend(tail_ids)
-    return Prompt(tuple(token_ids), len(head_ids), tuple(ends))
+    return Prompt(tuple(token_ids), len(head_ids), tuple(ends), stable_head)
 
 
 def plan_exact(
@@ -64,7 +78,8 @@ def plan_exact(
 ) -> ReusePlan:
     """Plan to load and store the head and every chunk as exact variants.
 
-    The head (the system prompt) is a segment too: without its KV no chunk after it could be exact.
+    The head (the system prompt) is a segment too, or two: without its KV no chunk after it could be
+    exact.
 
     Args:
         documents: Name of each chunk's document (``document_name``). Empty: unknown.
@@ -86,7 +101,8 @@ def plan_blend(
 ) -> ReusePlan:
     """Plan to load chunks after any prefix and to recompute a share of their tokens.
 
-    The head precedes the chunks of every prompt, so it is exact or computed.
+    The head is exact or computed. Where a part of it differs from prompt to prompt, the engine
+    computes that part, and reuses the chunks after it.
 
     Args:
         recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
@@ -112,9 +128,10 @@ def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> R
 def _segments(
     prompt: Prompt, space: KVSpace, domain: str, action: Action, documents: Sequence[str]
 ) -> tuple[Segment, ...]:
-    bounds = itertools.pairwise([0, prompt.head, *prompt.chunk_ends])
+    bounds = itertools.pairwise([0, *prompt.head_ends, *prompt.chunk_ends])
     # The head belongs to no document.
-    names = ["", *(documents or [""] * len(prompt.chunk_ends))]
+    in_head = [""] * len(prompt.head_ends)
+    names = [*in_head, *(documents or [""] * len(prompt.chunk_ends))]
     return tuple(
         Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, action, document)
         for (start, end), document in zip(bounds, names, strict=True)

@@ -73,7 +73,7 @@ class _Costs:
         self._prefill_s_per_token = record.prefill_s / computed_tokens
         self._recompute_s = record.recompute_s
         self._recompute_s_per_token = record.recompute_s / max(1, record.recomputed_tokens)
-        template_segments = 1 if prompt.head else 0  # the plan counts the template, too
+        template_segments = len(prompt.head_ends)  # the plan counts the template, too
         self._missing_chunks = {index - template_segments for index in record.missing_chunks}
 
     def demand(self, first: int, end: int, mode: Mode) -> PrefillDemand:

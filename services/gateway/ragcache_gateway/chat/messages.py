@@ -12,11 +12,19 @@ from ragcache_gateway.prompts.conversation import Conversation, Turn
 _SYSTEM_ROLES = ("system", "developer")
 
 
-def read_conversation(messages: Sequence[ChatMessage]) -> Conversation:
+def read_conversation(
+    messages: Sequence[ChatMessage], stable_prefix: int | None = None
+) -> Conversation:
     """Split messages into system prompt, history and question.
 
+    Args:
+        messages: The messages of a request.
+        stable_prefix: Number of leading characters of the system prompt that other requests have,
+            too. None: unknown.
+
     Raises:
-        InvalidInput: A message has the wrong role or is empty; the error names the message.
+        InvalidInput: A message has the wrong role or is empty, or the system prompt is shorter than
+            its stable prefix. The error names the field.
     """
     num_system = 0
     while num_system < len(messages) and messages[num_system].role in _SYSTEM_ROLES:
@@ -41,4 +49,10 @@ def read_conversation(messages: Sequence[ChatMessage]) -> Conversation:
     system_texts = (message.text() for message in messages[:num_system])
     system = "\n\n".join(filter(str.strip, system_texts))
     history = tuple(Turn(message.role, message.text()) for message in messages[num_system:last])
-    return Conversation(system or DEFAULT_SYSTEM_PROMPT, history, question)
+    if stable_prefix is not None and stable_prefix > len(system):
+        raise InvalidInput(
+            "ragcache.stable_prefix",
+            f"is {stable_prefix}, and the system prompt has {len(system)} characters",
+            "count the characters of the system messages, joined by blank lines",
+        )
+    return Conversation(system or DEFAULT_SYSTEM_PROMPT, history, question, stable_prefix)

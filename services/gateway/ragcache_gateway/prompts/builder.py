@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, Prompt, assemble
+from ragcache_core.plan.prompt import (
+    CHUNK_SEPARATOR,
+    CHUNKS_PLACEHOLDER,
+    STABLE_PREFIX_END,
+    Prompt,
+    assemble,
+)
+from ragcache_core.plan.stable_prefix import StablePrefixes
 from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.passages import Passage, fit_to_budget, group_by_document
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache
@@ -21,10 +29,17 @@ tokenizing them would block the tokenizer for other requests."""
 
 @dataclass(frozen=True, slots=True)
 class TemplateFrame:
-    """Token ids of the rendered chat template before the chunks and after them."""
+    """Token ids of the rendered chat template before the chunks and after them.
+
+    Attributes:
+        head: Token ids before the chunks.
+        tail: Token ids after the chunks.
+        stable_head: See ``Prompt``.
+    """
 
     head: Sequence[int]
     tail: Sequence[int]
+    stable_head: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,7 @@ class PromptBuilder:
         self._default_max_tokens = min(default_max_tokens, max_model_len // 4)
         self._chunks = TokenCache(self.encode_chunk, cache_bytes)
         self._separator = self._encode(CHUNK_SEPARATOR)
+        self._stable_prefixes = StablePrefixes()
 
     def build(
         self, conversation: Conversation, hits: Sequence[pb.Hit], max_tokens: int | None
@@ -84,15 +100,24 @@ class PromptBuilder:
             group_by_document(hits), lambda text: len(self._chunks.get(text)), budget_tokens
         )
         chunks = [self._chunks.get(passage.chunk.text) for passage in passages]
-        return AnswerPrompt(assemble(frame.head, chunks, frame.tail), tuple(passages), max_tokens)
+        prompt = assemble(frame.head, chunks, frame.tail, frame.stable_head)
+        return AnswerPrompt(prompt, tuple(passages), max_tokens)
 
     def frame(self, conversation: Conversation) -> TemplateFrame:
         """Render the chat template and tokenize what comes before and after the chunks.
 
+        The stable part of the head is what the conversation marks, or else what heads before this
+        one have in common with it.
+
         Raises:
             InvalidInput: The template does not accept this conversation.
         """
-        system = f"{conversation.system}\n\n{CHUNKS_PLACEHOLDER}"
+        stable, varying = conversation.system, ""
+        if conversation.stable_prefix is not None:
+            length = conversation.stable_prefix
+            stable, varying = conversation.system[:length], conversation.system[length:]
+        mark = STABLE_PREFIX_END if varying else ""
+        system = f"{stable}{mark}{varying}\n\n{CHUNKS_PLACEHOLDER}"
         messages = [
             {"role": "system", "content": system},
             *({"role": turn.role, "content": turn.content} for turn in conversation.history),
@@ -115,7 +140,10 @@ class PromptBuilder:
                 "has a chat template that does not write the system message once",
                 "name a model whose chat template takes a system message",
             )
-        return TemplateFrame(self._encode(parts[0]), self._encode(parts[1]))
+        before, *rest = (self._encode(part) for part in parts[0].split(STABLE_PREFIX_END))
+        head = [*before, *itertools.chain(*rest)]
+        stable_head = len(before) if rest else self._stable_prefixes.split(head)
+        return TemplateFrame(head, self._encode(parts[1]), stable_head)
 
     def encode_chunk(self, text: str) -> list[int]:
         """Tokenize a chunk by itself, with the separator that follows it.

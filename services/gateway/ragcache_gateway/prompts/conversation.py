@@ -19,11 +19,16 @@ class Conversation:
 
     The system prompt comes before the documents, history and question come after them. So the
     tokens before the documents, which their KV depends on, stay the same from turn to turn.
+
+    Attributes:
+        stable_prefix: Number of leading characters of the system prompt that other requests have,
+            too. None: unknown.
     """
 
     system: str
     history: tuple[Turn, ...]
     question: str
+    stable_prefix: int | None = None
 
     def num_chars(self) -> int:
         """Length of all texts together."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +111,13 @@ def test_the_engine_can_parse_every_blended_plan(
 ) -> None:
     plan = plan_blend(assemble(head, chunks, tail), SPACE, "public", "request", share)
     assert ReusePlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("make", [plan_exact, partial(plan_blend, recompute_share=0.15)])
+def test_a_head_with_a_stable_part_is_two_segments(make: Callable[..., ReusePlan]) -> None:
+    whole = make(assemble([1, 2, 3], [[4, 5]], [6]), SPACE, "public", "request")
+    split = make(assemble([1, 2, 3], [[4, 5]], [6], 2), SPACE, "public", "request")
+    assert [(s.start, s.end) for s in whole.segments] == [(0, 3), (3, 5)]
+    assert [(s.start, s.end) for s in split.segments] == [(0, 2), (2, 3), (3, 5)]
+    assert [s.action for s in split.segments[:2]] == [Action.EXACT] * 2
+    assert split.segments[-1].chunk == whole.segments[-1].chunk

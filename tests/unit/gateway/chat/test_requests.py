@@ -231,6 +231,15 @@ def test_a_conversation_ends_with_the_question(roles: list[str], field: str) -> 
     assert caught.value.field == field
 
 
+def test_a_stable_prefix_longer_than_the_system_prompt_is_refused() -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
+    request = read(messages=messages)
+    assert read_conversation(request.messages, 8).stable_prefix == 8
+    with pytest.raises(InvalidInput, match="has 8 characters") as refused:
+        read_conversation(request.messages, 9)
+    assert refused.value.field == "ragcache.stable_prefix"
+
+
 def test_an_empty_question_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"messages\[0\].content: is empty"):
         read_conversation(read(messages=[{"role": "user", "content": " \n"}]).messages)

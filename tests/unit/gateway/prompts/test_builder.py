@@ -184,3 +184,32 @@ heavy = {{"torch", "faiss", "vllm", "sentence_transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_marked_stable_prefix_is_tokenized_alike_whatever_follows_it(
+    tokenizer: ChatTokenizer,
+) -> None:
+    builder, heads = build(tokenizer), set()
+    for varying in ("Today is Monday.", "day is over", ""):
+        system = f"Answer politely, to{varying}"
+        marked = Conversation(system, (), "Why?", stable_prefix=19)
+        prompt = builder.build(marked, [hit("a", "Alpha.")], 5).prompt
+        assert decode(tokenizer, prompt.token_ids).startswith(f"<|system|>{system}\n\nAlpha.")
+        if varying:
+            heads.add(tuple(prompt.token_ids[: prompt.stable_head]))
+            assert 0 < prompt.stable_head < prompt.head
+    assert len(heads) == 1
+
+
+def test_what_system_prompts_have_in_common_becomes_a_segment(tokenizer: ChatTokenizer) -> None:
+    builder = build(tokenizer)
+    instructions = "Answer from the documents alone, and cite each of them by its title. " * 3
+    prompts = [
+        builder.build(Conversation(f"{instructions}User {user}.", (), "Why?"), [], 5).prompt
+        for user in ("Ann", "Bob", "Eve", "Bob")
+    ]
+    first, second, third, again = prompts
+    assert first.head_ends == (first.head,)
+    assert 0 < second.stable_head < second.head
+    assert third.stable_head == second.stable_head
+    assert again.head_ends == second.head_ends

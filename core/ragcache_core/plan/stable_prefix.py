@@ -1,0 +1,70 @@
+"""Finds the part of a template that many prompts have in common.
+
+Applications put a date, a user or a session into their system prompt. Without a split, each of
+these is another segment, and the instructions before it are stored and looked up once for each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+MIN_TOKENS = 32
+"""Least tokens by which a common prefix grows. Two names that begin alike add a token or two, and
+are no reason for another split: a prefix is found in the store only if it ends where it ended
+before."""
+
+MAX_HEADS = 64
+"""Number of heads and of prefixes that are remembered, most recently used."""
+
+_Head = tuple[int, ...]
+
+
+class StablePrefixes:
+    """Splits heads of prompts, by the heads before them. Not safe for several threads."""
+
+    def __init__(self) -> None:
+        self._splits: OrderedDict[_Head, int] = OrderedDict()
+        self._prefixes: OrderedDict[_Head, int] = OrderedDict()
+
+    def split(self, head: Sequence[int]) -> int:
+        """Return how many leading tokens of a head are a segment of their own.
+
+        The same head is always split alike, while it is remembered.
+
+        Args:
+            head: Token ids of a prompt before its first chunk.
+
+        Returns:
+            The number of tokens, or the length of the head if it is one segment.
+        """
+        name = tuple(head)
+        length = self._splits.get(name)
+        if length is None:
+            length = self._find_split(name)
+        _remember(self._splits, name, length)
+        return length
+
+    def _find_split(self, head: _Head) -> int:
+        known = max((p for p in self._prefixes if head[: len(p)] == p), key=len, default=())
+        common = max((_common_length(head, other) for other in self._splits), default=0)
+        if common >= len(known) + MIN_TOKENS:
+            known = head[:common]
+        if not known:
+            return len(head)
+        _remember(self._prefixes, known, len(known))
+        return len(known)
+
+
+def _common_length(one: _Head, other: _Head) -> int:
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))
+
+
+def _remember(memory: OrderedDict[_Head, int], name: _Head, length: int) -> None:
+    memory[name] = length
+    memory.move_to_end(name)
+    while len(memory) > MAX_HEADS:
+        memory.popitem(last=False)

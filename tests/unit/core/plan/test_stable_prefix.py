@@ -1,0 +1,69 @@
+"""The part of a template that prompts have in common is split off."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.plan.stable_prefix import MAX_HEADS, MIN_TOKENS, StablePrefixes
+
+INSTRUCTIONS = list(range(1000, 1100))
+
+
+def test_the_first_head_is_one_segment() -> None:
+    assert StablePrefixes().split([1, 2, 3]) == 3
+    assert StablePrefixes().split([]) == 0
+
+
+def test_heads_that_begin_alike_are_split_after_what_they_share() -> None:
+    prefixes = StablePrefixes()
+    heads = [[*INSTRUCTIONS, user, user + 1] for user in (1, 3, 5, 7)]
+    assert [prefixes.split(head) for head in heads] == [102, 100, 100, 100]
+
+
+def test_names_that_begin_alike_do_not_move_the_split() -> None:
+    prefixes = StablePrefixes()
+    heads = [[*INSTRUCTIONS, 9, user] for user in range(3)]
+    prefixes.split([*INSTRUCTIONS, 5])
+    assert [prefixes.split(head) for head in heads] == [100, 100, 100]
+
+
+def test_a_longer_common_part_moves_the_split() -> None:
+    """Such as the instructions of one of several applications."""
+    prefixes = StablePrefixes()
+    own = list(range(MIN_TOKENS))
+    prefixes.split([*INSTRUCTIONS, 5])
+    assert prefixes.split([*INSTRUCTIONS, *own, 1]) == 100
+    assert prefixes.split([*INSTRUCTIONS, *own, 2]) == 100 + MIN_TOKENS
+    assert prefixes.split([*INSTRUCTIONS, *own, 3]) == 100 + MIN_TOKENS
+    assert prefixes.split([*INSTRUCTIONS, 6]) == 100
+
+
+def test_a_short_common_part_is_no_reason_to_split() -> None:
+    """Every head begins with the same tokens of the chat template."""
+    prefixes = StablePrefixes()
+    assert prefixes.split([1, 2, 3, 4]) == 4
+    assert prefixes.split([1, 2, 3, 5]) == 4
+
+
+small_heads = st.lists(st.integers(0, 1), max_size=3 * MIN_TOKENS)
+
+
+@given(st.lists(small_heads, max_size=MAX_HEADS))
+def test_a_head_is_always_split_alike(heads: list[list[int]]) -> None:
+    prefixes = StablePrefixes()
+    lengths = [prefixes.split(head) for head in heads]
+    assert all(0 <= length <= len(head) for length, head in zip(lengths, heads, strict=True))
+    by_head: dict[tuple[int, ...], set[int]] = {}
+    for head, length in zip(heads, lengths, strict=True):
+        by_head.setdefault(tuple(head), set()).add(length)
+    assert all(len(splits) == 1 for splits in by_head.values())
+
+
+@given(st.integers(2, 3 * MAX_HEADS))
+def test_memory_is_bounded(count: int) -> None:
+    prefixes = StablePrefixes()
+    for user in range(count):
+        prefixes.split([*INSTRUCTIONS, user])
+    assert len(prefixes._splits) <= MAX_HEADS
+    assert len(prefixes._prefixes) <= MAX_HEADS
