@@ -66,9 +66,6 @@ from ragcache_kv.model_folder import load_model_folder
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
 GENERATED, RAGPULSE = "generated", "ragpulse"
 BUNDLED = "bundled:"
-AHEAD_TOKENS = 1500
-"""Most tokens of a prompt that computes passages ahead."""
-
 PROBE_TOKENS = (64, 128, 256, 384, 512)
 """Lengths of prefills in plain vLLM, with which blended requests are compared."""
 
@@ -114,7 +111,7 @@ def load_sequence(arguments: argparse.Namespace, model: Path, vocabulary: Vocabu
         file = _data(arguments) / "psirag_retrieved" / FILES[arguments.sequence]
         passages = RetrievedPassages(file, model)
         requests, names = passages.requests(arguments.first, count), passages.topics()
-    return Replayed(requests, arguments.warm_up, ahead_prompts(requests, AHEAD_TOKENS, names))
+    return Replayed(requests, arguments.warm_up, ahead_prompts(requests, names))
 
 
 def _data(arguments: argparse.Namespace) -> Path:
@@ -138,6 +135,7 @@ class Replay:
         self._contestants = contestants
         self._vocabulary = vocabulary
         self._prefills: list[Measured] = []
+        self._warm_bytes: dict[str, dict[str, int]] = {}
         self._ahead_s: dict[str, float] = {}
         self._requests_per_s: float | None = None
 
@@ -151,6 +149,7 @@ class Replay:
             requests = self._sequence.warm_up_of(name)
             found = contestant.replay(requests, self._arguments.warm_up_gap)
             contestant.cpu_s = 0.0
+            self._warm_bytes[name] = contestant.store_bytes()
             _log(f"{name}: {len(requests)} requests to warm up")
             if name == PLAIN and self._arguments.open_loop:
                 # The first requests also warm up the engine itself.
@@ -202,7 +201,7 @@ class Replay:
             "caps": {name: round(cap, 3) for name, cap in caps.items()},
             "contestants": {
                 name: contestant_figures(found, self._contestants[name].cpu_s)
-                | {"stored_bytes": self._contestants[name].stored_bytes()}
+                | {"store_bytes": self._store_bytes(name)}
                 for name, found in measured.items()
             },
             "computed_ahead_s": {name: round(s, 1) for name, s in self._ahead_s.items()},
@@ -228,6 +227,15 @@ class Replay:
             if name in measured:
                 return {**recompute_costs(measured[name], self._prefills)}
         return {}
+
+    def _store_bytes(self, contestant: str) -> dict[str, int]:
+        """Return bytes in a contestant's store, and bytes moved since the warm-up."""
+        warm = self._warm_bytes[contestant]
+        found = self._contestants[contestant].store_bytes()
+        return {
+            name: count if name == "stored" else count - warm.get(name, 0)
+            for name, count in found.items()
+        }
 
     def _arrivals(self, count: int, block: int) -> list[float] | None:
         if self._requests_per_s is None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -36,6 +36,7 @@ from bench.support.sequences.turn_figures import Measured
 from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.engine_client import EngineClient
 
 DOMAIN = "public"
@@ -120,7 +121,7 @@ class SequenceContestant:
     def compute_ahead(self, prompts: Sequence[SequenceRequest]) -> float:
         """Compute prompts of passages one after another, and return the seconds it took.
 
-        The plan is one for ``blend`` in both modes, as a gateway sends it.
+        The plan is the one that a gateway sends for it, in both modes.
         """
         started = time.monotonic()
         share = self.setup.recompute_share
@@ -128,7 +129,8 @@ class SequenceContestant:
             # vLLM always computes a prompt's last token, and a segment has to be complete.
             token_ids = (*prompt.token_ids, prompt.token_ids[-1])
             plan = plan_request(prompt, self.setup.space, DOMAIN, uuid.uuid4().hex, share)
-            complete(self.engine.url, token_ids, max_tokens=1, plan=plan.to_json())
+            capture = replace(plan, capture=True)
+            complete(self.engine.url, token_ids, max_tokens=1, plan=capture.to_json())
         self.wait_until_idle()
         return time.monotonic() - started
 
@@ -180,16 +182,15 @@ class SequenceContestant:
                 raise RuntimeError(f"{self.name} was not idle after {_IDLE_TIMEOUT_S} s")
             last_s = now_s
 
-    def stored_bytes(self) -> int:
-        """Return the bytes that its store holds on disk or in memory, the larger of both."""
+    def store_bytes(self) -> dict[str, int]:
+        """Return bytes that its store has on disk, and those moved by each transport so far."""
         if self.store is None:
-            return 0
-        from ragcache_kv.store_client.client import StoreClient  # noqa: PLC0415  it has threads
-
+            return {}
         client = StoreClient(self.store.address)
         stats = client.stats()
         client.close()
-        return int(max(stats.disk_bytes, stats.memory_bytes))
+        moved = {f"moved_{name}": count for name, count in stats.bytes_by_transport.items()}
+        return {"stored": max(stats.disk_bytes, stats.memory_bytes), **moved}
 
     def _plan(self, request: SequenceRequest, name: str) -> ReusePlan | None:
         if self.store is None:

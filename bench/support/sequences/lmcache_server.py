@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,8 @@ def start_lmcache_server() -> Server:
     argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
     argv += ["--chunk-size", str(_CHUNK_TOKENS), "--l1-size-gb", str(_MEMORY_GB)]
     argv += ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
-    server = Server([*argv, "--disable-observability"], http)
+    environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+    server = Server([*argv, "--disable-observability"], http, environment)
     server.port = port
     return server
 

@@ -122,18 +122,29 @@ class Vocabulary:
         return tuple(int(number) + self._first for number in drawn)
 
 
+CAPTURE_TOKENS = 2048
+"""Most passage tokens of a prompt that computes passages ahead, without its context."""
+
+CONTEXT_PASSAGES = 2
+CAPTURES_WITH_ONE_CONTEXT = 8
+
+
 def ahead_prompts(
-    requests: Sequence[SequenceRequest], max_tokens: int, topics: Sequence[str]
+    requests: Sequence[SequenceRequest],
+    topics: Sequence[str],
+    max_tokens: int = CAPTURE_TOKENS,
 ) -> list[SequenceRequest]:
     """Return prompts that compute every passage of a sequence ahead of its requests.
 
-    Each is the stable head and as many passages of neighbouring topics as fit.
+    As in the gateway, a prompt has the stable head, two passages as context, and passages of
+    neighbouring topics. Several prompts in a row have the same context. It is the beginning of the
+    first of them, which repeats it at its end.
 
     Args:
         requests: The sequence.
-        max_tokens: Most tokens of a prompt, unless a single passage is longer.
         topics: Names of passages in an order that does not depend on the requests. Passages of
             one document or topic are neighbours. Names that no request has are ignored.
+        max_tokens: Most tokens of a prompt's new passages, unless a single one is longer.
     """
     passages = {part.name: part for request in requests for part in request.passages}
     heads = [
@@ -144,16 +155,28 @@ def ahead_prompts(
     if not heads:
         return []
     head = max(heads, key=heads.count)
-    head_tokens = sum(len(part.token_ids) for part in head)
-    prompts: list[list[PromptPart]] = []
+    groups = _groups([passages[name] for name in topics if name in passages], max_tokens)
+    prompts = []
+    context: list[PromptPart] = []
+    for number, group in enumerate(groups):
+        if number % CAPTURES_WITH_ONE_CONTEXT:
+            prompts.append(SequenceRequest((*head, *context, *group)))
+        else:
+            context = group[:CONTEXT_PASSAGES]
+            repeated = context if len(group) > CONTEXT_PASSAGES else []
+            prompts.append(SequenceRequest((*head, *group, *repeated)))
+    return prompts
+
+
+def _groups(passages: Sequence[PromptPart], max_tokens: int) -> list[list[PromptPart]]:
+    """Cut a list of passages where one more would make a group too long."""
+    groups: list[list[PromptPart]] = []
     room = 0
-    for name in topics:
-        if (passage := passages.get(name)) is None:
-            continue
+    for passage in passages:
         length = len(passage.token_ids)
         if length > room:
-            prompts.append([])
-            room = max_tokens - head_tokens
-        prompts[-1].append(passage)
+            groups.append([])
+            room = max_tokens
+        groups[-1].append(passage)
         room -= length
-    return [SequenceRequest((*head, *group)) for group in prompts]
+    return groups

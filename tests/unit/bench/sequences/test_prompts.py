@@ -76,19 +76,21 @@ def test_different_names_draw_different_tokens() -> None:
     assert all(100 <= token < 9_900 for token in WORDS.draw("a", 1000))
 
 
-def test_prompts_ahead_have_each_passage_once_after_the_stable_head() -> None:
-    requests = [request("a", "b", number=0), request("c", "a", number=1)]
-    prompts = ahead_prompts(requests, 40, ["c", "unknown", "b", "a"])
+def test_prompts_ahead_have_the_stable_head_context_and_neighbouring_passages() -> None:
+    requests = [request("a", "b", "c", number=0), request("d", "e", "a", number=1)]
+    prompts = ahead_prompts(requests, ["e", "unknown", "d", "c", "b", "a"], 30)
     assert [[p.name for p in prompt.parts] for prompt in prompts] == [
-        ["system", "tools", "c", "b"],
-        ["system", "tools", "a"],
+        ["system", "tools", "e", "d", "c", "e", "d"],
+        ["system", "tools", "e", "d", "b", "a"],
     ]
 
 
-def test_a_passage_longer_than_a_prompt_is_computed_alone() -> None:
-    prompts = ahead_prompts([request("a", "b")], 5, ["a", "b"])
-    assert [prompt.passages[0].name for prompt in prompts] == ["a", "b"]
+@given(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1), st.integers(1, 60))
+def test_prompts_ahead_compute_every_passage(passages: list[str], max_tokens: int) -> None:
+    prompts = ahead_prompts([request(*passages)], "abcdefgh", max_tokens)
+    computed = {passage.name for prompt in prompts for passage in prompt.passages}
+    assert computed == set(passages)
 
 
 def test_without_passages_nothing_is_computed_ahead() -> None:
-    assert ahead_prompts([request()], 100, ["a"]) == []
+    assert ahead_prompts([request()], ["a"]) == []
