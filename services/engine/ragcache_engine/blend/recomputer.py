@@ -46,13 +46,15 @@ class Recomputer:
     """Runs passes of a worker's model between the engine's own passes.
 
     Only the worker's main thread may use it. ``max_tokens`` and ``max_runs`` limit one pass: the
-    model was compiled, and its buffers were allocated, for passes of that size.
+    model was compiled, and buffers were allocated, for passes of that size. The CPU backend has no
+    buffers by number of requests, so there each token may be a run.
     """
 
     def __init__(self, model: LoadedModel) -> None:
         scheduler = model.vllm_config.scheduler_config
         self.max_tokens: int = scheduler.max_num_batched_tokens
-        self.max_runs: int = scheduler.max_num_seqs
+        on_cpu = model.device.type == "cpu"
+        self.max_runs: int = self.max_tokens if on_cpu else scheduler.max_num_seqs
         self.vllm_config = model.vllm_config
         self._model = model
 
