@@ -6,8 +6,8 @@ standard library, or any folder of texts. Then it asks questions three times:
 1. cold: the store is empty, and every prompt is computed.
 2. exact: after a restart of the engine, which empties the engine's own cache, the same questions
    load the KV of their chunks from the cache store.
-3. blend: pairs of the questions, so that chunks recur after other chunks and at other positions.
-   Each one is asked with reuse and then without.
+3. blend: after another restart, pairs of the questions, so that chunks recur after other chunks and
+   at other positions. Each one is asked with reuse and then without.
 
 It shows speed and citations. A model of this size answers simple questions only, so the exit status
 does not depend on what it says: 1 if a question got no answer, or nothing came from the store.
@@ -55,6 +55,7 @@ from ragcache_cli.local.signals import run_until_stopped  # noqa: E402
 from ragcache_cli.output.console import make_console  # noqa: E402
 from ragcache_cli.sources.documents import DocumentFile, select  # noqa: E402
 from ragcache_core.errors import InvalidInput, RagCacheError  # noqa: E402
+from ragcache_operator.spec import RagCache  # noqa: E402
 from ragcache_operator.spec.manifest import load_manifest  # noqa: E402
 
 QUESTIONS = (
@@ -66,8 +67,10 @@ QUESTIONS = (
     "How do I add a positional argument to an argparse parser?",
 )
 COLLECTION = "demo"
-TOP_K = 5
-MAX_TOKENS = 48
+TOP_K = 7
+MAX_TOKENS = 40
+FEW_TOKENS = 8
+"""Of answers that are not shown."""
 MOST_QUESTIONS = 12
 PAUSE_S = 1.0
 """Between questions, as a person would: the engine saves a prompt's KV after its answer."""
@@ -120,7 +123,9 @@ def main() -> int:
             if not files:
                 raise InvalidInput("--docs", f"{docs} has no .md or .txt file", "name another one")
             questions = read_questions(given.questions, given.docs, files)
-            return run_until_stopped(run(files, questions, folder / "data", console))
+            cache = load_manifest(ROOT / "examples" / "quickstart.yaml")
+            fetch_model_of(cache, console)
+            return run_until_stopped(run(cache, files, questions, folder / "data", console))
         except RagCacheError as error:
             console.print(Text(f"demo: {error}", style="red"))
             return 1
@@ -158,18 +163,20 @@ def read_questions(
 
 def pairs(questions: Sequence[str]) -> list[str]:
     """Return each question together with another one, so that chunks of both are retrieved."""
-    if len(questions) < 2:
-        return []
     half = len(questions) // 2
-    return [f"{later} {first}" for first, later in zip(questions, questions[half:], strict=False)]
+    apart = zip(questions[:half], questions[half:], strict=False)
+    together = zip(questions[::2], questions[1::2], strict=False)
+    return list(dict.fromkeys(f"{later} {first}" for first, later in (*apart, *together)))
 
 
 async def run(
-    files: Sequence[DocumentFile], questions: Sequence[str], data: Path, console: Console
+    cache: RagCache,
+    files: Sequence[DocumentFile],
+    questions: Sequence[str],
+    data: Path,
+    console: Console,
 ) -> int:
     """The demo; returns the exit status."""
-    cache = load_manifest(ROOT / "examples" / "quickstart.yaml")
-    await asyncio.to_thread(fetch_model_of, cache, console)
     lines = ProgressLines(console)
     async with (
         LocalPlatform(cache, data, progress=lines.tell, gateway_port=0) as platform,
@@ -197,6 +204,8 @@ async def run(
         ]
         await until_saved(gateway)
         console.rule("blend: two questions at once, so that chunks recur in other places")
+        await platform.restart("engine")
+        await warm_up(gateway)
         mixed = [await ask_mixed(gateway, text, console) for text in pairs(questions)]
         console.print()
         console.print(table([*same, *mixed]))
@@ -213,12 +222,13 @@ async def run(
 async def ask_one(
     gateway: GatewayApiClient, text: str, reuse: str, console: Console | None
 ) -> Reply:
-    """Ask at temperature 0 and show the answer, its citations and its times."""
+    """Ask at temperature 0; show answer, citations and times if there is a console."""
     await asyncio.sleep(PAUSE_S)
     if console is not None:
         console.print(f"\n[bold]{text}[/bold]")
     options = {"collection": COLLECTION, "top_k": TOP_K, "reuse": reuse}
-    reply = await ask(gateway, text, options, console, Sampling(0.0, MAX_TOKENS))
+    sampling = Sampling(0.0, MAX_TOKENS if console is not None else FEW_TOKENS)
+    reply = await ask(gateway, text, options, console, sampling)
     if console is not None:
         for shown in (render_citations(reply), render_timing(reply)):
             if shown is not None:

@@ -44,6 +44,7 @@ def test_the_demo_answers_cold_from_the_store_and_blended(tmp_path: Path) -> Non
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["documents"] == len(MODULES)
     assert figures["chunks"] > len(MODULES)
-    assert figures["same_answers"] == figures["questions"] == len(QUESTIONS)
+    assert figures["questions"] == len(QUESTIONS)
+    assert figures["mixed_questions"] == 1
     assert figures["warm_loaded_tokens"] > 1000
     assert figures["warm_ratio"] > 1.5

@@ -39,7 +39,8 @@ def test_the_questions_are_the_user_s_or_about_the_user_s_documents(tmp_path: Pa
 
 
 def test_questions_are_paired_with_others() -> None:
-    assert pairs(["a", "b", "c", "d"]) == ["c a", "d b"]
+    assert pairs(["a", "b", "c", "d"]) == ["c a", "d b", "b a", "d c"]
+    assert pairs(["a", "b"]) == ["b a"]
     assert pairs(["a"]) == []
     for text in pairs(QUESTIONS):
         assert sum(question in text for question in QUESTIONS) == 2
