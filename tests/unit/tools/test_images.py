@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_core.errors import InvalidInput
 from tools.images.archive import Image, full_name
 from tools.images.build import IMAGES, ROOT
@@ -74,6 +75,9 @@ def test_the_images_that_read_the_model_have_the_bundled_ones() -> None:
     assert with_models == {"gateway", "retriever", "engine"}
     for name in with_models:
         assert ("models/tinyrag/model", "/models/tinyrag") in recipe_of(name).files
+    for model in FETCHED_MODELS:
+        made = f"python -m ragcache_cli.models {model} /models/{model}\n"
+        assert made in (ROOT / "Dockerfile").read_text()
 
 
 def test_a_recipe_takes_arguments_variables_and_continued_lines() -> None:
