@@ -266,7 +266,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return what this process counted since the last step."""
         counts = self._worker.take_counts() if self._worker is not None else LoadCounts()
         if self._scheduler is not None:
-            counts.refused_plans += self._scheduler.take_refused()
+            counts += self._scheduler.take_counts()
         return LoadStats(counts.to_dict()) if counts else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
@@ -31,6 +30,7 @@ from ragcache_engine.scheduler.request import RequestPhase, RequestState
 from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
+from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.telemetry.request_records import RequestRecords
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -78,6 +78,8 @@ class ConnectorScheduler:
         self._reservation: BlockReservation | None = None
         self._arrivals = arrival_counter()
         self._requests: dict[str, RequestState] = {}
+        # Of requests since the last report, by stage.
+        self._prediction_ratios: dict[str, list[float]] = {}
         # Requests that may still wait in vLLM's queue when a step begins.
         self._arrived: dict[str, RequestState] = {}
         # Jobs of the next step.
@@ -292,9 +294,10 @@ class ConnectorScheduler:
             if self._reservation is not None:
                 self._reservation.release(request_id)
 
-    def take_refused(self) -> Counter[str]:
-        """Return how many plans were refused since the last call, by reason."""
-        return self._intake.take_refused()
+    def take_counts(self) -> LoadCounts:
+        """Return what this half counted since the last call: refused plans and predictions."""
+        ratios, self._prediction_ratios = self._prediction_ratios, {}
+        return LoadCounts(prediction_ratios=ratios, refused_plans=self._intake.take_refused())
 
     def close(self) -> None:
         """Stop the lookups."""
@@ -362,6 +365,9 @@ class ConnectorScheduler:
         if not request.recorded:
             request.recorded = True
             request.record.end_prefill()
+            if not request.plan.trial:
+                for stage, ratio in request.record.prediction_ratios().items():
+                    self._prediction_ratios.setdefault(stage, []).append(ratio)
             self._records.put(request.plan.request, request.record)
 
     def _prefetch_for_queued(self) -> None:

@@ -13,7 +13,8 @@ EXACT, BLENDED, RECOMPUTED, COMPUTED = "exact", "blended", "recomputed", "comput
 """Kinds of prompt tokens, by where their KV came from.
 
 EXACT: loaded, and exact. BLENDED: loaded, not exact, and not recomputed. RECOMPUTED: recomputed by
-the connector before vLLM scheduled the request. COMPUTED: computed by vLLM's own prefill.
+the connector, in passes of its own or beside vLLM's own tokens. COMPUTED: computed by vLLM's own
+prefill.
 """
 
 
@@ -38,6 +39,8 @@ class LoadCounts:
     # Seconds of each load, and of each recomputation.
     load_s: list[float] = field(default_factory=list)
     recompute_s: list[float] = field(default_factory=list)
+    # Measured over predicted seconds, by stage (``RequestRecord.prediction_ratios``).
+    prediction_ratios: dict[str, list[float]] = field(default_factory=dict)
     # By reason.
     refused_plans: Counter[str] = field(default_factory=Counter)
     # Loaded values and their bytes, by tier: one of the engine's own, or the store.
@@ -48,9 +51,7 @@ class LoadCounts:
     held_bytes: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.load_s or self.tokens or self.refused_plans or self.evicted or self.held_bytes
-        )
+        return any(self.to_dict().values())
 
     def add(self, outcome: LoadOutcome) -> None:
         """Count one load."""
@@ -82,6 +83,7 @@ class LoadCounts:
             self.failures + other.failures,
             self.load_s + other.load_s,
             self.recompute_s + other.recompute_s,
+            _joined(self.prediction_ratios, other.prediction_ratios),
             self.refused_plans + other.refused_plans,
             self.values_by_tier + other.values_by_tier,
             self.bytes_by_tier + other.bytes_by_tier,
@@ -96,6 +98,7 @@ class LoadCounts:
             "failures": dict(self.failures),
             "load_s": list(self.load_s),
             "recompute_s": list(self.recompute_s),
+            "prediction_ratios": dict(self.prediction_ratios),
             "refused_plans": dict(self.refused_plans),
             "values_by_tier": dict(self.values_by_tier),
             "bytes_by_tier": dict(self.bytes_by_tier),
@@ -111,6 +114,7 @@ class LoadCounts:
             Counter(value.get("failures", {})),
             list(value.get("load_s", ())),
             list(value.get("recompute_s", ())),
+            dict(value.get("prediction_ratios", {})),
             Counter(value.get("refused_plans", {})),
             Counter(value.get("values_by_tier", {})),
             Counter(value.get("bytes_by_tier", {})),
@@ -130,3 +134,9 @@ class LoadCounts:
             "load seconds": round(sum(self.load_s), 3),
             "recompute seconds": round(sum(self.recompute_s), 3),
         }
+
+
+def _joined(
+    one: Mapping[str, list[float]], other: Mapping[str, list[float]]
+) -> dict[str, list[float]]:
+    return {stage: [*one.get(stage, ()), *other.get(stage, ())] for stage in {**one, **other}}

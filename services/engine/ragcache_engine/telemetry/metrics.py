@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from ragcache_engine.telemetry.load_counts import LoadCounts
 
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -88,7 +89,13 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=_SECONDS,
             labelnames=labelnames,
         )
-
+        self._prediction = histogram(
+            name="ragcache_engine_prediction_ratio",
+            documentation="Measured over predicted time of requests with a plan, by stage: load, "
+            "select (the tokens to recompute), passes, total.",
+            buckets=_RATIOS,
+            labelnames=[*labelnames, "stage"],
+        )
         self._values = counter(
             name="ragcache_engine_loaded_values",
             documentation="Loaded values, by tier: the engine's own (device, host), or the "
@@ -125,6 +132,9 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._load_s.labels(*labels).observe(seconds)
         for seconds in counts.recompute_s:
             self._recompute_s.labels(*labels).observe(seconds)
+        for stage, ratios in counts.prediction_ratios.items():
+            for ratio in ratios:
+                self._prediction.labels(*labels, stage).observe(ratio)
         for metric, by_tier in (
             (self._values, counts.values_by_tier),
             (self._bytes, counts.bytes_by_tier),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,23 @@ class RequestRecord:
             self.load_s += seconds
             self.prefill_s -= seconds
             self.joint_tokens = 0
+
+    def prediction_ratios(self) -> Mapping[str, float]:
+        """Return measured over predicted seconds, by stage. Empty without a prediction.
+
+        Stages that were predicted to take no time are left out. Call it after ``end_prefill``.
+        """
+        if (predicted := self.predicted) is None:
+            return {}
+        load_s = self.load_s - self.recompute_s
+        passes_s = self.recompute_s - self.select_s + self.prefill_s
+        stages = {
+            "load": (load_s, predicted.load_s),
+            "select": (self.select_s, predicted.select_s),
+            "passes": (passes_s, predicted.passes_s),
+            "total": (self.load_s + self.prefill_s, predicted.total_s),
+        }
+        return {name: took_s / asked_s for name, (took_s, asked_s) in stages.items() if asked_s > 0}
 
     def count_local(self, num_local: int) -> None:
         """Record that vLLM has the first num_local tokens cached.

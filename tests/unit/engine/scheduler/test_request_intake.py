@@ -230,7 +230,7 @@ def test_a_signed_plan_is_accepted(strict: SchedulerHarness) -> None:
     plan = plan_exact(PROMPT, SPACE, "public", "r")
     strict.scheduler.on_new_request("r", PROMPT.token_ids, params(plan))
     assert strict.scheduler.loadable_tokens("r", 0) == PROMPT.chunk_ends[-1]
-    assert not strict.scheduler.take_refused()
+    assert not strict.scheduler.take_counts().refused_plans
 
 
 OTHER_PROMPT = assemble(range(20), [range(500, 540)], range(9))
@@ -262,8 +262,8 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
     assert strict.prefill("r") == []
     assert strict.scheduler.on_finished("r", BLOCKS) is False
     assert strict.records.get("r") is None
-    assert strict.scheduler.take_refused() == {reason.value: 1}
-    assert not strict.scheduler.take_refused()
+    assert strict.scheduler.take_counts().refused_plans == {reason.value: 1}
+    assert not strict.scheduler.take_counts().refused_plans
 
 
 def test_without_keys_any_plan_is_accepted_and_a_warning_is_logged_once(
@@ -296,7 +296,7 @@ def test_signing_keys_can_be_rotated_while_the_engine_runs(
         key_file.write_text("".join(f"{key.hex()}\n" for key in keys))
         now_s += CHECK_EVERY_S
         assert {key for key in (KEY, OTHER_KEY) if is_accepted(key)} == set(keys)
-    assert engine.scheduler.take_refused() == {"forged": 2}
+    assert engine.scheduler.take_counts().refused_plans == {"forged": 2}
 
 
 def test_an_invalid_plan_is_counted(engine: SchedulerHarness) -> None:
@@ -305,4 +305,4 @@ def test_an_invalid_plan_is_counted(engine: SchedulerHarness) -> None:
         deep = [deep]
     for plan in (7, {}, {"v": 2, "segments": deep}):
         engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
-    assert engine.scheduler.take_refused() == {"invalid": 3}
+    assert engine.scheduler.take_counts().refused_plans == {"invalid": 3}

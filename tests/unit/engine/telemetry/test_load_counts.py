@@ -55,6 +55,14 @@ def test_refused_plans_of_two_steps_add_up(one: Counter[str], other: Counter[str
     assert both.summary() == LoadCounts(refused_plans=one + other).summary()
 
 
+def test_prediction_ratios_of_two_steps_are_joined() -> None:
+    one = LoadCounts(prediction_ratios={"load": [1.5], "total": [1.0]})
+    other = LoadCounts(prediction_ratios={"total": [0.9]})
+    assert (one + other).prediction_ratios == {"load": [1.5], "total": [1.0, 0.9]}
+    assert one
+    assert not LoadCounts()
+
+
 def test_each_token_is_counted_once() -> None:
     counts = counts_of([LoadOutcome("r", 100, 1, 0.5, None, "", (), 60, 15, 0.1)])
     counts.add_pass(0)

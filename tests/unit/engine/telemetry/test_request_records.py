@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.support.processes import free_port
-from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.variant import Tier
@@ -88,3 +88,28 @@ def test_the_oldest_records_are_dropped() -> None:
     assert records.get("0") is None
     assert records.get("1") is None
     assert records.get("2") is not None
+
+
+def test_each_stage_is_compared_with_its_prediction() -> None:
+    record = RequestRecord(
+        load_s=0.3, prefill_s=0.1, prompt_tokens=1000, recompute_s=0.25, select_s=0.05
+    )
+    assert record.prediction_ratios() == {}
+    record.predicted = PredictedTime(load_s=0.1, select_s=0.0, passes_s=0.3)
+    assert record.prediction_ratios() == {
+        "load": pytest.approx(0.5),
+        "passes": pytest.approx(1.0),
+        "total": pytest.approx(1.0),
+    }
+
+
+def test_the_time_of_a_joint_pass_is_divided_by_tokens() -> None:
+    record = RequestRecord(
+        load_s=0.1, prefill_s=0.4, prompt_tokens=1000, loaded_tokens=900, joint_tokens=300
+    )
+    record.end_prefill()
+    assert record.recompute_s == pytest.approx(0.3)
+    assert record.load_s == pytest.approx(0.4)
+    assert record.prefill_s == pytest.approx(0.1)
+    record.end_prefill()
+    assert record.recompute_s == pytest.approx(0.3), "once"
