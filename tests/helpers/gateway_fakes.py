@@ -49,7 +49,7 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
 
 
 class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
-    """Returns fixed hits; keeps documents in a dict, each as one chunk.
+    """Returns fixed hits; keeps documents in a dict, each as one chunk, and reports by name.
 
     Args:
         token_digest: Returns the digest of a chunk's tokens.
@@ -65,6 +65,8 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         ]
         self.documents: dict[str, retriever_pb2.Document] = {}
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
+        self.reports: dict[str, bytes] = {}
+        self.similar: dict[str, list[float]] = {}  # scores, by document
         self.searches: list[retriever_pb2.SearchRequest] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
@@ -126,6 +128,22 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             documents=[self.documents[i] for i in page],
             next_page_token=page[-1] if len(ids) > len(page) else "",
         )
+
+    async def GetSimilarChunks(self, request: Any, context: Any) -> Any:  # noqa: N802
+        scores = self.similar.get(request.id, [])
+        similar = [retriever_pb2.SimilarChunk(document_id="other", score=one) for one in scores]
+        return retriever_pb2.GetSimilarChunksReply(
+            chunks=[retriever_pb2.SimilarChunks(similar=similar)]
+        )
+
+    async def PutReport(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.reports[request.report.name] = request.report.body
+        return retriever_pb2.PutReportReply()
+
+    async def GetReport(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if request.name not in self.reports:
+            raise NotFound("report", request.name, "put it first")
+        return retriever_pb2.Report(name=request.name, body=self.reports[request.name])
 
     async def PutCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.collections[request.collection.name] = request.collection
@@ -260,6 +278,8 @@ class FakeEngine:
         self.fail_after: int | None = None  # words, then an error event
         self.drop_after: int | None = None  # words, then the stream ends
         self.sends_usage = True
+        self.reports_cached = True
+        self.top_logprobs: dict[str, float] | None = None  # of the first token, if requested
         self.hold_after: int | None = None  # words, then nothing until the client leaves
         self.prefill: asyncio.Event | None = None  # before the first word, until it is set
         self.pause: asyncio.Event | None = None  # after the first word, until it is set
@@ -308,16 +328,28 @@ class FakeEngine:
                 return await _part(send, b"", more=False)
             if word:
                 reason = "stop" if index == last else None
-                choice = {"index": 0, "text": word, "finish_reason": reason}
+                choice: dict[str, Any] = {"index": 0, "text": word, "finish_reason": reason}
+                if body.get("logprobs") and self.top_logprobs is not None:
+                    choice["logprobs"] = {"top_logprobs": [self.top_logprobs]}
                 await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
         if self.sends_usage:
             prompt, answer = len(body["prompt"]), len(words)
             usage = {"prompt_tokens": prompt, "completion_tokens": answer}
             usage["total_tokens"] = prompt + answer
-            usage["prompt_tokens_details"] = {"cached_tokens": 70}  # type: ignore[assignment]
+            if self.reports_cached:
+                details = {"cached_tokens": self._cached_tokens(body)}
+                usage["prompt_tokens_details"] = details  # type: ignore[assignment]
             await event({"id": "cmpl-1", "choices": [], "usage": usage})
             await event("[DONE]")
         await _part(send, b"", more=False)
+
+    def _cached_tokens(self, body: Any) -> int:
+        """Return 70 for questions; for prefills the longest beginning that came before."""
+        if "priority" not in body:
+            return 70
+        earlier = [one["prompt"] for one in self.requests if one is not body]
+        starts = [one for one in earlier if body["prompt"][: len(one)] == one]
+        return max(map(len, starts), default=0)
 
     async def _prefilled(self, prefill: asyncio.Event, receive: Any) -> bool:
         """Wait for the prefill; return whether the client stayed connected."""
@@ -439,6 +471,32 @@ class World:
     async def ask(self, question: str = "Where does billing run?", **more: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": question}], **more}
         return await self.client.post("/v1/chat/completions", json=body)
+
+    async def put_report(
+        self, rouge_l: float, share: float = 0.4, **changes: Any
+    ) -> httpx.Response:
+        """Put a quality report of the served model, with one recompute share."""
+        state = (await self.client.get("/v1/quality")).json()
+        budget = {
+            "recompute_share": share,
+            "rouge_l": rouge_l,
+            "same_answers": 0.5,
+            "first_token_kl": 0.01,
+            "recomputed_share": share,
+            "blended_share": 0.8,
+            "num_questions": 20,
+        }
+        report = {
+            "version": 1,
+            "model": state["model"],
+            "space": state["space"],
+            "template": state["template"],
+            "created_at": "2026-01-01T00:00:00Z",
+            "capture": "on demand",
+            "wanted_quality": 0.9,
+            "budgets": [budget],
+        }
+        return await self.client.put("/v1/quality/report", json=report | changes)
 
     def _register_retriever(self, server: Any) -> None:
         retriever_pb2_grpc.add_RetrieverServicer_to_server(self.retriever, server)

@@ -31,6 +31,10 @@ SAMPLE_EVERY = 8
 """One in this many questions is replayed once the window is full, because a replay costs about as
 much as a few answers."""
 
+SAMPLE_UNDECIDED_EVERY = 4
+"""One in this many questions is kept for a replay before the first decision, if nothing may be
+blended until then."""
+
 RETRY_EVERY = 16
 """One in this many questions is kept for a replay while everything is computed.
 
@@ -128,16 +132,21 @@ class QualityController:
         self._num_offered = self._num_computed = 0
         self.decision = QualityDecision()
 
+    def adopt(self, decision: QualityDecision) -> None:
+        """Use the decision of another gateway, or of an earlier run, until there is an own one."""
+        if len(self._window) < MIN_QUESTIONS:
+            self.decision = decision
+
     def sample_for_trial(self) -> bool:
         """Count a question and return whether the engine should store nothing for it.
 
-        Call it once for each question. While everything is computed, every RETRY_EVERY-th question
-        is sampled; otherwise none is.
+        Call it once for each question that is not blended. Before the first decision every
+        SAMPLE_UNDECIDED_EVERY-th one is sampled, and while everything is computed every
+        RETRY_EVERY-th one.
         """
-        if not self.decision.computes_all:
-            return False
+        every = RETRY_EVERY if self.decision.decided else SAMPLE_UNDECIDED_EVERY
         self._num_computed += 1
-        return self._num_computed % RETRY_EVERY == 0
+        return self._num_computed % every == 0
 
     def offer(self, question: AskedQuestion, now_ms: int, *, is_sampled: bool = False) -> None:
         """Offer an answered question that would be blended if it were asked again.

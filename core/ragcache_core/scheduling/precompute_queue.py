@@ -9,8 +9,12 @@ questions save for each second of idle prefill. It is PGDSF's frequency times co
 section 5.1), with a half-life in place of its clock. Therefore the order changes at uses only, as
 in ``eviction.score``.
 
-Chunks that were written but never retrieved have no priority yet: they come last, in the order of
-writing.
+Chunks that were written but never retrieved have no priority yet. They come last, the most central
+ones first, and those of unknown centrality after them in the order of writing. A chunk is central
+if its nearest neighbours among all chunks are similar to it. Then more questions are near it, too.
+
+Chunks for ``blend`` are computed in sequences (``next_sequence``): the head of the queue with the
+other queued chunks of its document, and with the next ones of the queue if the document is short.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import hashlib
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -44,6 +49,10 @@ MAX_AGE_MS = 86_400_000
 This gateway does not know of deletes that another gateway received.
 """
 
+FULL_SHARE = 0.5
+"""A sequence with this share of its most characters is not filled further: the chunks of other
+documents are then better computed with their own neighbours."""
+
 _OVERHEAD_BYTES = 1024
 _NEVER = -math.inf
 
@@ -58,12 +67,19 @@ class Prefill:
         planned_at_ms: Unix time before the chunks were written or searched. A later delete of a
             document cancels the prefill.
         mode: How questions reuse the KV.
+        ordinal: Index of the chunk in its document, if the prefill has one chunk and it is known.
     """
 
     texts: tuple[str, ...]
     documents: tuple[str, ...]
     planned_at_ms: int
     mode: Literal["exact", "blend"] = "blend"
+    ordinal: int | None = None
+
+    @property
+    def may_join_sequence(self) -> bool:
+        """Whether it may be computed after other chunks: one chunk that is blended."""
+        return self.mode == "blend" and len(self.texts) == 1
 
     @cached_property
     def name(self) -> bytes:
@@ -88,8 +104,12 @@ class QueuedPrefill:
     source: Literal["written", "asked"]
 
 
-_SortKey = tuple[float, int, bytes]
-"""log2 of the priority, negated; a number by time of arrival; the prefill's name."""
+Position = tuple[str, int]
+"""Name of a document and index of a chunk in it."""
+
+_SortKey = tuple[float, float, int, bytes]
+"""log2 of the priority, negated; the centrality, negated; a number by time of arrival; the
+prefill's name."""
 
 
 @dataclass(slots=True)
@@ -129,6 +149,8 @@ class PrecomputeQueue:
         self._sort_keys: dict[bytes, _SortKey] = {}
         self._order: list[_SortKey] = []
         self._names_by_document: dict[str, set[bytes]] = {}
+        self._centralities: dict[bytes, float] = {}
+        self._names_by_position: dict[Position, bytes] = {}
         self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
         self._deletes = RecentDeletes()
         self._num_bytes = 0
@@ -144,6 +166,54 @@ class PrecomputeQueue:
             The prefills that are dropped to make room.
         """
         return self._put(prefill)
+
+    def rank_document(self, document: str, centralities: Sequence[float]) -> None:
+        """Order the queued chunks of a document by how central they are.
+
+        Args:
+            document: Name of the document.
+            centralities: Of each of its chunks. Higher is more central.
+        """
+        for ordinal, centrality in enumerate(centralities):
+            name = self._names_by_position.get((document, ordinal))
+            if name is not None and math.isfinite(centrality):
+                self._centralities[name] = centrality
+                self._put(self._queued[name])
+
+    def unranked_documents(self) -> list[str]:
+        """Return the documents with queued chunks of unknown centrality, in order of the queue."""
+        unranked = (
+            self._queued[sort_key[-1]]
+            for sort_key in self._order
+            if sort_key[-1] not in self._centralities
+        )
+        return list(dict.fromkeys(one.documents[0] for one in unranked if one.ordinal is not None))
+
+    def next_sequence(self, now_ms: int, max_chars: int) -> list[QueuedPrefill]:
+        """Return the prefills to compute next as one prompt, in its order; empty if there is none.
+
+        The head of the queue comes with its neighbours, and all of them stay in the queue. The
+        chunks of a document are cut into groups of consecutive ones, and the head's group is
+        returned. A group that is short is filled with the chunks that are next in the queue.
+
+        Args:
+            now_ms: Unix time.
+            max_chars: Most characters of the prefills together. The head may be longer.
+        """
+        head = self.advance_to_first(now_ms)
+        if head is None or not head.prefill.may_join_sequence:
+            return [] if head is None else [head]
+        names = self._group_of(head.prefill.name, max_chars)
+        num_chars = sum(map(self._num_chars, names))
+        if num_chars < max_chars * FULL_SHARE:
+            for *_, name in self._order:
+                if num_chars >= max_chars * FULL_SHARE:
+                    break
+                may_join = self._queued[name].may_join_sequence and name not in names
+                if may_join and num_chars + self._num_chars(name) <= max_chars:
+                    names.append(name)
+                    num_chars += self._num_chars(name)
+        return [self._entry(self._sort_keys[name]) for name in names]
 
     def postpone(self, prefill: Prefill) -> None:
         """Move a prefill that cannot be computed now to the end of the queue.
@@ -211,6 +281,10 @@ class PrecomputeQueue:
             demand.misses = _NEVER
             demand.num_done += 1
 
+    def is_queued(self, prefill: Prefill) -> bool:
+        """Whether it is in the queue."""
+        return prefill.name in self._queued
+
     def is_deleted(self, prefill: Prefill) -> bool:
         """Whether one of its documents was deleted since it was planned."""
         return self._deletes.may_include(prefill.documents, prefill.planned_at_ms)
@@ -243,39 +317,82 @@ class PrecomputeQueue:
             (d, n) for n, one in self._queued.items() for d in one.documents
         }
         assert len(self._demand) <= self._max_known
+        assert self._centralities.keys() <= self._queued.keys()
+        assert all(
+            (self._queued[name].documents[0], self._queued[name].ordinal) == position
+            for position, name in self._names_by_position.items()
+        )
 
     def _put(self, prefill: Prefill) -> list[QueuedPrefill]:
         """Queue a prefill by its priority; one that is queued already keeps its arrival number."""
         name = prefill.name
-        before = self._remove(name) if name in self._queued else None
+        centrality = self._centralities.get(name)
+        known = self._queued.get(name)
+        before = None if known is None else self._remove(name)
+        if known is not None and prefill.ordinal is None and known.documents == prefill.documents:
+            prefill = replace(prefill, ordinal=known.ordinal)
         self._num_arrived += 1
-        number = self._num_arrived if before is None else before[1]
-        sort_key = (self._negative_priority(name), number, name)
+        number = self._num_arrived if before is None else before[2]
+        if centrality is None:
+            centrality = _NEVER
+        else:
+            self._centralities[name] = centrality
+        sort_key = (self._negative_priority(name), -centrality, number, name)
         self._queued[name], self._sort_keys[name] = prefill, sort_key
         insort(self._order, sort_key)
+        if prefill.ordinal is not None:
+            self._names_by_position[prefill.documents[0], prefill.ordinal] = name
         for document in prefill.documents:
             self._names_by_document.setdefault(document, set()).add(name)
         self._num_bytes += prefill.num_bytes
         dropped = []
         while self._num_bytes > self._max_bytes:
             dropped.append(self._entry(self._order[-1]))
-            self._remove(self._order[-1][2])
+            self._remove(self._order[-1][-1])
         return dropped
 
     def _remove(self, name: bytes) -> _SortKey:
         prefill, sort_key = self._queued.pop(name), self._sort_keys.pop(name)
+        self._centralities.pop(name, None)
         del self._order[bisect_left(self._order, sort_key)]
         for document in set(prefill.documents):
             names = self._names_by_document[document]
             names.discard(name)
             if not names:
                 del self._names_by_document[document]
+        if prefill.ordinal is not None:
+            position = (prefill.documents[0], prefill.ordinal)
+            if self._names_by_position.get(position) == name:
+                del self._names_by_position[position]
         self._num_bytes -= prefill.num_bytes
         return sort_key
 
+    def _group_of(self, head: bytes, max_chars: int) -> list[bytes]:
+        """Return the group of consecutive chunks of its document that the head is in."""
+        document = self._queued[head].documents[0]
+        names = [n for n in self._names_by_document[document] if self._queued[n].may_join_sequence]
+        names.sort(key=self._order_in_document)
+        group: list[bytes] = []
+        num_chars = 0
+        for name in names:
+            if group and num_chars + self._num_chars(name) > max_chars:
+                if head in group:
+                    break
+                group, num_chars = [], 0
+            group.append(name)
+            num_chars += self._num_chars(name)
+        return group
+
+    def _order_in_document(self, name: bytes) -> tuple[float, int]:
+        ordinal = self._queued[name].ordinal
+        return (math.inf if ordinal is None else ordinal, self._sort_keys[name][2])
+
+    def _num_chars(self, name: bytes) -> int:
+        return sum(map(len, self._queued[name].texts))
+
     def _entry(self, sort_key: _SortKey) -> QueuedPrefill:
         source: Literal["written", "asked"] = "written" if sort_key[0] == -_NEVER else "asked"
-        return QueuedPrefill(self._queued[sort_key[2]], source)
+        return QueuedPrefill(self._queued[sort_key[-1]], source)
 
     def _negative_priority(self, name: bytes) -> float:
         demand = self._demand.get(name)

@@ -7,10 +7,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.keys import KVSpace, token_digest
 from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.background.idle import IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
+from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.deletions import DeletionDelivery
@@ -78,9 +79,10 @@ async def connect_services(
         tools = _Tools(settings, model, prompts, tokenizing, metrics, tracer, stack)
         template = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
         engines = await _start_engines(tools, template)
-        idle = IdleWindows(engines)
-        precomputer = _start_precomputer(tools, template, engines, idle, clients.store)
+        idle = IdleWindows(engines, metrics)
+        precomputer = _start_precomputer(tools, template, engines, idle, clients)
         trials = _start_trials(tools, engines, idle)
+        gate = _start_gate(tools, template, clients, trials)
         yield GatewayServices(
             settings=settings,
             metrics=metrics,
@@ -91,6 +93,8 @@ async def connect_services(
                 tokenizing=tokenizing,
                 retriever=clients.retriever,
                 engines=engines,
+                idle=idle,
+                gate=gate,
                 trials=trials,
                 precomputer=precomputer,
                 metrics=metrics,
@@ -136,7 +140,7 @@ def _start_precomputer(
     template: TemplateFrame,
     engines: EnginePool,
     idle: IdleWindows,
-    store: AsyncShardedStore,
+    clients: _Clients,
 ) -> Precomputer | None:
     if not tools.settings.precompute:
         return None
@@ -148,7 +152,8 @@ def _start_precomputer(
         tokenizing=tools.tokenizing,
         engines=engines,
         idle=idle,
-        store=store,
+        store=clients.store,
+        retriever=clients.retriever,
         metrics=tools.metrics,
     )
     precomputer.start()
@@ -170,6 +175,22 @@ def _start_trials(tools: _Tools, engines: EnginePool, idle: IdleWindows) -> Qual
     trials.start()
     tools.stack.push_async_callback(trials.close)
     return trials
+
+
+def _start_gate(
+    tools: _Tools, template: TemplateFrame, clients: _Clients, trials: QualityTrials | None
+) -> QualityGate:
+    gate = QualityGate(
+        tools.model,
+        token_digest(template.head).hex(),
+        wanted_quality=tools.settings.quality,
+        max_recompute_share=tools.settings.max_recompute_share,
+        retriever=clients.retriever,
+        trials=trials,
+    )
+    gate.start()
+    tools.stack.push_async_callback(gate.close)
+    return gate
 
 
 def _document_writer(

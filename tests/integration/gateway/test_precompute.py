@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
-from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
-from ragcache_gateway.background import precompute
+from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.helpers.gateway_fakes import World, world
+
+
+@pytest.fixture(autouse=True)
+def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute a document at once, without a wait for others."""
+    monkeypatch.setattr(precompute, "LINGER_S", 0.0)
 
 
 @pytest.fixture
@@ -94,23 +99,114 @@ def stored_variant(
     return one
 
 
-async def test_each_chunk_is_computed_right_after_the_template(gateway: World) -> None:
+def chunk_names(gateway: World, body: dict[str, Any], texts: dict[str, str]) -> list[str]:
+    """Return the names of a prompt's chunks, by their texts."""
+    ids = {name: gateway.prompts().encode_chunk(text) for name, text in texts.items()}
+    found = []
+    for segment in plan_of(body).segments[1:]:
+        tokens = body["prompt"][segment.start : segment.end]
+        found += [name for name, one in ids.items() if one == tokens]
+    return found
+
+
+async def written_together(gateway: World, texts: dict[str, str]) -> None:
+    """Write documents while a question is answered, so that all wait in the queue."""
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.waiting.wait()
+    for name, text in texts.items():
+        await put(gateway, name, text)
+    gateway.engine.pause.set()
+    await asked
+
+
+async def test_chunks_are_computed_in_sequences_and_the_first_ones_again_at_the_end(
+    gateway: World,
+) -> None:
+    texts = {name: f"Text of {name}. " * 12 for name in ("a.md", "b.md", "c.md", "d.md")}
     before_ms = time.time_ns() // 1_000_000
-    await put(gateway, "a.md")
-    await put(gateway, "b.md")
-    await until(lambda: len(gateway.engine.requests) == 2)
-    space = load_model_folder(gateway.config.model).space("auto")
-    for name, body in zip("ab", gateway.engine.requests, strict=True):
-        plan = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
-        _, chunk = plan.segments
-        ids = gateway.prompts().encode_chunk(f"Text of {name}.md.")
-        assert chunk.chunk == chunk_key(space, PUBLIC_DOMAIN, ids)
-        assert body["prompt"][chunk.start : chunk.end] == ids
-        assert (chunk.action, plan.domain) == (Action.BLEND, PUBLIC_DOMAIN)
-        # A delete finds it by document, and an earlier delete is not undone.
-        assert chunk.document == document_name("default", f"{name}.md")
-        assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
-        assert body["max_tokens"] == 1
+    await written_together(gateway, texts)
+    await until(lambda: len(precomputed(gateway)) > 0)
+    await until_computed(gateway, 4)
+    last = precomputed(gateway)[-1]
+    names = chunk_names(gateway, last, texts)
+    assert names[:4] == list(texts)
+    assert names[4:] == names[: len(names) - 4]
+    assert len(names) > 4
+    plan = plan_of(last)
+    assert plan.capture
+    assert {segment.action for segment in plan.segments[1:]} == {Action.BLEND}
+    # A delete finds each chunk by document, and an earlier delete is not undone.
+    assert [s.document for s in plan.segments[1:]] == [
+        document_name("default", name) for name in names
+    ]
+    assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
+    assert plan.domain == PUBLIC_DOMAIN
+    assert last["max_tokens"] == 1
+    # The prompt ends with the last chunk.
+    assert len(last["prompt"]) == plan.segments[-1].end
+
+
+async def until_computed(gateway: World, count: int, outcome: str = "computed") -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        outcomes = await counted(gateway, "precomputed_chunks_total")
+        if sum(value for name, value in outcomes.items() if f'"{outcome}"' in name) == count:
+            return
+        assert time.monotonic() < deadline, outcomes
+
+
+async def test_later_sequences_begin_with_the_context_of_the_first_one(gateway: World) -> None:
+    texts = {name: f"Text of {name}. " * 12 for name in ("a.md", "b.md", "c.md")}
+    await written_together(gateway, texts)
+    await until_computed(gateway, 3)
+    context = chunk_names(gateway, precomputed(gateway)[-1], texts)[3:]
+    before = len(precomputed(gateway))
+    await put(gateway, "d.md", "Another text.")
+    await until_computed(gateway, 4)
+    [body] = precomputed(gateway)[before:]
+    assert chunk_names(gateway, body, texts | {"d.md": "Another text."}) == [*context, "d.md"]
+
+
+async def test_a_deleted_document_is_context_no_more(gateway: World) -> None:
+    texts = {name: f"Text of {name}. " * 12 for name in ("a.md", "b.md", "c.md")}
+    await written_together(gateway, texts)
+    await until_computed(gateway, 3)
+    await gateway.client.delete("/v1/documents/a.md")
+    before = len(precomputed(gateway))
+    await put(gateway, "d.md", "Another text.")
+    await until_computed(gateway, 4)
+    names = chunk_names(gateway, precomputed(gateway)[before], texts | {"d.md": "Another text."})
+    assert "a.md" not in names
+    assert names[-1] == "d.md"
+    assert len(names) > 1
+
+
+async def test_a_single_chunk_is_computed_after_the_last_ones(gateway: World) -> None:
+    texts = {name: f"Text of {name}." for name in ("a.md", "b.md")}
+    for number, name in enumerate(texts, start=1):
+        await put(gateway, name)
+        await until_computed(gateway, number)
+    assert [chunk_names(gateway, body, texts) for body in precomputed(gateway)] == [
+        ["a.md"],
+        ["a.md", "b.md"],
+    ]
+
+
+async def test_central_chunks_come_first(gateway: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_ranking, "SETTLE_S", 0.0)
+    gateway.retriever.similar = {"b.md": [0.9] * 8, "a.md": [0.1] * 8}
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.waiting.wait()
+    for name in ("a.md", "b.md"):
+        await put(gateway, name)
+    await asyncio.sleep(0.3)
+    gateway.engine.pause.set()
+    await asked
+    await until_computed(gateway, 2)
+    texts = {name: f"Text of {name}." for name in ("a.md", "b.md")}
+    assert chunk_names(gateway, precomputed(gateway)[0], texts)[:2] == ["b.md", "a.md"]
 
 
 async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_path: Path) -> None:
@@ -213,17 +309,16 @@ async def test_nothing_is_precomputed_unless_it_is_switched_on(tiny_model: Path)
         assert precomputed(gateway) == []
 
 
-async def test_chunks_that_questions_missed_twice_are_computed_one_by_one(gateway: World) -> None:
+async def test_chunks_that_questions_missed_twice_are_computed(gateway: World) -> None:
     gateway.records.fields = COMPUTED
     await gateway.ask()
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
     await gateway.ask()
-    await until(lambda: len(precomputed(gateway)) == 3)
+    await until_computed(gateway, 3)
     asked = plan_of(gateway.engine.requests[0])
-    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
-        segment.chunk for segment in asked.segments[1:]
-    ]
+    last = plan_of(precomputed(gateway)[-1])
+    assert {s.chunk for s in last.segments} == {s.chunk for s in asked.segments}
     sources = await counted(gateway, "precomputed_chunks_total")
     assert [name for name in sources if 'outcome="computed",source="asked"' in name]
 
@@ -300,9 +395,8 @@ async def test_a_chunk_that_the_store_has_meanwhile_is_skipped(gateway: World) -
         stored_variant(first.chunk, bytes(16), first.end - first.start, 500)
     ]
     await gateway.ask()
-    await until(lambda: len(precomputed(gateway)) == 2)
-    await asyncio.sleep(0.1)
-    assert first.chunk not in {plan_of(body).segments[1].chunk for body in precomputed(gateway)}
+    await until_computed(gateway, 2)
+    assert first.chunk not in {s.chunk for b in precomputed(gateway) for s in plan_of(b).segments}
     outcomes = await counted(gateway, "precomputed_chunks_total")
     assert [value for name, value in outcomes.items() if "stored" in name] == [1.0]
 
@@ -333,7 +427,7 @@ async def test_an_unavailable_shard_does_not_block_chunks_of_another(gateway: Wo
     assert plan_of(precomputed(gateway)[0]).segments[1].chunk == key("b.md")
     gateway.store.unavailable_chunks = set()
     await until(lambda: len(precomputed(gateway)) == 2)
-    assert plan_of(precomputed(gateway)[1]).segments[1].chunk == key("a.md")
+    assert plan_of(precomputed(gateway)[1]).segments[-1].chunk == key("a.md")
 
 
 async def test_a_chunk_that_makes_engines_fail_is_abandoned(tiny_model: Path) -> None:
@@ -386,13 +480,14 @@ async def test_a_chunk_deleted_before_its_turn_is_not_computed(gateway: World) -
     await put(gateway, "b.md", "Another text.")
     gateway.engine.pause.set()
     await asked
-    await until(lambda: len(precomputed(gateway)) == 2)
-    await asyncio.sleep(0.1)
-    space = load_model_folder(gateway.config.model).space("auto")
-    texts = ("Text of c.md.", "Another text.")
-    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
-        chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(text)) for text in texts
-    ]
+    await until_computed(gateway, 2)
+    texts = {
+        "a.md": "Text of a.md.",
+        "b.md": "Text of b.md.",
+        "c.md": "Text of c.md.",
+        "new": "Another text.",
+    }
+    assert set(chunk_names(gateway, precomputed(gateway)[-1], texts)) == {"c.md", "new"}
 
 
 async def test_under_exact_the_first_document_is_computed(tiny_model: Path) -> None:
@@ -456,34 +551,6 @@ async def test_under_exact_nothing_is_computed_after_a_clients_own_system_prompt
 LONG = "A long text. " * 30
 
 
-def test_beginnings_extend_a_template_that_is_shorter_than_a_step() -> None:
-    prompt = assemble(range(10), [range(25), range(10)], range(3))
-    assert [len(beginning.token_ids) for beginning in precompute.prompt_beginnings(prompt, 10)] == [
-        20,
-        30,
-        40,
-        48,
-    ]
-    assert [beginning.chunk_ends for beginning in precompute.prompt_beginnings(prompt, 10)] == [
-        (),
-        (),
-        (35,),
-        (35, 45),
-    ]
-    assert [beginning.head for beginning in precompute.prompt_beginnings(prompt, 10)] == [10] * 4
-
-
-def test_a_longer_template_is_cut_and_no_segment_before_its_end_is_complete() -> None:
-    prompt = assemble(range(25), [range(10)], range(3))
-    found = precompute.prompt_beginnings(prompt, 10)
-    assert [(len(beginning.token_ids), beginning.head) for beginning in found] == [
-        (10, 0),
-        (20, 0),
-        (30, 25),
-        (38, 25),
-    ]
-
-
 async def until_cut(gateway: World, most: int) -> None:
     """Wait for a long prefill, each request with at most this many tokens more than the last."""
     ids = gateway.prompts().encode_chunk(LONG)
@@ -511,13 +578,13 @@ async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> No
 async def test_a_prefill_is_cut_small_if_the_engine_does_not_report_its_step(
     gateway: World, monkeypatch: pytest.MonkeyPatch, unavailable: bool
 ) -> None:
-    monkeypatch.setattr(precompute, "UNKNOWN_STEP_TOKENS", 60)
+    monkeypatch.setattr(slice_costs, "UNKNOWN_STEP_TOKENS", 60)
     gateway.records.unavailable = unavailable
     await put(gateway, "a.md", LONG)
     await until_cut(gateway, 30)
 
 
-@pytest.mark.parametrize(("num_kept", "num_requests"), [(0, 3), (4, 5)])
+@pytest.mark.parametrize(("num_kept", "num_requests"), [(0, 14), (16, 17)])
 async def test_a_chunk_that_the_engine_evicts_between_requests_is_abandoned(
     gateway: World, num_kept: int, num_requests: int
 ) -> None:
@@ -532,6 +599,7 @@ async def test_a_chunk_that_the_engine_evicts_between_requests_is_abandoned(
         return {"prompt_tokens": length, "local_tokens": local, "loaded_tokens": 0}
 
     gateway.records.fields_of = fields_of
+    gateway.engine.reports_cached = False
     await put(gateway, "a.md", LONG)
     outcomes: dict[str, float] = {}
     deadline = time.monotonic() + 10

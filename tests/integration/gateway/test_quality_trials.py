@@ -36,6 +36,8 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model, **SETTINGS) as running:
+        # Without a report nothing is blended until the trials decide.
+        assert (await running.put_report(0.95, RECOMPUTE_SHARE)).status_code == 200
         yield running
 
 
@@ -116,6 +118,7 @@ async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_pat
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
     async with world(tiny_model, **SETTINGS, signing_key_file=SigningKeys(path)) as gateway:
+        await gateway.put_report(0.95, RECOMPUTE_SHARE)
         for body in await tried(gateway):
             params = body["kv_transfer_params"]
             assert is_signed(

@@ -1,19 +1,20 @@
 """Computes chunks before questions ask for them, so that the first request finds their KV.
 
 The chunks come from written documents, and from questions that computed them repeatedly
-(``PrecomputeQueue`` orders them by benefit). The engine computes each right after the template, one
-at a time, in idle windows.
+(``PrecomputeQueue`` orders them by benefit). For ``blend`` the engine computes the chunks of a
+document in sequences, each chunk after others (``capture_sequence``). Stored chunks are left out.
 
-The gateway does not know what other gateways ask. Two measures keep their questions fast:
+Prefills delay questions. Four measures keep the delay short:
 
-- A prefill has the lowest priority, where vLLM schedules by priority.
-- A prefill is cut. vLLM schedules running requests before waiting ones, so a long prefill
-  would use all tokens of every engine step until it ends. Each request asks for a longer beginning
-  of the prompt, by half an engine step more than vLLM's own prefix cache has from the one before.
-  A question that arrives shares the next engine step, and comes first in the one after it.
+- A prefill is cut into slices, requests for longer and longer beginnings of the prompt. A question
+  waits for one slice at most. Their length follows from the engine's costs (``slice_costs``).
+- A slice begins while this gateway answers no question, and none is due soon (``IdleWindows``).
+- A prefill has the lowest priority, where vLLM schedules by priority. So questions of other
+  gateways come first.
+- A slice ends at a block of the engine's prefix cache, so that the next one computes nothing again.
 
-If vLLM's cache did not keep the beginning, the next request computes it again, uncut. So the
-gateway abandons a chunk once a request has computed more than an engine step.
+If vLLM's cache did not keep the beginning, the next slice computes it again, uncut. So the gateway
+abandons the prefill once a request has computed much more than a slice.
 """
 
 from __future__ import annotations
@@ -21,31 +22,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments, longest_exact_chain
-from ragcache_core.scheduling.precompute_queue import PrecomputeQueue, Prefill, QueuedPrefill
+from ragcache_core.scheduling.capture_sequence import (
+    CONTEXT_CHUNKS,
+    CONTEXT_SEQUENCES,
+    SEQUENCE_TOKENS,
+    context_size,
+    fitting_chunks,
+)
+from ragcache_core.scheduling.precompute_queue import (
+    FULL_SHARE,
+    PrecomputeQueue,
+    Prefill,
+    QueuedPrefill,
+)
+from ragcache_core.scheduling.slices import ALIGNMENT_TOKENS, slice_ends
 from ragcache_core.store_api import LookupKey
+from ragcache_gateway.background.capture import (
+    CaptureJob,
+    TokenizedPrefill,
+    context_job,
+    sequence_job,
+)
+from ragcache_gateway.background.chunk_ranking import ChunkRanking
 from ragcache_gateway.background.demand import AnsweredQuestion, prefill_demands
 from ragcache_gateway.background.idle import LOWEST_PRIORITY, IdleWindows
+from ragcache_gateway.background.slice_costs import SliceCosts
 from ragcache_gateway.documents.events import DocumentChanged
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import transfer_params
+from ragcache_gateway.engines.completion import Usage, transfer_params
 from ragcache_gateway.engines.completion_stream import is_engine_loss
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
 from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
@@ -57,12 +81,17 @@ HALF_LIFE_S = 3600.0
 """Time after which a retrieval counts half: idle windows may come once a day, and what clients ask
 changes."""
 
-STEP_SHARE = 2
-"""A request computes one part in this many of an engine step's tokens."""
+CHARS_PER_TOKEN = 6
+"""Characters that the queue gives for each token of a sequence. More than texts have on average;
+what does not fit stays in the queue."""
 
-UNKNOWN_STEP_TOKENS = 512
-"""Assumed tokens of an engine step if the engine does not report them. Few engines have fewer
-(vLLM's default is 2,048 or more), and a smaller step costs only more requests."""
+LINGER_POLL_S = 0.1
+LINGER_S = 1.0
+"""Time that the last written document waits for others: chunks that come together are computed
+after each other. Chunks that fill a sequence do not wait."""
+
+MAX_RECENT = 4
+"""Chunks that are remembered as context for later ones."""
 
 RETRY_S = 5.0
 """Longest wait after consecutive failures; the first wait is FIRST_RETRY_S."""
@@ -77,8 +106,17 @@ class _DocumentDeleted(Exception):
     """A document of a prefill was deleted meanwhile."""
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Sequences with the same context, which one engine has in its prefix cache."""
+
+    engine: Engine
+    context: tuple[TokenizedPrefill, ...]
+    num_sequences: int = 0
+
+
 class Precomputer:
-    """The queue of prefills, and the task that works on it. For one event loop.
+    """The queue of prefills, and the tasks that work on it. For one event loop.
 
     Args:
         template: Token ids around the chunks of every prompt.
@@ -97,10 +135,11 @@ class Precomputer:
         engines: EnginePool,
         idle: IdleWindows,
         store: AsyncShardedStore,
+        retriever: RetrieverClient,
         metrics: Metrics,
     ) -> None:
         self._model = model
-        self._template = template
+        self._head = tuple(template.head)
         self._reuse = reuse
         self._prompts = prompts
         self._tokenizing = tokenizing
@@ -109,21 +148,30 @@ class Precomputer:
         self._store = store
         self._metrics = metrics
         self._queue = PrecomputeQueue(max_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
+        self._ranking = ChunkRanking(self._queue, retriever)
+        self._costs: dict[Engine, SliceCosts] = {}
+        self._batch: _Batch | None = None
+        self._recent: deque[TokenizedPrefill] = deque(maxlen=MAX_RECENT)
+        self._last_written_s = -math.inf
         self._lost_engines: Counter[bytes] = Counter()  # by the name of the prefill
         self._consecutive_failures = 0
         self._has_work = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start to compute what the queue gets."""
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [
+            asyncio.create_task(self._run()),
+            asyncio.create_task(self._ranking.run()),
+        ]
 
     async def close(self) -> None:
         """Stop, and drop the queue."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
 
     async def document_changed(self, change: DocumentChanged) -> int:
         """Replace the queued chunks of a document; removes no stored variants.
@@ -131,15 +179,23 @@ class Precomputer:
         Under ``exact`` no chunk of a written document is queued. A chunk would serve the prompts
         that begin with it, and before questions have come nothing tells which chunks those are.
         """
+        name = change.document_name
+        kept = [one for one in self._recent if name not in one.queued.prefill.documents]
+        self._recent = deque(kept, maxlen=MAX_RECENT)
+        if self._batch and any(name in one.queued.prefill.documents for one in self._batch.context):
+            self._batch = None
         if change.written_chunks is None:
-            self._queue.forget_document(change.document_name, change.applied_at_ms)
+            self._queue.forget_document(name, change.applied_at_ms)
+            self._ranking.remove(name)
         else:
             written_at_ms = change.requested_at_ms
-            self._queue.forget_document(change.document_name, written_at_ms - 1)
+            self._queue.forget_document(name, written_at_ms - 1)
             if self._reuse == "blend":
-                for text in change.written_chunks:
-                    prefill = Prefill((text,), (change.document_name,), written_at_ms)
+                for ordinal, text in enumerate(change.written_chunks):
+                    prefill = Prefill((text,), (name,), written_at_ms, ordinal=ordinal)
                     self._count_dropped(self._queue.add_written(prefill))
+                self._ranking.add(change.collection, change.document_id)
+                self._last_written_s = time.monotonic()
         self._show_queue()
         return 0
 
@@ -148,7 +204,7 @@ class Precomputer:
     ) -> None:
         """Queue what would have served a question, by the engine's record of it."""
         now = time.monotonic()
-        for demand in prefill_demands(question, record, self._template.head):
+        for demand in prefill_demands(question, record, self._head):
             dropped = self._queue.record_question(
                 demand.prefill, now, num_tokens=demand.num_tokens, saved_s=demand.saved_s
             )
@@ -170,43 +226,60 @@ class Precomputer:
     async def _run(self) -> None:
         while True:
             await self._has_work.wait()
-            async with self._idle.window():  # the most beneficial prefill at that time, not now
-                queued = self._queue.advance_to_first(_now_ms())
-            if queued is None:  # its document was deleted meanwhile
-                self._show_queue()
+            async with self._idle.window():  # the most beneficial prefills at that time, not now
+                max_chars = CHARS_PER_TOKEN * self._max_tokens
+                sequence = self._queue.next_sequence(_now_ms(), max_chars)
+            linger_s = self._last_written_s + LINGER_S - time.monotonic()
+            if linger_s > 0 and _is_short(sequence, max_chars):
+                await asyncio.sleep(min(linger_s, LINGER_POLL_S))
                 continue
-            outcome = await self._try(queued.prefill)
-            if outcome is None:
-                continue
-            self._consecutive_failures = 0
-            del self._lost_engines[queued.prefill.name]
-            self._queue.mark_done(queued.prefill)
-            self._metrics.precomputed.labels(outcome, queued.source).inc()
+            # Empty if the document was deleted meanwhile.
+            await self._try(sequence)
             self._show_queue()
 
-    async def _try(self, prefill: Prefill) -> str | None:
-        """Compute a prefill and return the outcome; None if it is not done."""
+    @property
+    def _max_tokens(self) -> int:
+        """Most tokens of a sequence: so many that the prompt fits the model's context."""
+        return min(SEQUENCE_TOKENS, self._model.max_model_len - len(self._head) - 1)
+
+    async def _try(self, sequence: Sequence[QueuedPrefill]) -> None:
+        """Compute prefills, as far as they fit one prompt."""
         try:
-            return await self._compute(prefill)
+            job = await self._job(sequence)
+            if job is not None:
+                sequence = [one.queued for one in job.prefills]
+                await self._compute(job)
+            self._consecutive_failures = 0
         except _DocumentDeleted:
-            self._show_queue()
-            return None
+            pass
         except InvalidInput as error:
-            log.warning("precompute: refused %s error=%s", _log_fields(prefill), error)
-            return "refused"
+            log.warning("precompute: refused %s error=%s", _log_fields(sequence), error)
+            self._finish(sequence, "refused")
         except RagCacheError as error:
-            log.info("precompute: postponed %s error=%s", _log_fields(prefill), error)
-            if is_engine_loss(error):
-                self._lost_engines[prefill.name] += 1
-            if self._lost_engines[prefill.name] >= MAX_LOST_ENGINES:
-                return "failed"
-            self._queue.postpone(prefill)
+            log.info("precompute: postponed %s error=%s", _log_fields(sequence), error)
+            self._postpone(sequence, is_loss=is_engine_loss(error))
             await self._wait_after_failure()
-            return None
         except Exception:
             # One failing prefill must not stop the others.
-            log.exception("precompute: failed %s", _log_fields(prefill))
-            return "failed"
+            log.exception("precompute: failed %s", _log_fields(sequence))
+            self._finish(sequence, "failed")
+
+    def _finish(self, prefills: Sequence[QueuedPrefill], outcome: str) -> None:
+        """Remove prefills that are still queued, and count their outcome."""
+        for queued in prefills:
+            if self._queue.is_queued(queued.prefill):
+                self._queue.mark_done(queued.prefill)
+                self._metrics.precomputed.labels(outcome, queued.source).inc()
+                del self._lost_engines[queued.prefill.name]
+
+    def _postpone(self, prefills: Sequence[QueuedPrefill], *, is_loss: bool) -> None:
+        for queued in prefills:
+            name = queued.prefill.name
+            self._lost_engines[name] += is_loss
+            if self._lost_engines[name] >= MAX_LOST_ENGINES:
+                self._finish([queued], "failed")
+            else:
+                self._queue.postpone(queued.prefill)
 
     async def _wait_after_failure(self) -> None:
         """Wait, longer after each consecutive failure."""
@@ -214,127 +287,229 @@ class Precomputer:
         doublings = min(self._consecutive_failures - 1, 30)
         await asyncio.sleep(min(RETRY_S, FIRST_RETRY_S * 2.0**doublings))
 
-    async def _compute(self, prefill: Prefill) -> str:
-        """Compute a prefill unless it is stored, and return the outcome.
+    async def _job(self, sequence: Sequence[QueuedPrefill]) -> CaptureJob | None:
+        """Return the job that computes what is not stored; None if all of it is.
 
         Raises:
-            Unavailable: An engine or the store failed.
-            InvalidInput: The prefill is too long, or the engine refused it.
-            _DocumentDeleted: A document of the prefill was deleted meanwhile.
+            Unavailable: The store does not answer; it could not store the prefills either.
+            InvalidInput: The one prefill is too long.
         """
-        prompt = await self._tokenize(prefill)
-        if await self._is_stored(prefill, prompt):
-            return "stored"
-        engine = self._engines.choose()
-        step_tokens = await _step_tokens(engine)
-        for beginning in prompt_beginnings(prompt, step_tokens // STEP_SHARE):
-            plan = self._plan(prefill, beginning)
-            async with self._idle.window(), AsyncExitStack() as stack:
-                if self._queue.is_deleted(prefill):
-                    raise _DocumentDeleted
-                body = self._body(beginning, plan)
-                completion = await self._engines.complete_on(engine, body, stack)
-                async for _ in completion.deltas():
-                    pass
-            is_last = beginning is prompt
-            if not is_last and await _computed_tokens(engine, plan.request) > step_tokens:
-                log.info(
-                    "precompute: engine evicted a beginning engine=%s %s",
-                    engine.address,
-                    _log_fields(prefill),
-                )
-                return "evicted"
-        return "computed"
+        tokenized = await self._tokenize(sequence)
+        if not tokenized:
+            return None
+        if not tokenized[0].queued.prefill.may_join_sequence:
+            job = context_job(self._head, tokenized[0])
+            self._check_length(job.prompt)
+            if not await self._is_stored(job):
+                return job
+            self._finish(sequence, "stored")
+            return None
+        stored, missing = await self._split_by_storage(tokenized)
+        self._finish([one.queued for one in stored], "stored")
+        if not missing:
+            return None
+        context = self._context_for(missing, stored)
+        sizes = [one.num_tokens for one in missing]
+        max_tokens = self._max_tokens - sum(one.num_tokens for one in context)
+        missing = missing[: fitting_chunks(sizes, max_tokens, is_first=not context)]
+        job = sequence_job(self._head, missing, context)
+        if context and len(job.prompt.token_ids) >= self._model.max_model_len:
+            job = sequence_job(self._head, missing)
+        self._check_length(job.prompt)
+        return job
 
-    async def _tokenize(self, prefill: Prefill) -> Prompt:
+    def _context_for(
+        self, missing: Sequence[TokenizedPrefill], stored: Sequence[TokenizedPrefill]
+    ) -> tuple[TokenizedPrefill, ...]:
+        """Return what to compute chunks after; empty for the first sequence of a batch."""
+        batch = self._batch
+        if batch is not None and not (
+            batch.num_sequences >= CONTEXT_SEQUENCES
+            or batch.engine not in self._engines.known
+            or batch.engine.failure is not None
+            or any(self._queue.is_deleted(one.queued.prefill) for one in batch.context)
+        ):
+            batch.num_sequences += 1
+            return batch.context
+        sizes = [one.num_tokens for one in missing]
+        room_tokens = (self._max_tokens - sizes[0]) // CONTEXT_CHUNKS
+        if len(missing) > 1:
+            context = tuple(missing[: context_size(sizes)])
+            found: tuple[TokenizedPrefill, ...] = ()
+        else:
+            others = [one for one in (*stored, *self._recent) if one.num_tokens <= room_tokens]
+            found = context = tuple(others[: context_size([one.num_tokens for one in others])])
+        self._batch = _Batch(self._engines.choose(), context) if context else None
+        return found
+
+    async def _tokenize(self, sequence: Sequence[QueuedPrefill]) -> list[TokenizedPrefill]:
+        def encode() -> list[TokenizedPrefill]:
+            encode_chunk = self._prompts.encode_chunk
+            return [
+                TokenizedPrefill(queued, tuple(encode_chunk(text) for text in queued.prefill.texts))
+                for queued in sequence
+            ]
+
         loop = asyncio.get_running_loop()
-        chunks = await loop.run_in_executor(self._tokenizing, self._encode, prefill.texts)
-        prompt = assemble(self._template.head, chunks, self._template.tail)
+        return await loop.run_in_executor(self._tokenizing, encode)
+
+    def _check_length(self, prompt: Prompt) -> None:
         if len(prompt.token_ids) >= self._model.max_model_len:
             # Otherwise the engine would compute every beginning that fits, for nothing.
             raise InvalidInput("chunk", "is longer than the model's context", "cut it smaller")
-        return prompt
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._prompts.encode_chunk(text) for text in texts]
-
-    def _body(self, prompt: Prompt, plan: ReusePlan) -> dict[str, object]:
-        keys = self._model.plan_keys
-        return {
-            "model": self._model.name,
-            "prompt": list(prompt.token_ids),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "stream": True,
-            "priority": LOWEST_PRIORITY,
-            "kv_transfer_params": transfer_params(plan, prompt.token_ids, keys),
-        }
-
-    def _plan(self, prefill: Prefill, prompt: Prompt) -> ReusePlan:
-        request = f"precompute-{uuid.uuid4().hex}"
-        space, domain = self._model.space, self._model.domain
-        documents = prefill.documents[: len(prompt.chunk_ends)]
-        if prefill.mode == "blend":
-            # The engine then observes the chunk's attention to the template, which blends need.
-            at_ms = prefill.planned_at_ms
-            return plan_blend(prompt, space, domain, request, 0.0, documents, at_ms)
-        return plan_exact(prompt, space, domain, request, documents, prefill.planned_at_ms)
-
-    async def _is_stored(self, prefill: Prefill, prompt: Prompt) -> bool:
-        """Whether the store has what the prefill would compute.
+    async def _split_by_storage(
+        self, tokenized: Sequence[TokenizedPrefill]
+    ) -> tuple[list[TokenizedPrefill], list[TokenizedPrefill]]:
+        """Return the chunks that the store has after any prefix, and the others.
 
         Raises:
-            Unavailable: The store does not answer; it could not store the prefill either.
+            Unavailable: The store does not answer for any of the others.
         """
-        plan = self._plan(prefill, prompt)
-        segments = checked_segments(plan, prompt.token_ids, self._model.space)
-        if prefill.mode == "blend":
-            [found] = await self._store.lookup([LookupKey(segments[-1].segment.chunk)])
-            return bool(found.stored)
+        keys = [self._lookup_key(one) for one in tokenized]
+        try:
+            answers = await self._store.lookup(keys)
+        except RagCacheError:
+            if len(tokenized) == 1:
+                raise
+            # A shard that does not answer must not block the chunks of another.
+            return await self._split_one_by_one(tokenized)
+        stored: list[TokenizedPrefill] = []
+        missing: list[TokenizedPrefill] = []
+        for one, answer in zip(tokenized, answers, strict=True):
+            (stored if answer.stored else missing).append(one)
+        return stored, missing
+
+    async def _split_one_by_one(
+        self, tokenized: Sequence[TokenizedPrefill]
+    ) -> tuple[list[TokenizedPrefill], list[TokenizedPrefill]]:
+        stored: list[TokenizedPrefill] = []
+        missing: list[TokenizedPrefill] = []
+        for one in tokenized:
+            try:
+                found = await self._split_by_storage([one])
+            except RagCacheError as error:
+                log.info("precompute: postponed %s error=%s", _log_fields([one.queued]), error)
+                self._queue.postpone(one.queued.prefill)
+                continue
+            stored += found[0]
+            missing += found[1]
+        if not stored and not missing:
+            await self._wait_after_failure()
+        return stored, missing
+
+    def _lookup_key(self, one: TokenizedPrefill) -> LookupKey:
+        job = sequence_job(self._head, [one])
+        plan = job.plan(job.prompt, self._model)
+        return LookupKey(plan.segments[-1].chunk)
+
+    async def _is_stored(self, job: CaptureJob) -> bool:
+        """Whether the store has every segment of a prompt, exactly. Raises Unavailable."""
+        plan = job.plan(job.prompt, self._model)
+        segments = checked_segments(plan, job.prompt.token_ids, self._model.space)
         answers = await self._store.lookup(
             [LookupKey.for_variant(named.variant) for named in segments]
         )
         infos = {stored.key: stored.info for answer in answers for stored in answer.stored}
         return len(longest_exact_chain(segments, infos)) == len(segments)
 
+    async def _compute(self, job: CaptureJob) -> None:
+        """Compute a job in slices, and finish each prefill that is complete.
 
-def prompt_beginnings(prompt: Prompt, step_tokens: int) -> list[Prompt]:
-    """List beginnings of a prompt, each longer by step_tokens; the last one is the prompt itself.
+        Raises:
+            Unavailable: An engine failed.
+            InvalidInput: The engine refused it.
+            _DocumentDeleted: A document of it was deleted meanwhile.
+        """
+        engine = self._engine_for(job)
+        costs = await self._costs_of(engine, len(job.prompt.token_ids) // 2)
+        # Each prompt begins with the template and the context, so the engine has them already.
+        start = job.expected_cached // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
+        spare = start + 2 * ALIGNMENT_TOKENS  # another request may have evicted them
+        left = list(zip(job.prefills, job.ends, strict=True))
+        for end in slice_ends(start, len(job.prompt.token_ids), costs.num_tokens):
+            beginning = job.beginning(end)
+            async with self._idle.window(costs.predict_s(start, end - start)):
+                shown = (*job.context, *job.prefills)
+                if any(self._queue.is_deleted(one.queued.prefill) for one in shown):
+                    raise _DocumentDeleted
+                began = time.monotonic()
+                plan = job.plan(beginning, self._model)
+                usage = await self._ask(engine, beginning, plan)
+                seconds = time.monotonic() - began
+            self._metrics.precompute_seconds.inc(seconds)
+            computed = await _computed_tokens(engine, plan.request, usage)
+            if computed > end - start + spare:
+                log.info(
+                    "precompute: engine evicted a beginning engine=%s computed=%d",
+                    engine.address,
+                    computed,
+                )
+                self._finish([one.queued for one, _ in left], "evicted")
+                return
+            costs.observe(start, end - start, seconds)
+            spare = 2 * ALIGNMENT_TOKENS
+            for one, complete_at in left:
+                if complete_at <= end:
+                    self._metrics.precomputed_tokens.inc(one.num_tokens)
+                    if job.blends:
+                        self._recent.append(one)
+                    self._finish([one.queued], "computed")
+            left = [(one, complete_at) for one, complete_at in left if complete_at > end]
+            self._show_queue()
+            start = end
 
-    The first beginning has step_tokens after the template, which the engine usually has cached. If
-    the template is longer than that, it is cut like the rest, and no segment before its end is
-    complete.
-    """
-    first = prompt.head if prompt.head <= step_tokens else 0
-    ends = range(first + step_tokens, len(prompt.token_ids), step_tokens)
-    return [
-        *(
-            Prompt(
-                prompt.token_ids[:end],
-                prompt.head if prompt.head <= end else 0,
-                tuple(chunk_end for chunk_end in prompt.chunk_ends if chunk_end <= end),
-            )
-            for end in ends
-        ),
-        prompt,
-    ]
+    def _engine_for(self, job: CaptureJob) -> Engine:
+        """Choose the engine that has the job's context in its prefix cache."""
+        batch = self._batch
+        if batch is None or not job.blends or batch.engine.failure is not None:
+            return self._engines.choose()
+        return batch.engine
+
+    async def _costs_of(self, engine: Engine, cached: int) -> SliceCosts:
+        known = set(self._engines.known)
+        self._costs = {one: costs for one, costs in self._costs.items() if one in known}
+        costs = self._costs.setdefault(engine, SliceCosts())
+        await costs.refresh(engine, cached)
+        return costs
+
+    async def _ask(self, engine: Engine, prompt: Prompt, plan: ReusePlan) -> Usage | None:
+        """Have an engine compute a prompt, and return what it counted."""
+        body = {
+            "model": self._model.name,
+            "prompt": list(prompt.token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "priority": LOWEST_PRIORITY,
+            "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._model.plan_keys),
+        }
+        async with AsyncExitStack() as stack:
+            completion = await self._engines.complete_on(engine, body, stack)
+            async for _ in completion.deltas():
+                pass
+            return completion.usage
 
 
-def _log_fields(prefill: Prefill) -> str:
-    documents = ",".join(sorted(set(prefill.documents)))
-    return f"documents={documents} chunks={len(prefill.texts)}"
+def _is_short(sequence: Sequence[QueuedPrefill], max_chars: int) -> bool:
+    """Whether a sequence might become longer with more documents."""
+    if not all(one.source == "written" for one in sequence):
+        return False
+    num_chars = sum(len(text) for one in sequence for text in one.prefill.texts)
+    return num_chars < FULL_SHARE * max_chars
 
 
-async def _step_tokens(engine: Engine) -> int:
-    """Return the most tokens that the engine computes in one step."""
-    with contextlib.suppress(RagCacheError):
-        costs = await engine.costs()
-        return costs.prefill.pass_tokens or UNKNOWN_STEP_TOKENS
-    return UNKNOWN_STEP_TOKENS
+def _log_fields(prefills: Sequence[QueuedPrefill]) -> str:
+    documents = ",".join(sorted({name for one in prefills for name in one.prefill.documents}))
+    num_chunks = sum(len(one.prefill.texts) for one in prefills)
+    return f"documents={documents} chunks={num_chunks}"
 
 
-async def _computed_tokens(engine: Engine, request: str) -> int:
-    """Return how many tokens of a prompt the engine computed; 0 if it has no record."""
+async def _computed_tokens(engine: Engine, request: str, usage: Usage | None) -> int:
+    """Return how many tokens of a prompt the engine computed; 0 if it does not say it."""
+    if usage is not None and usage.prompt_tokens_details is not None:
+        return usage.prompt_tokens - (usage.prompt_tokens_details.cached_tokens or 0)
     with contextlib.suppress(RagCacheError):
         record = await engine.request_record(request)
         return record.prompt_tokens - record.local_tokens - record.loaded_tokens

@@ -5,8 +5,9 @@ windows it asks them again, greedily: once in full, and once under each alpha of
 results decide the alpha of later questions (``QualityController``).
 
 When a question arrives during a trial, the engine is told to stop, so that the question waits only
-for the step that runs. A gateway that is never idle learns nothing, and blends as if no target were
-set.
+for the step that runs. A gateway that is never idle learns nothing. Until there is a decision, its
+questions are blended only if a report allows it (``QualityGate``). Otherwise they are reused
+exactly, and some of them are kept for trials.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
 from ragcache_core.plan.prompt import plan_blend, plan_compute
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.quality.controller import QualityController, QuestionReplay
+from ragcache_core.quality.controller import (
+    QualityController,
+    QualityDecision,
+    QuestionReplay,
+)
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleWindows
 from ragcache_gateway.documents.events import DocumentChanged
@@ -45,6 +50,9 @@ MAX_ANSWER_TOKENS = 64
 RETRY_S = 5.0
 
 EXPIRY_CHECK_S = 30.0
+
+STEP_S = 0.25
+"""Assumed time of the engine step that a question may have to wait for."""
 
 
 class _QuestionArrived(Exception):
@@ -93,14 +101,21 @@ class QualityTrials:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def apply_decision(self, reuse: ReuseMode) -> ReuseMode:
-        """Return how to reuse KV for a question that wants this mode; call it once per question."""
-        if reuse.mode != "blend":
-            return reuse
-        decision = self._controller.decision
-        if decision.computes_all:
+    @property
+    def decision(self) -> QualityDecision:
+        """What the trials have decided so far."""
+        return self._controller.decision
+
+    def adopt(self, decision: QualityDecision) -> None:
+        """Use a decision of another gateway, or of an earlier run, until there is an own one."""
+        self._controller.adopt(decision)
+        self._show_decision()
+
+    def apply_decision(self, reuse: ReuseMode, *, may_blend: bool) -> ReuseMode:
+        """Return how to reuse KV for a question that wants a blend; call it once per question."""
+        if not may_blend:
             return replace(reuse, mode="exact", trial=self._controller.sample_for_trial())
-        return replace(reuse, alpha=decision.alpha)
+        return replace(reuse, alpha=self._controller.decision.alpha)
 
     def question_answered(
         self, question: AskedQuestion, reuse: ReuseMode, record: engine_pb2.RequestRecord
@@ -125,7 +140,7 @@ class QualityTrials:
     async def _run(self) -> None:
         while True:
             await self._has_work.wait()
-            async with self._idle.window():
+            async with self._idle.window(STEP_S):
                 replay = self._controller.begin_replay(_now_ms())
                 if replay is None:
                     self._has_work.clear()

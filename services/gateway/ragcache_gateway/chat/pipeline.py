@@ -29,7 +29,9 @@ from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.demand import AnsweredQuestion
+from ragcache_gateway.background.idle import IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
+from ragcache_gateway.background.quality_gate import GatedReuse, QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.chat.accounting import (
     AnswerAccount,
@@ -42,6 +44,7 @@ from ragcache_gateway.chat.citations import cite
 from ragcache_gateway.chat.messages import read_conversation
 from ragcache_gateway.chat.schema import (
     AnswerMessage,
+    AnswerQuality,
     ChatCompletion,
     ChatRequest,
     Choice,
@@ -51,7 +54,12 @@ from ragcache_gateway.chat.schema import (
 from ragcache_gateway.chat.search import SearchResult, search_to_final_stage
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import PART, TextDelta, completion_body
+from ragcache_gateway.engines.completion import (
+    FIRST_TOKEN_LOGPROBS,
+    PART,
+    TextDelta,
+    completion_body,
+)
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder
@@ -74,7 +82,9 @@ class ChatServices:
     Args:
         default_reuse: For requests that do not say how to reuse KV.
         tokenizing: Runs the prompt builder, which one thread may use at a time.
-        trials: Choose how questions are blended; None: no quality target is set.
+        idle: Learns when questions arrive.
+        gate: Decides whether questions may be blended.
+        trials: Learn from answered questions; None: no quality target is set.
         precomputer: Learns which chunks questions lacked; None: precomputing is off.
     """
 
@@ -84,6 +94,8 @@ class ChatServices:
     tokenizing: Executor
     retriever: RetrieverClient
     engines: EnginePool
+    idle: IdleWindows
+    gate: QualityGate
     trials: QualityTrials | None
     precomputer: Precomputer | None
     metrics: Metrics
@@ -96,8 +108,18 @@ class Question:
 
     request: ChatRequest
     conversation: Conversation
-    reuse: ReuseMode
+    gated: GatedReuse
     started: float
+
+    @property
+    def reuse(self) -> ReuseMode:
+        """How its answer may reuse KV."""
+        return self.gated.reuse
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the request measures quality, so that nothing is learned or stored from it."""
+        return self.request.ragcache.trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +184,14 @@ class Answer:
         """Id of the answer."""
         return self.planned.request_id
 
+    @property
+    def quality(self) -> AnswerQuality | None:
+        """What is known of the quality of blends, if the question asked for one."""
+        gated = self.planned.question.gated
+        if gated.verdict is None:
+            return None
+        return AnswerQuality(verdict=gated.verdict, reuse="exact" if gated.refused else "blend")
+
 
 async def start_answer(
     services: ChatServices, request: ChatRequest, stack: AsyncExitStack
@@ -174,6 +204,7 @@ async def start_answer(
         Unavailable: The retriever or the engines failed.
     """
     question = read_question(services, request)
+    stack.enter_context(services.idle.question())
     retrieved = await retrieve(services, question)
     with services.tracer.start_child("tokenize") as span:
         prompted = await build_prompt(services, retrieved)
@@ -189,12 +220,11 @@ def read_question(services: ChatServices, request: ChatRequest) -> Question:
     model = services.model.name
     if request.model not in (None, model):
         raise NotFound("model", str(request.model), f"ask for {model!r}")
-    conversation = read_conversation(request.messages)
     options = request.ragcache
+    conversation = read_conversation(request.messages, options.stable_prefix)
     reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
-    if services.trials is not None:
-        reuse = services.trials.apply_decision(reuse)
-    return Question(request, conversation, reuse, started)
+    gated = services.gate.apply(reuse, is_trial=options.trial)
+    return Question(request, conversation, gated, started)
 
 
 async def retrieve(services: ChatServices, question: Question) -> RetrievedQuestion:
@@ -247,8 +277,10 @@ def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
         plan=reuse_plan,
         plan_keys=services.model.plan_keys,
         # No other request has this salt, so the engine's own prefix cache cannot hit either.
-        cache_salt=request_id if question.reuse.mode == "off" else None,
+        cache_salt=request_id if question.reuse.mode == "off" or question.is_trial else None,
     )
+    if question.is_trial:
+        body |= FIRST_TOKEN_LOGPROBS
     tokenize_s = time.perf_counter() - prompted.started
     return PlannedQuestion(question, search, prompt, request_id, documents, body, tokenize_s)
 
@@ -305,9 +337,12 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
 
 async def complete(services: ChatServices, answer: Answer) -> ChatCompletion:
     """Return the answer in one piece. Raises Unavailable."""
-    texts = []
+    texts: list[str] = []
     finish_reason = ""
+    first_token_logprobs = None
     async for delta in text_deltas(services, answer):
+        if not texts:
+            first_token_logprobs = delta.top_logprobs
         texts.append(delta.text)
         finish_reason = delta.finish_reason or finish_reason
     costs = await account(services, answer)
@@ -319,7 +354,11 @@ async def complete(services: ChatServices, answer: Answer) -> ChatCompletion:
         choices=[Choice(message=message, finish_reason=finish_reason)],
         usage=costs.usage,
         ragcache=RagCacheAnswer(
-            citations=answer.citations, timing_ms=costs.timing, cache=costs.cache
+            citations=answer.citations,
+            timing_ms=costs.timing,
+            cache=costs.cache,
+            quality=answer.quality,
+            first_token_logprobs=first_token_logprobs,
         ),
     )
 
@@ -338,6 +377,8 @@ def _report_record(
     services: ChatServices, planned: PlannedQuestion, record: engine_pb2.RequestRecord
 ) -> None:
     """Tell the background work what the engine loaded and computed for a question."""
+    if planned.question.is_trial:
+        return
     prompt, asked_at_ms = planned.prompt.prompt, planned.search.asked_at_ms
     reuse = planned.question.reuse
     if services.trials is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.quality.report import Verdict
 from ragcache_gateway.documents.schema import MAX_TOP_K
 from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.engines.completion import Usage
@@ -149,6 +150,25 @@ class RagCacheOptions(BaseModel):
         ),
     )
 
+    stable_prefix: int | None = Field(
+        default=None,
+        ge=1,
+        strict=True,
+        description=(
+            "Leading characters of the system prompt that other requests have, too: what comes "
+            "before a date, a user or a session. Their KV is stored once. Default: the gateway "
+            "finds what recent system prompts have in common."
+        ),
+    )
+    trial: bool = Field(
+        default=False,
+        strict=True,
+        description=(
+            "Measure quality: nothing of this request is stored, no earlier computation of the "
+            "same prompt is used, and blend is not refused. `ragcache quality` sets it."
+        ),
+    )
+
 
 class ChatRequest(BaseModel):
     """A question to answer from documents.
@@ -288,12 +308,32 @@ class AnswerCacheUse(BaseModel):
     )
 
 
+class AnswerQuality(BaseModel):
+    """What is known of the quality of blended answers, for a question that asked for a blend."""
+
+    verdict: Verdict = Field(
+        description="passed or failed: what a report of `ragcache quality`, or trials while "
+        "serving, say of this model. unverified: nothing was measured."
+    )
+    reuse: Literal["exact", "blend"] = Field(
+        description="exact: a quality target is set and the verdict is not passed, so the "
+        "question was not blended."
+    )
+
+
 class RagCacheAnswer(BaseModel):
     """Where an answer comes from, and what it cost."""
 
     citations: list[Citation]
     timing_ms: AnswerTiming
     cache: AnswerCacheUse
+    quality: AnswerQuality | None = Field(
+        default=None, description="Null if the question did not ask for a blend."
+    )
+    first_token_logprobs: dict[str, float] | None = Field(
+        default=None,
+        description="Of the likeliest first tokens, by token id; only with `ragcache.trial`.",
+    )
 
 
 class AnswerMessage(BaseModel):
@@ -346,6 +386,7 @@ class RagCacheChunk(BaseModel):
     citations: list[Citation] | None = None
     timing_ms: AnswerTiming | None = None
     cache: AnswerCacheUse | None = None
+    quality: AnswerQuality | None = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -16,13 +16,23 @@ from ragcache_wire.watched.signing_keys import SigningKeys
 
 PART = "engine"
 
+FIRST_TOKEN_LOGPROBS = {"logprobs": 20, "return_tokens_as_token_ids": True}
+"""Fields with which an engine also returns the likeliest tokens, by their ids; 20 is vLLM's
+limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The next text of an answer. The last one has a finish reason."""
+    """The next text of an answer. The last one has a finish reason.
+
+    Args:
+        top_logprobs: Log probabilities of the likeliest first tokens, by a text that names each
+            one; None if they were not requested.
+    """
 
     text: str
     finish_reason: str | None
+    top_logprobs: dict[str, float] | None = None
 
 
 class PromptTokensDetails(BaseModel):
@@ -99,7 +109,11 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
         if "error" in event:
             raise Unavailable(PART, _error_message(event))
         found: list[TextDelta | Usage] = [
-            TextDelta(str(choice.get("text") or ""), choice.get("finish_reason"))
+            TextDelta(
+                str(choice.get("text") or ""),
+                choice.get("finish_reason"),
+                _first_top_logprobs(choice.get("logprobs")),
+            )
             for choice in event.get("choices", ())
         ]
         if event.get("usage"):
@@ -107,6 +121,13 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
     except (ValueError, TypeError, AttributeError) as error:
         raise Unavailable(PART, f"it sent an event that cannot be read: {error}") from error
     return found
+
+
+def _first_top_logprobs(logprobs: Any) -> dict[str, float] | None:
+    """Return the likeliest tokens of the first one of an event."""
+    if not logprobs or not logprobs.get("top_logprobs"):
+        return None
+    return {str(token): float(value) for token, value in logprobs["top_logprobs"][0].items()}
 
 
 def error_from_response(status: int, body: bytes) -> RagCacheError:

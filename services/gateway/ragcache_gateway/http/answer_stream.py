@@ -24,7 +24,11 @@ async def answer_events(
     Without include_usage the last chunk is the one with the finish reason, because a client that
     did not request usage expects no chunk without choices. A failure becomes the last event.
     """
-    sources = {"citations": [citation.model_dump() for citation in answer.citations]}
+    sources: dict[str, Any] = {
+        "citations": [citation.model_dump() for citation in answer.citations]
+    }
+    if answer.quality is not None:
+        sources["quality"] = answer.quality.model_dump(mode="json")
     yield _delta_event(answer, {"role": "assistant", "content": ""}, ragcache=sources)
     finish_reason = None
     try:

@@ -9,11 +9,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from ragcache_gateway.chat.pipeline import complete, start_answer
-from ragcache_gateway.chat.schema import ChatCompletion, ChatRequest
+from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
 from ragcache_gateway.http.answer_stream import answer_events
 from ragcache_gateway.http.disconnect import EventStream, cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Services
+
+QUALITY_HEADER = "X-RagCache-Quality"
+"""What is known of the quality of blends: unverified, passed or failed."""
+
+REUSE_HEADER = "X-RagCache-Reuse"
+"""exact if a question asked for a blend and the quality gate refused it, otherwise blend."""
 
 router = APIRouter(tags=["answers"], responses=ERRORS)
 
@@ -53,19 +59,30 @@ class ModelList(BaseModel):
     },
 )
 async def chat(
-    request: Request, body: ChatRequest, services: Services
+    request: Request, response: Response, body: ChatRequest, services: Services
 ) -> Response | ChatCompletion:
     """Retrieve chunks and have the model answer from them, with citations."""
     async with AsyncExitStack() as stack:
         answer = await cancel_on_disconnect(
             request.receive, start_answer(services.chat, body, stack)
         )
+        headers = _quality_headers(answer.quality)
         if not body.stream:
+            response.headers.update(headers)
             return await cancel_on_disconnect(request.receive, complete(services.chat, answer))
         options = body.stream_options
         include_usage = bool(options and options.include_usage)
         events = answer_events(services.chat, answer, include_usage=include_usage)
-        return EventStream(events, stack.pop_all(), services.settings.send_timeout_s)
+        stream = EventStream(events, stack.pop_all(), services.settings.send_timeout_s)
+        stream.headers.update(headers)
+        return stream
+
+
+def _quality_headers(quality: AnswerQuality | None) -> dict[str, str]:
+    """Return the headers of an answer to a question that asked for a blend."""
+    if quality is None:
+        return {}
+    return {QUALITY_HEADER: quality.verdict.value, REUSE_HEADER: quality.reuse}
 
 
 @router.get("/v1/models", summary="List the served model")

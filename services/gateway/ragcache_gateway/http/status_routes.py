@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.quality.report import Verdict
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.readiness import NotReady, Ready, not_ready_message
@@ -23,6 +24,22 @@ class Alive(BaseModel):
     """The process answers."""
 
     status: Literal["alive"] = "alive"
+
+
+class QualityState(BaseModel):
+    """What blended answers are judged by."""
+
+    model: str
+    space: str = Field(description="Digest of model, tokenizer and layout of the KV.")
+    template: str = Field(description="Digest of the template before the documents.")
+    reuse: Literal["exact", "blend"] = Field(description="Default of requests.")
+    precompute: bool = Field(description="Whether chunks are computed ahead of questions.")
+    wanted_quality: float | None = Field(
+        description="Target; without a passing verdict no question is blended. Null: no target."
+    )
+    max_recompute_share: float
+    verdict: Verdict = Field(description="For max_recompute_share.")
+    report: dict[str, Any] | None = Field(description="The last report of this model.")
 
 
 @router.get("/healthz", summary="Whether the process answers")
@@ -61,6 +78,31 @@ async def cache(services: Services) -> CacheSummary:
     if not any(stats.values()):
         raise Unavailable("cachestore", "no shard answers")
     return summarize_cache(stats)
+
+
+@router.get(
+    "/v1/quality",
+    summary="What is known of the quality of blended answers",
+    responses=ERRORS,
+)
+async def quality(services: Services) -> QualityState:
+    """Return the verdict, and the report that `ragcache quality` has put."""
+    return QualityState(
+        reuse=services.settings.reuse,
+        precompute=services.settings.precompute,
+        **services.chat.gate.describe(),
+    )
+
+
+@router.put(
+    "/v1/quality/report",
+    summary="Put a report of `ragcache quality`",
+    responses={**ERRORS, **UPSTREAM_ERRORS},
+)
+async def put_quality_report(services: Services, report: dict[str, Any]) -> QualityState:
+    """Store a report of the served model durably, for all gateways."""
+    await services.chat.gate.put_report(report)
+    return await quality(services)
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)

@@ -22,7 +22,7 @@ class ReuseMode:
         max_recompute_share: Most that ``blend`` recomputes, as a share in [0, 1] of the tokens
             taken from after other prefixes.
         alpha: As in ``ReusePlan``; set by quality trials, never by a request.
-        trial: As in ``ReusePlan``; set by quality trials, never by a request.
+        trial: As in ``ReusePlan``; set by quality trials, and by requests that measure quality.
     """
 
     mode: Mode
@@ -77,7 +77,7 @@ def plan_reuse(
             plan = plan_exact(prompt, space, domain, request_id, documents, planned_at_ms)
             return replace(plan, trial=reuse.trial)
         case "blend":
-            return plan_blend(
+            plan = plan_blend(
                 prompt,
                 space,
                 domain,
@@ -87,3 +87,4 @@ def plan_reuse(
                 planned_at_ms,
                 reuse.alpha,
             )
+            return replace(plan, trial=reuse.trial)

@@ -98,6 +98,21 @@ class Metrics:
             "Prefills that wait for an idle window.",
             registry=self.registry,
         )
+        self.precomputed_tokens = Counter(
+            "ragcache_gateway_precomputed_tokens_total",
+            "Tokens of chunks computed ahead of questions, each chunk once.",
+            registry=self.registry,
+        )
+        self.precompute_seconds = Counter(
+            "ragcache_gateway_precompute_seconds_total",
+            "Time that engines spent on prefills ahead of questions.",
+            registry=self.registry,
+        )
+        self.background_delay = Counter(
+            "ragcache_gateway_background_delay_seconds_total",
+            "Time that questions waited at most for a request in an idle window.",
+            registry=self.registry,
+        )
         self.blend_alpha = Gauge(
             "ragcache_gateway_blend_alpha",
             "Alpha of blends where a quality target is set: the engines' default until enough "

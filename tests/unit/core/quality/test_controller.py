@@ -15,13 +15,16 @@ from ragcache_core.blend.token_selection import share_to_tokens, wanted_tokens
 from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.plan.prompt import assemble
+from ragcache_core.quality.calibration import Calibration
 from ragcache_core.quality.controller import (
     MAX_ENGINE_LOSSES,
     MIN_QUESTIONS,
     RETRY_EVERY,
     SAMPLE_EVERY,
+    SAMPLE_UNDECIDED_EVERY,
     WINDOW_QUESTIONS,
     QualityController,
+    QualityDecision,
     QuestionReplay,
     alpha_ladder,
 )
@@ -126,11 +129,25 @@ class TestDecision:
         self,
     ) -> None:
         tried = world(0.9, lambda _: 5)
-        assert not any(tried.control.sample_for_trial() for _ in range(RETRY_EVERY))
         tried.try_questions(MIN_QUESTIONS)
         assert tried.control.decision.computes_all
         left = [tried.control.sample_for_trial() for _ in range(3 * RETRY_EVERY)]
         assert sum(left) == 3
+
+    def test_before_a_decision_more_questions_are_sampled(self) -> None:
+        tried = world(0.9, lambda _: 5)
+        sampled = [tried.control.sample_for_trial() for _ in range(3 * SAMPLE_UNDECIDED_EVERY)]
+        assert sum(sampled) == 3
+
+    def test_another_gateways_decision_holds_until_there_is_an_own_one(self) -> None:
+        tried = world(0.9, lambda _: 5)
+        adopted = QualityDecision(True, Calibration(0.5, 0.1, 0.95))
+        tried.control.adopt(adopted)
+        assert tried.control.decision == adopted
+        tried.try_questions(MIN_QUESTIONS)
+        assert tried.control.decision.computes_all
+        tried.control.adopt(adopted)
+        assert tried.control.decision.computes_all
 
     def test_it_follows_the_quality_of_later_answers(self) -> None:
         tried = world(0.9, lambda _: 5)

@@ -333,3 +333,108 @@ def test_the_remembered_demand_is_bounded(max_known: int) -> None:
     pending.check()
     miss(pending, chunk("a"))
     assert pending.advance_to_first(NOW_MS) is None, "its first miss is long forgotten"
+
+
+def numbered(document: str, count: int, size: int = 1) -> list[Prefill]:
+    return [
+        Prefill((f"{document}{ordinal}".ljust(size),), (document,), NOW_MS, ordinal=ordinal)
+        for ordinal in range(count)
+    ]
+
+
+def sequence(pending: PrecomputeQueue, max_chars: int) -> list[str]:
+    return [one.prefill.texts[0].strip() for one in pending.next_sequence(NOW_MS, max_chars)]
+
+
+def test_a_sequence_has_the_chunks_of_the_heads_document_in_their_order() -> None:
+    pending = queue()
+    for one in reversed(numbered("a", 4, size=10)):
+        pending.add_written(one)
+    for one in numbered("b", 4, size=10):
+        pending.add_written(one)
+    assert sequence(pending, 40) == ["a0", "a1", "a2", "a3"]
+
+
+def test_a_long_document_is_cut_into_groups_and_the_heads_group_comes_first() -> None:
+    pending = queue()
+    for one in numbered("a", 6, size=10):
+        pending.add_written(one)
+    for _ in range(2):
+        miss(pending, numbered("a", 6, size=10)[3])
+    assert sequence(pending, 20) == ["a2", "a3"]
+
+
+def test_a_short_document_is_filled_with_the_next_chunks_of_the_queue() -> None:
+    pending = queue()
+    for document in "abcd":
+        pending.add_written(numbered(document, 1, size=10)[0])
+    assert sequence(pending, 60) == ["a0", "b0", "c0"]
+    pending.rank_document("d", [0.9])
+    assert sequence(pending, 60) == ["d0", "a0", "b0"]
+    assert sequence(pending, 20) == ["d0"]
+
+
+def test_central_chunks_come_first_among_written_ones() -> None:
+    pending = queue()
+    for document in "abc":
+        pending.add_written(numbered(document, 1)[0])
+    pending.rank_document("b", [0.5])
+    pending.rank_document("c", [0.7])
+    assert pending.unranked_documents() == ["a"]
+    assert drained(pending) == ["c0", "b0", "a0"]
+
+
+def test_missed_chunks_come_before_central_ones_and_keep_their_rank() -> None:
+    pending = queue()
+    first, second = numbered("a", 2)
+    pending.add_written(first)
+    pending.add_written(second)
+    pending.rank_document("a", [0.9, 0.1])
+    # A question does not know the index of a chunk.
+    miss(pending, Prefill(second.texts, ("a",), NOW_MS))
+    assert drained(pending) == ["a1", "a0"]
+
+
+def test_prefills_of_several_chunks_are_computed_alone() -> None:
+    pending = queue()
+    context = Prefill(("x", "y"), ("a", "b"), NOW_MS, "exact")
+    for _ in range(2):
+        miss(pending, context)
+    pending.add_written(numbered("a", 1)[0])
+    assert [one.prefill for one in pending.next_sequence(NOW_MS, 100)] == [context]
+    pending.mark_done(context)
+    assert sequence(pending, 100) == ["a0"]
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(1, 40), max_size=8), max_size=6),
+    ranks=st.lists(st.floats(-1, 1), max_size=8),
+    max_chars=st.integers(1, 200),
+)
+def test_sequences_cover_the_queue_within_their_bound(
+    documents: list[list[int]], ranks: list[float], max_chars: int
+) -> None:
+    pending = queue()
+    written = {
+        Prefill((f"{d}.{o}.".ljust(size, "x"),), (str(d),), NOW_MS, ordinal=o)
+        for d, sizes in enumerate(documents)
+        for o, size in enumerate(sizes)
+    }
+    for one in sorted(written, key=lambda one: one.name):
+        pending.add_written(one)
+    for document in range(len(documents)):
+        pending.rank_document(str(document), ranks)
+    computed: set[Prefill] = set()
+    while found := pending.next_sequence(NOW_MS, max_chars):
+        prefills = [one.prefill for one in found]
+        head = pending.advance_to_first(NOW_MS)
+        assert head is not None
+        assert head.prefill in prefills
+        assert len(set(prefills)) == len(prefills)
+        assert len(prefills) == 1 or sum(len(p.texts[0]) for p in prefills) <= max_chars
+        assert computed.isdisjoint(prefills)
+        for prefill in prefills:
+            pending.mark_done(prefill)
+        computed.update(prefills)
+        pending.check()
+    assert computed == written

@@ -1,0 +1,227 @@
+"""Decides whether questions may be blended: only as far as a measurement says that answers hold.
+
+``ragcache quality`` measures it and puts a report here. The retriever stores the report, because
+all gateways reach it and its data survives restarts.
+
+With a quality target (``spec.reuse.quality``), questions are reused exactly until a report of this
+model passes, or until this gateway's trials have found a share that does (``QualityTrials``).
+Without a target, blends are allowed and say that nothing has verified them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_core.quality.calibration import Calibration
+from ragcache_core.quality.controller import QualityDecision
+from ragcache_core.quality.report import DEFAULT_WANTED_QUALITY, QualityReport, Verdict
+from ragcache_gateway.background.quality_trials import QualityTrials
+from ragcache_gateway.prompts.reuse_mode import ReuseMode
+from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_wire.clients.retriever_client import RetrieverClient
+
+log = logging.getLogger(__name__)
+
+REPORT_NAME = "quality-report"
+TRIALS_NAME = "quality-trials"
+
+REFRESH_S = 15.0
+"""Time after which a gateway knows of a report that another one got."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedReuse:
+    """How a question reuses KV, and what the gate says of it.
+
+    Args:
+        verdict: None: the question did not ask for a blend.
+        refused: Whether the question asked for a blend and is reused exactly.
+    """
+
+    reuse: ReuseMode
+    verdict: Verdict | None = None
+    refused: bool = False
+
+
+class QualityGate:
+    """Knows the report of the served model. For one event loop.
+
+    Args:
+        template: Hex digest of the template before the documents.
+        wanted_quality: The quality target; None: there is none.
+        max_recompute_share: Share that questions recompute if they do not say it.
+        trials: Measure while serving; None: no quality target is set.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        template: str,
+        *,
+        wanted_quality: float | None,
+        max_recompute_share: float,
+        retriever: RetrieverClient,
+        trials: QualityTrials | None,
+    ) -> None:
+        self._model = model
+        self._space = model.space.digest().hex()
+        self._template = template
+        self._wanted_quality = wanted_quality
+        self._max_recompute_share = max_recompute_share
+        self._retriever = retriever
+        self._trials = trials
+        self._saved_decision = QualityDecision()
+        self._task: asyncio.Task[None] | None = None
+        self.report: QualityReport | None = None
+
+    def start(self) -> None:
+        """Start to read what other gateways store, and to store what the trials find."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a report is measured for, and the state of the gate, as JSON."""
+        return {
+            "model": self._model.name,
+            "space": self._space,
+            "template": self._template,
+            "wanted_quality": self._wanted_quality,
+            "max_recompute_share": self._max_recompute_share,
+            "verdict": self.verdict(self._max_recompute_share).value,
+            "report": None if self.report is None else self.report.to_json(),
+        }
+
+    def verdict(self, recompute_share: float) -> Verdict:
+        """Judge blends that may recompute a share."""
+        decision = QualityDecision() if self._trials is None else self._trials.decision
+        if decision.decided:
+            return Verdict.FAILED if decision.computes_all else Verdict.PASSED
+        if self.report is None:
+            return Verdict.UNVERIFIED
+        return self.report.verdict(self._wanted(self.report), recompute_share)
+
+    def apply(self, reuse: ReuseMode, *, is_trial: bool = False) -> GatedReuse:
+        """Return how a question that wants this mode is reused; call it once per question.
+
+        Args:
+            is_trial: The question measures quality, so nothing is refused.
+        """
+        if is_trial:
+            return GatedReuse(replace(reuse, trial=True))
+        if reuse.mode != "blend":
+            return GatedReuse(reuse)
+        verdict = self.verdict(reuse.max_recompute_share)
+        if self._trials is None:
+            return GatedReuse(reuse, verdict)
+        has_passed = verdict is Verdict.PASSED
+        if has_passed and self.report is not None and not self._trials.decision.decided:
+            wanted = self._wanted(self.report)
+            share = self.report.least_share(wanted, reuse.max_recompute_share)
+            reuse = replace(reuse, max_recompute_share=share or 0.0)
+        gated = self._trials.apply_decision(reuse, may_blend=has_passed)
+        return GatedReuse(gated, verdict, gated.mode != "blend")
+
+    async def put_report(self, value: object) -> QualityReport:
+        """Check and store a report of this model.
+
+        Raises:
+            InvalidInput: It is no report, or that of another model.
+            Unavailable: The retriever does not answer.
+        """
+        report = QualityReport.from_json(value)
+        if not report.is_of(self._space, self._template):
+            raise InvalidInput(
+                "report.space",
+                "or its template is not that of the served model",
+                "measure again with `ragcache quality`",
+            )
+        await self._retriever.put_report(REPORT_NAME, json.dumps(report.to_json()).encode())
+        self.report = report
+        return report
+
+    def _wanted(self, report: QualityReport) -> float:
+        if self._wanted_quality is not None:
+            return self._wanted_quality
+        return report.wanted_quality or DEFAULT_WANTED_QUALITY
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._refresh()
+            except RagCacheError as error:
+                log.info("quality gate: not refreshed error=%s", error)
+            except Exception:
+                # What it knows stays valid.
+                log.exception("quality gate: not refreshed")
+            await asyncio.sleep(REFRESH_S)
+
+    async def _refresh(self) -> None:
+        value = await self._read(REPORT_NAME)
+        if value is not None:
+            report = QualityReport.from_json(value)
+            self.report = report if report.is_of(self._space, self._template) else None
+        if self._trials is None:
+            return
+        decision = self._trials.decision
+        if decision.decided and decision != self._saved_decision:
+            saved = self._decision_json(decision)
+            await self._retriever.put_report(TRIALS_NAME, json.dumps(saved).encode())
+            self._saved_decision = decision
+        else:
+            found = self._parse_decision(await self._read(TRIALS_NAME))
+            if found is not None:
+                self._trials.adopt(found)
+                self._saved_decision = self._trials.decision
+
+    async def _read(self, name: str) -> object | None:
+        try:
+            stored = await self._retriever.get_report(name)
+        except NotFound:
+            return None
+        value: object = json.loads(stored.body)
+        return value
+
+    def _conditions(self) -> dict[str, Any]:
+        """Return what a decision of trials is valid for."""
+        return {
+            "space": self._space,
+            "template": self._template,
+            "wanted_quality": self._wanted_quality,
+            "max_recompute_share": self._max_recompute_share,
+        }
+
+    def _decision_json(self, decision: QualityDecision) -> dict[str, Any]:
+        found = decision.calibration
+        calibration = None if found is None else [found.alpha, found.fix_overhead, found.quality]
+        decided_at_ms = time.time_ns() // 1_000_000
+        return {**self._conditions(), "calibration": calibration, "decided_at_ms": decided_at_ms}
+
+    def _parse_decision(self, value: object) -> QualityDecision | None:
+        """Return a stored decision; None if it is invalid or for other conditions."""
+        if not isinstance(value, dict):
+            return None
+        conditions = self._conditions()
+        if {name: value.get(name) for name in conditions} != conditions:
+            return None
+        calibration = value.get("calibration")
+        if calibration is None:
+            return QualityDecision(True)
+        try:
+            alpha, fix_overhead, quality = map(float, calibration)
+        except (TypeError, ValueError):
+            return None
+        if not all(map(math.isfinite, (alpha, fix_overhead, quality))) or alpha < 0:
+            return None
+        return QualityDecision(True, Calibration(alpha, fix_overhead, quality))

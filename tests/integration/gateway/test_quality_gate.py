@@ -1,0 +1,219 @@
+"""Questions are blended only as far as a report or trials allow it, and answers say so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.quality.controller import (
+    MIN_QUESTIONS,
+    SAMPLE_UNDECIDED_EVERY,
+    alpha_ladder,
+)
+from ragcache_core.quality.report import MIN_QUESTIONS as MIN_REPORT_QUESTIONS
+from ragcache_gateway.background import quality_gate
+from ragcache_gateway.http.chat_routes import QUALITY_HEADER, REUSE_HEADER
+from tests.helpers.gateway_fakes import World, world
+
+SHARE = 0.4
+TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def quick_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality_gate, "REFRESH_S", 0.05)
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model, **TARGET) as running:
+        yield running
+
+
+def plan_of(body: dict[str, Any]) -> ReusePlan:
+    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+
+
+async def asked(gateway: World, **more: Any) -> tuple[str | None, str | None, ReusePlan]:
+    """Ask a question; return the verdict, the reuse of its headers, and its plan."""
+    before = len(gateway.engine.requests)
+    reply = await gateway.ask(**more)
+    assert reply.status_code == 200
+    quality = reply.json()["ragcache"]["quality"]
+    headers = reply.headers.get(QUALITY_HEADER), reply.headers.get(REUSE_HEADER)
+    assert headers == ((quality["verdict"], quality["reuse"]) if quality else (None, None))
+    return (*headers, plan_of(gateway.engine.requests[before]))
+
+
+async def test_with_a_target_nothing_is_blended_without_a_report(gateway: World) -> None:
+    verdict, reuse, plan = await asked(gateway)
+    assert (verdict, reuse, plan.blends) == ("unverified", "exact", False)
+
+
+async def test_a_passing_report_allows_blends_with_the_least_share_that_passes(
+    gateway: World,
+) -> None:
+    reply = await gateway.put_report(0.95, 0.25)
+    assert reply.json()["verdict"] == "passed"
+    verdict, reuse, plan = await asked(gateway)
+    assert (verdict, reuse, plan.blends) == ("passed", "blend", True)
+    assert plan.recompute_share == 0.25
+    # A request that allows less than the measured share is not verified.
+    verdict, reuse, plan = await asked(
+        gateway, ragcache={"max_recompute_share": 0.1, "reuse": "blend"}
+    )
+    assert (verdict, reuse, plan.blends) == ("unverified", "exact", False)
+
+
+async def test_a_failing_report_refuses_blends(gateway: World) -> None:
+    assert (await gateway.put_report(0.8)).json()["verdict"] == "failed"
+    verdict, reuse, plan = await asked(gateway)
+    assert (verdict, reuse, plan.blends) == ("failed", "exact", False)
+
+
+async def test_without_a_target_blends_are_allowed_and_say_what_is_known(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend", max_recompute_share=SHARE) as gateway:
+        assert (await asked(gateway))[:2] == ("unverified", "blend")
+        await gateway.put_report(0.8)
+        verdict, reuse, plan = await asked(gateway)
+        assert (verdict, reuse, plan.blends) == ("failed", "blend", True)
+        assert plan.recompute_share == SHARE
+
+
+@pytest.mark.parametrize("mode", ["exact", "off"])
+async def test_answers_without_blends_say_nothing(gateway: World, mode: str) -> None:
+    verdict, reuse, _ = await asked(gateway, ragcache={"reuse": mode})
+    assert (verdict, reuse) == (None, None)
+
+
+async def test_a_stream_has_the_headers_and_the_verdict_in_its_first_chunk(gateway: World) -> None:
+    reply = await gateway.ask(stream=True)
+    assert (reply.headers[QUALITY_HEADER], reply.headers[REUSE_HEADER]) == ("unverified", "exact")
+    first = json.loads(reply.text.split("\n\n")[0].removeprefix("data: "))
+    assert first["ragcache"]["quality"] == {"verdict": "unverified", "reuse": "exact"}
+
+
+@pytest.mark.parametrize("field", ["space", "template"])
+async def test_a_report_of_another_model_is_refused(gateway: World, field: str) -> None:
+    changes: dict[str, Any] = {field: "0" * 32}
+    reply = await gateway.put_report(0.95, **changes)
+    assert reply.status_code == 400
+    assert "ragcache quality" in reply.json()["error"]["message"]
+    assert gateway.retriever.reports == {}
+
+
+async def test_a_report_that_cannot_be_read_is_refused(gateway: World) -> None:
+    reply = await gateway.put_report(0.95, capture="never")
+    assert reply.status_code == 400
+    assert "report.capture" in reply.json()["error"]["message"]
+
+
+async def test_a_report_of_few_questions_proves_nothing(gateway: World) -> None:
+    state = (await gateway.put_report(0.95)).json()
+    budget = state["report"]["budgets"][0] | {"num_questions": MIN_REPORT_QUESTIONS - 1}
+    assert (await gateway.put_report(0.95, budgets=[budget])).json()["verdict"] == "unverified"
+
+
+async def until_verdict(gateway: World, verdict: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 10
+    while True:
+        state: dict[str, Any] = (await gateway.client.get("/v1/quality")).json()
+        if state["verdict"] == verdict:
+            return state
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_report_holds_after_a_restart_and_in_other_gateways(
+    gateway: World, tiny_model: Path
+) -> None:
+    await gateway.put_report(0.95)
+    async with world(tiny_model, **TARGET) as other:
+        await until_verdict(other, "unverified")
+        other.retriever.reports = gateway.retriever.reports
+        state = await until_verdict(other, "passed")
+        assert state["report"]["budgets"][0]["rouge_l"] == 0.95
+        assert (state["wanted_quality"], state["reuse"], state["precompute"]) == (
+            0.9,
+            "blend",
+            False,
+        )
+
+
+async def test_until_trials_decide_some_exact_questions_are_kept_for_them(gateway: World) -> None:
+    def blended_in_trials(request: str) -> dict[str, int]:
+        return {"blended_tokens": 20 if request.startswith("trial-") else 0}
+
+    gateway.records.fields_of = blended_in_trials
+    for number in range(MIN_QUESTIONS * SAMPLE_UNDECIDED_EVERY):
+        verdict, reuse, plan = await asked(gateway)
+        if verdict != "unverified":
+            break
+        assert (reuse, plan.blends) == ("exact", False)
+        # What is kept is not stored: its KV would be exact, and a replay no blend.
+        assert plan.trial == (number % SAMPLE_UNDECIDED_EVERY == SAMPLE_UNDECIDED_EVERY - 1)
+        if plan.trial:
+            await asyncio.sleep(0.3)
+    await until_verdict(gateway, "passed")
+    assert (await asked(gateway))[:2] == ("passed", "blend")
+    replays = [plan_of(body) for body in gateway.engine.requests if "priority" in body]
+    assert len(replays) == MIN_QUESTIONS * (1 + len(alpha_ladder(SHARE)))
+
+
+async def test_a_decision_of_trials_holds_after_a_restart(gateway: World, tiny_model: Path) -> None:
+    await gateway.put_report(0.95)
+    for number in range(MIN_QUESTIONS):
+        await gateway.ask(f"Question {number}?")
+        await asyncio.sleep(0.2)
+    deadline = time.monotonic() + 20
+    while quality_gate.TRIALS_NAME not in gateway.retriever.reports:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    trials = {quality_gate.TRIALS_NAME: gateway.retriever.reports[quality_gate.TRIALS_NAME]}
+    async with world(tiny_model, **TARGET) as other:
+        other.retriever.reports = trials
+        await until_verdict(other, "passed")
+        _, reuse, plan = await asked(other)
+        assert (reuse, plan.alpha) == ("blend", 0.0)  # all answers are equal
+    async with world(tiny_model, **TARGET | {"quality": 0.8}) as other:
+        other.retriever.reports = trials
+        await asyncio.sleep(0.3)
+        await until_verdict(other, "unverified")
+
+
+async def test_a_trial_request_is_blended_and_stores_nothing(gateway: World) -> None:
+    gateway.engine.top_logprobs = {"token_id:7": -0.1, "token_id:9": -2.5}
+    reply = await gateway.ask(
+        ragcache={"reuse": "blend", "max_recompute_share": 0.1, "trial": True}, temperature=0
+    )
+    [body] = gateway.engine.requests
+    plan = plan_of(body)
+    assert (plan.trial, plan.blends, plan.recompute_share) == (True, True, 0.1)
+    assert body["cache_salt"] == plan.request
+    extension = reply.json()["ragcache"]
+    assert extension["first_token_logprobs"] == gateway.engine.top_logprobs
+    assert extension["quality"] is None
+    await asyncio.sleep(0.2)
+    assert len(gateway.engine.requests) == 1
+
+
+async def test_other_requests_have_no_logprobs(gateway: World) -> None:
+    gateway.engine.top_logprobs = {"token_id:7": -0.1}
+    reply = await gateway.ask()
+    assert "logprobs" not in gateway.engine.requests[0]
+    assert reply.json()["ragcache"]["first_token_logprobs"] is None
+
+
+async def test_trial_requests_of_every_mode_store_nothing(gateway: World) -> None:
+    for mode in ("exact", "off"):
+        await gateway.ask(ragcache={"reuse": mode, "trial": True})
+    exact, off = map(plan_of, gateway.engine.requests)
+    assert exact.trial
+    assert {segment.action for segment in off.segments} == {Action.COMPUTE}
