@@ -32,7 +32,6 @@ class WordEmbedder:
 
     identity: str = "words"
     dimension: int = 64
-    batch_size: int = 4
     embedded: list[str] = field(default_factory=list)
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
+from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.read_write_lock import ReadWriteLock
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.documents.collection import (
@@ -48,6 +51,8 @@ from ragcache_retriever.search.index import Probing, StagedIndex, use_one_thread
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
+NUM_REBUILDS = 8
+"""Documents that are rebuilt at once, so that their texts share batches of the embedder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ class KnowledgeBase:
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
+        gate: The gate of the embedder, if that runs in this process.
     """
 
     def __init__(
@@ -131,12 +137,14 @@ class KnowledgeBase:
         defaults: CollectionDefaults,
         *,
         markdown: int,
+        gate: QueryGate | None = None,
         probing: Probing | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._embedder = embedder
-        self._preparer = DocumentPreparer(embedder, tokenizer, markdown)
+        self._gate = gate or QueryGate()
+        self._preparer = DocumentPreparer(embedder, tokenizer, markdown, self._gate)
         self._defaults = defaults
         self._probing = probing or Probing()
         self._clock = clock
@@ -168,12 +176,14 @@ class KnowledgeBase:
         for name, settings in stored.items():
             self._collections[name] = _LoadedCollection(settings, self._empty_index())
             self._collections[name].index = await run(self._readers, self._built_index, name)
-        stale = {name: await self._stale(name) for name in stored}
-        number, total = itertools.count(1), sum(map(len, stale.values()))
-        for name, document_ids in stale.items():
-            for document_id in document_ids:
-                progress(f"indexing {next(number)} of {total}")
-                await self._rebuild_document(name, document_id)
+        stale = [(name, document) for name in stored for document in await self._stale(name)]
+        number = itertools.count(1)
+
+        async def rebuild(name_and_id: tuple[str, str]) -> None:
+            progress(f"indexing {next(number)} of {len(stale)}")
+            await self._rebuild_document(*name_and_id)
+
+        await for_each(stale, rebuild, at_once=NUM_REBUILDS)
         self._loaded = True
 
     async def close(self) -> None:
@@ -199,8 +209,8 @@ class KnowledgeBase:
                 await run(self._writer, self._put_settings, name, settings)
                 collection.settings = settings
             # Even without a change: an earlier put may have been interrupted.
-            for document_id in await self._stale(name):
-                await self._rebuild_document(name, document_id)
+            rebuild = functools.partial(self._rebuild_document, name)
+            await for_each(await self._stale(name), rebuild, at_once=NUM_REBUILDS)
         return await self.collection(name)
 
     async def collection(self, name: str) -> CollectionInfo:
@@ -283,7 +293,8 @@ class KnowledgeBase:
 
         def search() -> None:
             try:
-                self._search(collection, vector, top_k, embed_s, emit, cancelled)
+                with self._gate.query():
+                    self._search(collection, vector, top_k, embed_s, emit, cancelled)
             finally:
                 emit(None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk, split_document
 from ragcache_retriever.documents.collection import Chunking
@@ -42,10 +43,14 @@ class DocumentPreparer:
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
+        gate: Queries that pass it go before documents.
     """
 
-    def __init__(self, embedder: Embedder, tokenizer: ServingTokenizer, markdown: int) -> None:
+    def __init__(
+        self, embedder: Embedder, tokenizer: ServingTokenizer, markdown: int, gate: QueryGate
+    ) -> None:
         self._embedder = embedder
+        self._gate = gate
         self._tokenizer = tokenizer
         self._markdown = markdown
         # One thread: the splitter is Python, and the tokenizer is not safe for several threads.
@@ -86,9 +91,9 @@ class DocumentPreparer:
                 embeddings[i] = known[text]
             else:
                 missing.append(i)
-        size = self._embedder.batch_size
-        for batch in (missing[i : i + size] for i in range(0, len(missing), size)):
-            embeddings[batch] = await self._embedder.embed([texts[i] for i in batch], urgent=False)
+        if missing:
+            missing_texts = [texts[i] for i in missing]
+            embeddings[missing] = await self._embedder.embed(missing_texts, urgent=False)
         return PreparedDocument(document, self.recipe(chunking), chunks, digests, embeddings)
 
     def _split(self, document: Document, chunking: Chunking) -> tuple[list[Chunk], list[bytes]]:
@@ -96,6 +101,14 @@ class DocumentPreparer:
             document.text,
             markdown=document.content_type == self._markdown,
             chunking=chunking,
-            count_tokens=self._tokenizer.count,
+            count_tokens=self._count_tokens,
         )
-        return chunks, [self._tokenizer.token_digest(chunk.text) for chunk in chunks]
+        return chunks, [self._token_digest(chunk.text) for chunk in chunks]
+
+    def _count_tokens(self, text: str) -> int:
+        self._gate.wait()
+        return self._tokenizer.count(text)
+
+    def _token_digest(self, text: str) -> bytes:
+        self._gate.wait()
+        return self._tokenizer.token_digest(text)

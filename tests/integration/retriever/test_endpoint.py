@@ -177,3 +177,11 @@ def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
         EmbeddingEndpoint("http://host:port/v1", "small")
     assert caught.value.field == "RAGCACHE_EMBEDDER"
+
+
+async def test_many_texts_are_several_requests(server: Server, endpoint: EmbeddingEndpoint) -> None:
+    await endpoint.start()
+    vectors = await endpoint.embed(["a" * (i + 1) for i in range(70)], urgent=False)
+    assert vectors[:, 0] == pytest.approx([i / np.hypot(i, 1) for i in range(1, 71)], abs=1e-6)
+    assert [len(body["input"]) for _, _, body in server.requests] == [1, 32, 32, 6]
+    assert (await endpoint.embed([], urgent=False)).shape == (0, 3)

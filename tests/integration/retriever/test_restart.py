@@ -85,12 +85,13 @@ async def test_only_changed_chunks_are_embedded(tmp_path: Path, tiny_model: Path
 
 
 class FailingEmbedder(WordEmbedder):
-    """Fails from the second batch of documents on, while it is broken."""
+    """Embeds one text of a document and fails then, while it is broken."""
 
     broken = True
 
     async def embed(self, texts, *, urgent):  # type: ignore[no-untyped-def]
-        if self.broken and not urgent and self.embedded:
+        if self.broken and not urgent:
+            await super().embed(texts[:1], urgent=urgent)
             raise Unavailable("embedder", "gone")
         return await super().embed(texts, urgent=urgent)
 

@@ -19,6 +19,8 @@ from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, vari
 
 BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
 MAX_EMBEDDER_THREADS: Final = 256
+MAX_DEFAULT_THREADS: Final = 8
+"""Most threads of the bundled embedder by default. Beyond, Python's lock limits them."""
 
 
 def _embedder(value: str) -> str:
@@ -27,6 +29,14 @@ def _embedder(value: str) -> str:
     if not value.startswith(("http://", "https://")):
         raise ValueError("no embedder")
     return value.rstrip("/")
+
+
+EmbedderThreads = Annotated[
+    int,
+    BeforeValidator(whole_number),
+    Field(ge=1, le=MAX_EMBEDDER_THREADS),
+    Accepts(f"a number from 1 to {MAX_EMBEDDER_THREADS}"),
+]
 
 
 class RetrieverSettings(ServiceSettings):
@@ -54,13 +64,11 @@ class RetrieverSettings(ServiceSettings):
     """Model to ask an endpoint for. An endpoint needs it."""
     embedder_api_key: str = setting("", spec="spec.retriever.embedder.keySecret", repr=False)
     """API key of an endpoint. Without it, requests carry none."""
-    embedder_threads: Annotated[
-        int,
-        BeforeValidator(whole_number),
-        Field(ge=1, le=MAX_EMBEDDER_THREADS),
-        Accepts(f"a number from 1 to {MAX_EMBEDDER_THREADS}"),
-    ] = setting(1, internal="Next to an engine on the same cores, more threads are slower.")
-    """Threads of the bundled embedder."""
+    embedder_threads: EmbedderThreads | None = setting(
+        None, internal="The default fits: these threads yield to other work."
+    )
+    """Batches that the bundled embedder computes at once, each on one core. By default one per
+    usable core, at most 8."""
     chunk_tokens: Count = setting(256, spec="spec.retriever.chunking.size")
     """Most tokens of a chunk, in collections that set no chunking."""
     chunk_overlap_tokens: Count = setting(32, spec="spec.retriever.chunking.overlap")

@@ -24,10 +24,6 @@ class Embedder(Protocol):
     def dimension(self) -> int:
         """Length of the vectors. Known after ``start``."""
 
-    @property
-    def batch_size(self) -> int:
-        """Number of a document's texts to embed in one call."""
-
     async def start(self) -> None:
         """Start the embedder, and return after it has embedded a first text.
 
@@ -38,6 +34,8 @@ class Embedder(Protocol):
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         """Return the embeddings of texts, shape (len(texts), dimension).
+
+        The embedder divides the texts into batches. Concurrent calls may share them.
 
         Args:
             urgent: The text is a query, which goes before documents.

@@ -21,6 +21,7 @@ FIRST_BACKOFF_S = 0.1
 _REFUSES_TEXT = (400, 413, 422)
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _BATCH_SIZE = 32
+"""Texts of one request."""
 
 
 class EmbeddingEndpoint:
@@ -31,8 +32,6 @@ class EmbeddingEndpoint:
         model: Model that requests name.
         api_key: Sent as a bearer token, unless it is empty.
     """
-
-    batch_size = _BATCH_SIZE
 
     def __init__(self, url: str, model: str, api_key: str = "") -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -65,6 +64,12 @@ class EmbeddingEndpoint:
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         """See Embedder.embed. Requests run concurrently, so a query waits for no document."""
+        parts = [texts[i : i + _BATCH_SIZE] for i in range(0, len(texts), _BATCH_SIZE)]
+        vectors = [np.empty((0, self._dimension), np.float32)]
+        vectors += [await self._embed_part(part, urgent=urgent) for part in parts]
+        return np.concatenate(vectors)
+
+    async def _embed_part(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         try:
             vectors = await self._embed(texts, QUERY_DEADLINE_S if urgent else BATCH_DEADLINE_S)
         except _EndpointRefusal as refusal:

@@ -26,7 +26,7 @@ def test_defaults() -> None:
     assert settings.listen == "127.0.0.1:0"
     assert settings.data_dir == Path("data")
     assert settings.model == "model"
-    assert (settings.embedder, settings.embedder_threads) == (BUNDLED_EMBEDDER, 1)
+    assert (settings.embedder, settings.embedder_threads) == (BUNDLED_EMBEDDER, None)
     assert settings.has_bundled_embedder
     chunking = settings.chunk_tokens, settings.chunk_overlap_tokens, settings.window_chunks
     assert chunking == (256, 32, 1)

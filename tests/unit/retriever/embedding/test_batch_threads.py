@@ -1,0 +1,154 @@
+"""Concurrent calls share batches; queries go first; errors reach the calls of their batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from ragcache_core.errors import Unavailable
+from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.embedding.batch_threads import BatchThreads, Tokens
+from ragcache_retriever.embedding.embedder import Vectors
+
+BLOCKED = 999
+"""A text of this token waits in the fake model until ``go_on`` is set."""
+
+
+class Model:
+    """Embeds a text as its sum. Records each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.running = threading.Event()
+        self.go_on = threading.Event()
+        self.at_layer: Callable[[], None] = lambda: None
+
+    def embed(self, batch: Sequence[Tokens]) -> Vectors:
+        self.batches.append([sum(tokens) for tokens in batch])
+        if [BLOCKED] in batch:
+            self.running.set()
+            self.go_on.wait(10)
+        self.at_layer()
+        if [-1] in batch:
+            raise KeyError("text")
+        return np.array([[sum(tokens)] for tokens in batch], np.float32)
+
+
+@contextlib.asynccontextmanager
+async def threads(
+    model: Model, gate: QueryGate | None = None, *, max_batch_tokens: int = 4
+) -> AsyncIterator[BatchThreads]:
+    made = BatchThreads(
+        model.embed,
+        gate or QueryGate(),
+        dimension=1,
+        num_threads=1,
+        max_batch_tokens=max_batch_tokens,
+    )
+    try:
+        yield made
+    finally:
+        model.go_on.set()
+        await made.stop()
+
+
+async def block(made: BatchThreads, model: Model) -> asyncio.Task[Vectors]:
+    """Let the only thread of batches wait in the model."""
+    blocking = asyncio.create_task(made.embed_documents([[BLOCKED]]))
+    await asyncio.to_thread(model.running.wait, 10)
+    return blocking
+
+
+async def test_concurrent_calls_share_a_batch_and_get_their_own_vectors() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = await block(made, model)
+        calls = [
+            asyncio.create_task(made.embed_documents(texts))
+            for texts in ([[1], [2, 2]], [[3]], [[5, 5]])
+        ]
+        await asyncio.sleep(0)
+        model.go_on.set()
+        vectors = await asyncio.gather(*calls)
+        await blocking
+    assert [vector.ravel().tolist() for vector in vectors] == [[1, 4], [3], [10]]
+    assert model.batches == [[BLOCKED], [4, 10], [3, 1]]
+
+
+async def test_no_texts_have_no_vectors() -> None:
+    async with threads(Model()) as made:
+        assert (await made.embed_documents([])).shape == (0, 1)
+
+
+async def test_a_query_waits_for_no_batch() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = await block(made, model)
+        assert (await made.embed_query([7])).tolist() == [[7]]
+        assert not blocking.done()
+
+
+async def test_a_batch_waits_for_a_query_and_the_query_for_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragcache_retriever.concurrency.query_gate.MAX_WAIT_S", 60.0)
+    model, gate = Model(), QueryGate()
+    async with threads(model, gate) as made:
+        model.at_layer = made.wait_for_queries
+        blocking = await block(made, model)
+        with gate.query():
+            model.go_on.set()
+            assert (await made.embed_query([7])).tolist() == [[7]]
+            assert not blocking.done()
+        assert (await blocking).tolist() == [[BLOCKED]]
+
+
+async def test_an_error_fails_the_calls_of_its_batch_only() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = await block(made, model)
+        failing = asyncio.create_task(made.embed_documents([[-1], [1]]))
+        other = asyncio.create_task(made.embed_documents([[1, 1, 1]]))
+        await asyncio.sleep(0)
+        model.go_on.set()
+        with pytest.raises(KeyError):
+            await failing
+        assert (await other).tolist() == [[3]]
+        await blocking
+
+
+async def test_texts_of_a_cancelled_call_are_not_embedded() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = await block(made, model)
+        cancelled = asyncio.create_task(made.embed_documents([[1]]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        model.go_on.set()
+        await blocking
+        assert (await made.embed_documents([[2]])).tolist() == [[2]]
+    assert model.batches == [[BLOCKED], [2]]
+
+
+async def test_a_stop_fails_calls_that_wait() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = await block(made, model)
+        waiting = asyncio.create_task(made.embed_documents([[1]]))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(made.stop())
+        await asyncio.sleep(0)
+        model.go_on.set()
+        await stopping
+        with pytest.raises(Unavailable, match="stopping"):
+            await waiting
+        assert (await blocking).tolist() == [[BLOCKED]]
+        with pytest.raises(Unavailable, match="stopping"):
+            await made.embed_documents([[1]])
