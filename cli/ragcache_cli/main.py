@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,16 @@ from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, Sampling, ask, render_citations, render_timing
 from ragcache_cli.commands.ingest import Ingested, ingest
 from ragcache_cli.commands.progress import IngestProgress
+from ragcache_cli.commands.quality import (
+    DEFAULT_SHARES,
+    Measurement,
+    measure,
+    report_table,
+    sample_questions,
+    summary,
+)
 from ragcache_cli.commands.render import capabilities_of, render_yaml
+from ragcache_cli.commands.sample_questions import read_questions
 from ragcache_cli.commands.status import describe_cache, parts_table
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
 from ragcache_cli.local.log_files import choose, find_logs, show_files
@@ -36,6 +46,7 @@ from ragcache_cli.output.logs import LogLines, read_words
 from ragcache_cli.sources.documents import Selection, select
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_core.quality.report import QualityReport
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
@@ -330,6 +341,64 @@ def ask_command(
             console.print(table)
 
 
+@app.command(name="quality")
+def quality_command(
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help="One question a line, or JSON lines with `question`.",
+            show_default="made from headings of the documents",
+        ),
+    ] = None,
+    collection: CollectionOption = "default",
+    count: Annotated[int, typer.Option("--count", min=1, help="Most questions.")] = 20,
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Recompute shares to measure, with commas.")
+    ] = ",".join(f"{share:g}" for share in DEFAULT_SHARES),
+    wanted: Annotated[
+        float | None,
+        typer.Option(
+            "--wanted",
+            min=0,
+            max=1,
+            help="ROUGE-L with full computation that blends should keep.",
+            show_default="the platform's reuse.quality, or 0.9",
+        ),
+    ] = None,
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")] = 4,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Length of the compared answers.")
+    ] = 48,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the made questions.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Also write the report here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    gateway: GatewayOption = None,
+) -> None:
+    """Measure what blended answers keep, and tell the platform."""
+    shares = _shares(budgets)
+    options = Measurement(collection, shares, wanted, top_k, max_tokens)
+    given = None if questions is None else read_questions(questions)[:count]
+    console = make_console(stderr=as_json)
+    report, state = asyncio.run(
+        _quality(_gateway_url(gateway), given, count, seed, options, console)
+    )
+    body = {**report.to_json(), "verdict": state["verdict"]}
+    if out is not None:
+        out.write_text(json.dumps(body, indent=2) + "\n")
+    if as_json:
+        print(json.dumps(body, indent=2))
+    else:
+        max_share = float(state["max_recompute_share"])
+        console.print(report_table(report, max_share))
+        console.print(summary(report, max_share, str(state["verdict"])))
+    if state["verdict"] != "passed":
+        raise typer.Exit(FAILED)
+
+
 app.command(name="sync")(sync_command)
 
 model_app = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
@@ -473,6 +542,36 @@ async def _ingest(url: str, collection: str, selection: Selection, console: Cons
     async with GatewayApiClient(url) as client:
         with IngestProgress(console, len(selection.files)) as progress:
             return await ingest(client, collection, selection.files, progress.advance)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise InvalidInput("--budgets", f"is {text!r}", "write shares from 0 to 1, like 0.1,0.2")
+    return shares
+
+
+async def _quality(
+    url: str,
+    questions: Sequence[str] | None,
+    count: int,
+    seed: int,
+    options: Measurement,
+    console: Console,
+) -> tuple[QualityReport, dict[str, Any]]:
+    async with GatewayApiClient(url) as client:
+        if questions is None:
+            questions = await sample_questions(client, options.collection, count, seed)
+        with console.status("measuring") as status:
+
+            def tell(done: int, total: int) -> None:
+                status.update(f"measuring {len(questions)} questions: request {done} of {total}")
+
+            report = await measure(client, questions, options, tell)
+        return report, await client.put_quality_report(report.to_json())
 
 
 async def _ask(

@@ -95,6 +95,32 @@ class GatewayApiClient:
         """Return the content of the cache store and its hit rate."""
         return await self._call("GET", "/v1/cache")
 
+    async def list_documents(self, collection: str, limit: int) -> list[dict[str, Any]]:
+        """Return the first documents of a collection, without their text."""
+        path = f"/v1/documents?collection={quote(collection, safe='')}&limit={limit}"
+        return list((await self._call("GET", path))["data"])
+
+    async def get_document(self, collection: str, document_id: str) -> dict[str, Any]:
+        """Return a document with its text."""
+        path = f"/v1/documents/{quote(document_id, safe='')}"
+        return await self._call("GET", f"{path}?collection={quote(collection, safe='')}")
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a chat completion in one piece."""
+        return await self._call("POST", "/v1/chat/completions", body)
+
+    async def quality(self) -> dict[str, Any]:
+        """Return what is known of the quality of blended answers."""
+        return await self._call("GET", "/v1/quality")
+
+    async def capture(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a question's chunks stored after other chunks."""
+        return await self._call("POST", "/v1/quality/captures", body)
+
+    async def put_quality_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a quality report; return what is known of the quality then."""
+        return await self._call("PUT", "/v1/quality/report", report)
+
     async def ready_problem(self) -> str | None:
         """Return why the gateway cannot answer questions, or None if it can."""
         try:

@@ -217,3 +217,29 @@ async def test_trial_requests_of_every_mode_store_nothing(gateway: World) -> Non
     exact, off = map(plan_of, gateway.engine.requests)
     assert exact.trial
     assert {segment.action for segment in off.segments} == {Action.COMPUTE}
+
+
+async def test_a_capture_computes_a_questions_chunks_in_the_opposite_order(
+    gateway: World,
+) -> None:
+    await gateway.ask()
+    body = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
+    reply = await gateway.client.post("/v1/quality/captures", json=body)
+    assert reply.status_code == 200
+    question, captured = gateway.engine.requests
+    asked_plan, plan = plan_of(question), plan_of(captured)
+    assert plan.capture
+    assert not plan.trial
+    head, *chunks = plan.segments
+    asked_head, *asked_chunks = asked_plan.segments
+    assert head.chunk == asked_head.chunk
+    assert [c.chunk for c in chunks] == [c.chunk for c in reversed(asked_chunks)]
+    assert [c.document for c in chunks] == [c.document for c in reversed(asked_chunks)]
+    assert {c.action for c in chunks} == {Action.BLEND}
+    assert reply.json() == {"chunks": len(chunks), "tokens": len(captured["prompt"])}
+
+
+async def test_a_capture_without_documents_is_refused(gateway: World) -> None:
+    gateway.retriever.hits = []
+    body = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
+    assert (await gateway.client.post("/v1/quality/captures", json=body)).status_code == 400

@@ -8,6 +8,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from ragcache_gateway.chat.captures import Captured, capture
 from ragcache_gateway.chat.pipeline import complete, start_answer
 from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
 from ragcache_gateway.http.answer_stream import answer_events
@@ -83,6 +84,16 @@ def _quality_headers(quality: AnswerQuality | None) -> dict[str, str]:
     if quality is None:
         return {}
     return {QUALITY_HEADER: quality.verdict.value, REUSE_HEADER: quality.reuse}
+
+
+@router.post(
+    "/v1/quality/captures",
+    summary="Compute a question's chunks in another order",
+    responses=UPSTREAM_ERRORS,
+)
+async def capture_chunks(request: Request, body: ChatRequest, services: Services) -> Captured:
+    """Store the chunks of a question for a later blend, before it is measured."""
+    return await cancel_on_disconnect(request.receive, capture(services.chat, body))
 
 
 @router.get("/v1/models", summary="List the served model")

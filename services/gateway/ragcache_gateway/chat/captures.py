@@ -1,0 +1,81 @@
+"""Stores a question's chunks as if they had been computed for other questions.
+
+A quality measurement blends chunks that were computed in other prompts. This computes the chunks of
+a question in the opposite order, so that each one has another prefix than in the question.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from pydantic import BaseModel, Field
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.plan.prompt import Prompt, plan_blend
+from ragcache_core.plan.reuse_plan import document_name
+from ragcache_gateway.chat.pipeline import ChatServices, build_prompt, read_question, retrieve
+from ragcache_gateway.chat.schema import ChatRequest
+from ragcache_gateway.engines.completion import completion_body
+
+
+class Captured(BaseModel):
+    """What was computed for a measurement."""
+
+    chunks: int
+    tokens: int = Field(description="Of the chunks and the template before them.")
+
+
+async def capture(services: ChatServices, request: ChatRequest) -> Captured:
+    """Have an engine compute and store a question's chunks in the opposite order.
+
+    Raises:
+        InvalidInput: The request is refused, or nothing was found for the question.
+        Unavailable: The retriever or the engines failed.
+    """
+    async with AsyncExitStack() as stack:
+        stack.enter_context(services.idle.question())
+        question = read_question(services, request)
+        prompted = await build_prompt(services, await retrieve(services, question))
+        if not prompted.prompt.passages:
+            raise InvalidInput("messages", "find no documents", "ask about what was ingested")
+        prompt = reversed_chunks(prompted.prompt.prompt)
+        documents = [
+            document_name(request.ragcache.collection, passage.chunk.document_id)
+            for passage in reversed(prompted.prompt.passages)
+        ]
+        model = services.model
+        plan = plan_blend(
+            prompt,
+            model.space,
+            model.domain,
+            f"capture-{uuid.uuid4().hex}",
+            0.0,
+            documents,
+            prompted.search.asked_at_ms,
+        )
+        body = completion_body(
+            {"temperature": 0.0},
+            model=model.name,
+            token_ids=prompt.token_ids,
+            max_tokens=1,
+            plan=replace(plan, capture=True),
+            plan_keys=model.plan_keys,
+            cache_salt=None,
+        )
+        _, completion = await services.engines.complete(body, stack)
+        async for _ in completion.deltas():
+            pass
+    return Captured(chunks=len(documents), tokens=len(prompt.token_ids))
+
+
+def reversed_chunks(prompt: Prompt) -> Prompt:
+    """Return the prompt's head with its chunks in the opposite order, and nothing after them."""
+    token_ids = list(prompt.token_ids[: prompt.head])
+    starts = (prompt.head, *prompt.chunk_ends)
+    ends = []
+    for start, end in zip(reversed(starts[:-1]), reversed(prompt.chunk_ends), strict=True):
+        token_ids += prompt.token_ids[start:end]
+        ends.append(len(token_ids))
+    return Prompt(tuple(token_ids), prompt.head, tuple(ends), prompt.stable_head)

@@ -1,0 +1,156 @@
+"""`ragcache quality`: its questions, sums over the answers, and what it tells the platform."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_cli.commands.quality import Measurement, measure, sample_questions, summary
+from ragcache_cli.commands.sample_questions import (
+    make_questions,
+    questions_of,
+    read_questions,
+)
+from ragcache_core.errors import InvalidInput
+from ragcache_core.quality.report import MIN_QUESTIONS
+
+MARKDOWN = "# Billing\n\nIntro.\n\n## Invoices\n\nText.\n\n## Late payments ##\n\nText.\n"
+PLAIN = "The billing service runs in region north and is owned by a team. It is copied. Short."
+
+
+def test_questions_come_from_headings_and_else_from_first_sentences() -> None:
+    assert questions_of("Billing", MARKDOWN) == [
+        "What does Billing say about Invoices?",
+        "What does Billing say about Late payments?",
+    ]
+    [question] = questions_of("billing.txt", PLAIN)
+    assert "runs in region north" in question
+    assert questions_of("empty", "a\nb\n") == []
+
+
+def test_each_document_gives_a_question_before_any_gives_two() -> None:
+    documents = [("A", MARKDOWN), ("B", MARKDOWN.replace("Billing", "B")), ("C", PLAIN)]
+    made = make_questions(documents, 3, seed=1)
+    assert [any(f"does {name} " in one or f"from {name}" in one for one in made) for name in "ABC"]
+    assert len(make_questions(documents, 100, seed=1)) == 6
+    assert made == make_questions(documents, 3, seed=1)
+
+
+def test_a_file_has_one_question_a_line_as_text_or_json(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('Who owns it?\n\n{"question": "Where?", "answer": "north"}\n')
+    assert read_questions(path) == ["Who owns it?", "Where?"]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", '{"question": 1}\n', "{bad\n", "x" * 3000])
+def test_a_file_without_questions_is_a_mistake_that_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match="--questions"):
+        read_questions(path)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_questions(tmp_path / "nowhere.txt")
+
+
+class FakeGateway:
+    """Answers like a gateway: a blend with less than 10 % recomputed gives another answer."""
+
+    def __init__(self, *, precompute: bool = False, blended_tokens: int = 80) -> None:
+        self.state: dict[str, Any] = {
+            "model": "m",
+            "space": "s",
+            "template": "t",
+            "reuse": "blend",
+            "precompute": precompute,
+            "wanted_quality": None,
+            "max_recompute_share": 0.2,
+        }
+        self.blended_tokens = blended_tokens
+        self.captured: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+
+    async def quality(self) -> dict[str, Any]:
+        return self.state
+
+    async def list_documents(self, collection: str, limit: int) -> list[dict[str, Any]]:
+        return [{"id": "a.md"}]
+
+    async def get_document(self, collection: str, document_id: str) -> dict[str, Any]:
+        return {"title": "Billing", "text": MARKDOWN}
+
+    async def capture(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert not self.asked
+        self.captured.append(body)
+        return {}
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(body)
+        options = body["ragcache"]
+        is_blend = options["reuse"] == "blend"
+        is_worse = is_blend and options["max_recompute_share"] < 0.1
+        return {
+            "choices": [{"message": {"content": "one two four" if is_worse else "one two three"}}],
+            "ragcache": {
+                "cache": {
+                    "prompt_tokens": 100,
+                    "blended_tokens": self.blended_tokens if is_blend else 0,
+                    "recomputed_tokens": 8,
+                },
+                "first_token_logprobs": {"1": -0.2 if is_worse else -0.1},
+            },
+        }
+
+
+OPTIONS = Measurement("default", (0.05, 0.1), None, 4, 32)
+
+
+async def measured(gateway: Any, count: int = MIN_QUESTIONS) -> tuple[Any, list[tuple[int, int]]]:
+    told: list[tuple[int, int]] = []
+    questions = [f"Question {number}?" for number in range(count)]
+    report = await measure(gateway, questions, OPTIONS, lambda *now: told.append(now))
+    return report, told
+
+
+async def test_every_question_is_answered_in_full_and_with_each_share() -> None:
+    gateway = FakeGateway()
+    report, told = await measured(gateway)
+    assert len(gateway.captured) == MIN_QUESTIONS
+    assert len(gateway.asked) == 3 * MIN_QUESTIONS
+    assert all(body["ragcache"]["trial"] for body in gateway.asked)
+    assert {body["temperature"] for body in gateway.asked} == {0}
+    assert told[-1] == (4 * MIN_QUESTIONS, 4 * MIN_QUESTIONS)
+    worse, good = report.budgets
+    assert (worse.recompute_share, good.recompute_share) == (0.05, 0.1)
+    assert worse.rouge_l == pytest.approx(2 / 3)
+    assert (worse.same_answers, good.same_answers, good.rouge_l) == (0.0, 1.0, 1.0)
+    assert worse.first_token_kl > good.first_token_kl == 0
+    assert (good.recomputed_share, good.blended_share) == (0.1, 0.8)
+    assert (report.space, report.template, report.capture) == ("s", "t", "on demand")
+    assert "10%" in summary(report, 0.2, "passed")
+    assert report.least_share(report.wanted_quality, 0.2) == 0.1
+
+
+async def test_chunks_that_the_platform_computes_ahead_are_measured_as_they_are() -> None:
+    gateway = FakeGateway(precompute=True)
+    report, _ = await measured(gateway)
+    assert (gateway.captured, report.capture) == ([], "ahead")
+
+
+async def test_questions_that_are_not_blended_do_not_count() -> None:
+    report, _ = await measured(FakeGateway(blended_tokens=0))
+    assert [one.num_questions for one in report.budgets] == [0, 0]
+    assert summary(report, 0.2, "unverified").startswith("unverified: only 0 questions")
+
+
+async def test_without_a_file_questions_come_from_the_collection() -> None:
+    gateway: Any = FakeGateway()
+    assert len(await sample_questions(gateway, "default", 20, 0)) == 2
+    gateway.get_document = _empty_document
+    with pytest.raises(InvalidInput, match="--questions"):
+        await sample_questions(gateway, "default", 20, 0)
+
+
+async def _empty_document(collection: str, document_id: str) -> dict[str, Any]:
+    return {"title": "Empty", "text": "-"}
