@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ragcache_operator.status.gateway_client import StoreUsage
+from ragcache_operator.status.gateway_client import BlendQuality, StoreUsage
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class ReconcileState:
     api_failures: int = 0
     rejections: int = 0
     store_usage: StoreUsage | None = None
+    blend_quality: BlendQuality | None = None
     next_usage_s: float = 0.0
     next_signing_key_s: float = 0.0
     reported: frozenset[str] = frozenset()

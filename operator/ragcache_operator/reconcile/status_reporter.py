@@ -20,8 +20,10 @@ from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import is_ready
 from ragcache_operator.status.conditions import (
     Acceptance,
+    BlendVerification,
     Condition,
     SelfTest,
+    blend_verification,
     current_test,
     events_for,
     is_test_due,
@@ -78,7 +80,13 @@ class StatusReporter:
 
         async def write(test: SelfTest) -> None:
             conditions = make_conditions(
-                components, test, generation, _conditions(body), _now(), accepted
+                components,
+                test,
+                generation,
+                _conditions(body),
+                _now(),
+                accepted,
+                _blend_verification(cache, state, _conditions(body)),
             )
             status = accepted_status(
                 cache,
@@ -104,7 +112,7 @@ class StatusReporter:
             if not test.passed or test.generation != generation:
                 waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            await self._refresh_store_usage(url, state)
+            await self._refresh_usage(url, state)
             waits_s.append(USAGE_POLL_S)
         await write(test)
         return min(waits_s, default=None)
@@ -120,10 +128,12 @@ class StatusReporter:
         state.test_failures += 1
         return SelfTest(False, "SelfTestFailed", result.message, generation)
 
-    async def _refresh_store_usage(self, url: str, state: ReconcileState) -> None:
+    async def _refresh_usage(self, url: str, state: ReconcileState) -> None:
         if time.monotonic() >= state.next_usage_s:
             state.next_usage_s = time.monotonic() + USAGE_POLL_S
             state.store_usage = await self._gateway_client.store_usage(url) or state.store_usage
+            quality = await self._gateway_client.blend_quality(url)
+            state.blend_quality = quality or state.blend_quality
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
         """Return the startup progress of pods that run but are not ready, by pod name.
@@ -170,6 +180,17 @@ def health_address(pod: Object) -> str | None:
                 host = f"[{status['podIP']}]" if ":" in status["podIP"] else status["podIP"]
                 return f"{host}:{port['containerPort']}"
     return None
+
+
+def _blend_verification(
+    cache: RagCache, state: ReconcileState, before: Sequence[Condition]
+) -> BlendVerification | None:
+    if cache.spec.reuse.mode != "blend":
+        return None
+    found = state.blend_quality
+    has_target = cache.spec.reuse.quality is not None
+    verdict = None if found is None else found.verdict
+    return blend_verification(verdict, before, has_target=has_target)
 
 
 def _conditions(body: Object) -> Sequence[Condition]:

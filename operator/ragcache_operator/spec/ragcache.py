@@ -380,13 +380,16 @@ class ReuseSpec(ManifestModel):
     computation. It also limits requests that ask for blend."""
     quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     """Minimum average quality of blended answers, like 0.95, as ROUGE-L F1 against full
-    computations. When idle, the gateway replays recent questions in full and with several recompute
-    shares. After eight replays it uses the smallest share that reaches this quality, up to
-    maxRecomputeShare. If no share does, it uses exact reuse. Before that it blends as if quality
-    were unset. Setting or removing this field restarts the engines."""
+    computations. Nothing is blended until a measurement of this model passes: either a report of
+    "ragcache quality", or the gateway's own trials. When idle, it replays recent questions in full
+    and with several recompute shares. After eight replays it uses the smallest share that reaches
+    this quality, up to maxRecomputeShare. If no share does, it uses exact reuse. Without this
+    field, blends are allowed, and the condition BlendVerified and a header of each blended answer
+    say whether a report has passed. Setting or removing this field restarts the engines."""
     precompute: bool = False
     """Whether engines compute KV ahead of requests when the gateway is idle, at the lowest
-    priority. With blend they compute the chunks of each new document. In both modes they compute
+    priority. With blend they compute the chunks of each new document, the most central ones first,
+    each after other chunks. In both modes they compute
     chunks that requests recomputed repeatedly and the store lacks. With exact, these are chunks of
     the document at the start of the prompt. A change restarts the engines."""
 

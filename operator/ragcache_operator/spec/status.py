@@ -94,7 +94,8 @@ class RagCacheStatus(ManifestModel):
     Accepted tells why."""
     conditions: Conditions = ()
     """The conditions Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady,
-    SelfTestPassed and Ready."""
+    SelfTestPassed and Ready. With spec.reuse.mode blend also BlendVerified, which tells whether a
+    quality measurement of this model has passed."""
     progress: str | None = None
     """What the operator waits for, like "engine: loading the model". It is unset when nothing is
     in progress."""

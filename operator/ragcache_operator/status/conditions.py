@@ -15,6 +15,7 @@ Truth = Literal["True", "False", "Unknown"]
 READY = "Ready"
 ACCEPTED = "Accepted"
 SELF_TEST = "SelfTestPassed"
+BLEND_VERIFIED = "BlendVerified"
 CONDITION_OF = {
     "cachestore": "CacheStoreReady",
     "retriever": "RetrieverReady",
@@ -51,6 +52,42 @@ class Acceptance:
 VALID = Acceptance("True", "Valid", "the spec is valid")
 
 
+@dataclass(frozen=True, slots=True)
+class BlendVerification:
+    """Whether a measurement says that blended answers are good enough."""
+
+    truth: Truth
+    reason: str
+    message: str
+
+
+def blend_verification(
+    verdict: str | None, before: Sequence[Condition], *, has_target: bool
+) -> BlendVerification:
+    """Return what a gateway's verdict means for a RagCache that blends.
+
+    Args:
+        verdict: unverified, passed or failed; None if the gateway has not been asked yet.
+        before: Its conditions so far.
+        has_target: Whether questions are reused exactly until the verdict is passed.
+    """
+    effect = "questions are reused exactly" if has_target else "answers are blended all the same"
+    match verdict:
+        case "passed":
+            message = "a measurement of this model reached the wanted quality"
+            return BlendVerification("True", "MeasurementPassed", message)
+        case "failed":
+            message = f"a measurement of this model missed the wanted quality; {effect}"
+            return BlendVerification("False", "MeasurementFailed", message)
+        case "unverified":
+            message = f"nothing was measured with this model; {effect}; run `ragcache quality`"
+            return BlendVerification("False", "NotMeasured", message)
+    known = find(before, BLEND_VERIFIED)
+    if known is not None:
+        return BlendVerification(known["status"], known["reason"], known["message"])
+    return BlendVerification("Unknown", "Waiting", "waiting for the gateway")
+
+
 def make_conditions(
     components: Sequence[ComponentState],
     test: SelfTest,
@@ -58,12 +95,14 @@ def make_conditions(
     before: Sequence[Condition],
     now: str,
     accepted: Acceptance = VALID,
+    blend: BlendVerification | None = None,
 ) -> list[Condition]:
     """Return the conditions of an accepted RagCache.
 
     Args:
         before: Its conditions so far.
         now: The current time in RFC 3339 format.
+        blend: What is known of the quality of blends; None if it does not blend.
     """
     builder = _ConditionBuilder(generation, before, now)
     made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
@@ -74,6 +113,8 @@ def make_conditions(
     made.append(
         builder.make(SELF_TEST, tested, test.reason, test.message, generation=test.generation)
     )
+    if blend is not None:
+        made.append(builder.make(BLEND_VERIFIED, blend.truth, blend.reason, blend.message))
     waiting = next((state for state in components if not state.available), None)
     if waiting is not None:
         made.append(builder.make(READY, "False", waiting.reason, _named(waiting)))
@@ -195,7 +236,7 @@ _WARNINGS = frozenset(
     {
         *("ImagePullFailed", "ConfigError", "CrashLooping", "OutOfMemory", "Unschedulable"),
         *("PodsRefused", "Invalid", "ApplyFailed", "ObjectTaken", "SelfTestFailed"),
-        "NotServed",
+        *("NotServed", "NotMeasured", "MeasurementFailed"),
     }
 )
 """Reasons that need a user's action. The others resolve without one."""

@@ -43,6 +43,16 @@ class StoreUsage:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlendQuality:
+    """What the gateway knows of the quality of blends.
+
+    ``verdict`` is unverified, passed or failed.
+    """
+
+    verdict: str
+
+
 class GatewayClient:
     """Client of the gateways of all platforms, by base URL."""
 
@@ -89,6 +99,14 @@ class GatewayClient:
         try:
             usage = await self._json("GET", f"{url}/v1/cache")
             return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]))
+        except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def blend_quality(self, url: str) -> BlendQuality | None:
+        """Return what is known of blends, or None if the gateway does not answer."""
+        try:
+            state = await self._json("GET", f"{url}/v1/quality")
+            return BlendQuality(str(state["verdict"]))
         except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
             return None
 

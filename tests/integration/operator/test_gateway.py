@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ragcache_operator.status.gateway_client import SELF_TEST_COLLECTION, GatewayClient, StoreUsage
+from ragcache_operator.status.gateway_client import (
+    SELF_TEST_COLLECTION,
+    BlendQuality,
+    GatewayClient,
+    StoreUsage,
+)
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 
@@ -34,6 +39,8 @@ class Gateway:
                 return web.json_response(self.answer, status=self.status)
             case "/v1/cache":
                 return web.json_response({"hit_rate": 0.5, "disk_bytes": 7})
+            case "/v1/quality":
+                return web.json_response({"verdict": "failed"})
             case "/readyz":
                 return web.json_response({"progress": "indexing 1 of 2"}, status=503)
             case "/endless/v1/cache" | "/endless/readyz":
@@ -130,3 +137,8 @@ async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayCli
             await gateways.startup_progress(f"{gateway.url.removeprefix('http://')}/endless")
             is None
         )
+
+
+async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: GatewayClient) -> None:
+    assert await gateways.blend_quality(gateway.url) == BlendQuality("failed")
+    assert await gateways.blend_quality("http://127.0.0.1:1") is None

@@ -19,10 +19,12 @@ from ragcache_operator.status.component import (
     workload_state,
 )
 from ragcache_operator.status.conditions import (
+    BLEND_VERIFIED,
     CONDITION_OF,
     NOT_TESTED,
     Acceptance,
     SelfTest,
+    blend_verification,
     current_test,
     events_for,
     find,
@@ -323,3 +325,44 @@ def test_a_rejected_spec_keeps_the_component_conditions() -> None:
         assert condition is not None
         assert (condition["status"], condition["reason"]) == ("False", "Invalid")
         assert condition["observedGeneration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status", "reason"),
+    [
+        ("passed", "True", "MeasurementPassed"),
+        ("failed", "False", "MeasurementFailed"),
+        ("unverified", "False", "NotMeasured"),
+        (None, "Unknown", "Waiting"),
+    ],
+)
+def test_a_blend_without_a_passing_measurement_warns(
+    verdict: str | None, status: str, reason: str
+) -> None:
+    blend = blend_verification(verdict, (), has_target=False)
+    made = make_conditions(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    found = find(made, BLEND_VERIFIED)
+    assert found is not None
+    assert (found["status"], found["reason"]) == (status, reason)
+    # It does not make the platform unready.
+    assert phase_of(made, all_ready(), 1) == "Ready"
+    warned = [event.reason for event in events_for((), made) if event.kind == "Warning"]
+    assert warned == ([reason] if status == "False" else [])
+
+
+def test_the_warning_tells_what_happens_to_questions() -> None:
+    refused = blend_verification("unverified", (), has_target=True)
+    allowed = blend_verification("unverified", (), has_target=False)
+    assert "reused exactly" in refused.message
+    assert "ragcache quality" in refused.message
+    assert "blended all the same" in allowed.message
+
+
+def test_after_a_restart_of_the_operator_the_last_verdict_stays() -> None:
+    blend = blend_verification("passed", (), has_target=True)
+    before = make_conditions(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    assert blend_verification(None, before, has_target=True) == blend
+
+
+def test_without_blends_there_is_no_such_condition() -> None:
+    assert find(make_conditions(all_ready(), PASSED, 1, (), NOW), BLEND_VERIFIED) is None
