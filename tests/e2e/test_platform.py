@@ -151,6 +151,32 @@ def test_blend_reuses_chunks_after_other_chunks(platform: Platform) -> None:
     assert recomputed > 0
 
 
+def test_a_quality_report_is_measured_and_judges_later_blends(
+    platform: Platform, tmp_path: Path
+) -> None:
+    question = platform.singles()[0].text
+    before = platform.post(question, reuse="blend")
+    assert before.headers["X-RagCache-Quality"] == "unverified"
+    questions = tmp_path / "questions.jsonl"
+    asked = sample_questions(platform.handbook, 40, "held_out")[-12:]
+    questions.write_text("".join(json.dumps({"question": one.text}) + "\n" for one in asked))
+    options = ("--questions", str(questions), "--top-k", "6", "--budgets", "0.1,0.2")
+    said = platform.ragcache("quality", *options, "--max-tokens", "12", "--wanted", "0.5", "--json")
+    report = json.loads(said)
+    assert report["verdict"] == "passed"
+    assert [one["recompute_share"] for one in report["budgets"]] == [0.1, 0.2]
+    for one in report["budgets"]:
+        assert one["num_questions"] >= 8
+        assert one["first_token_kl"] is not None
+        assert one["recomputed_share"] <= one["recompute_share"] + 0.2  # and missing chunks
+    after = platform.post(question, reuse="blend")
+    assert after.headers["X-RagCache-Quality"] == "passed"
+    assert after.headers["X-RagCache-Reuse"] == "blend"
+    # The retriever keeps the report.
+    state = httpx.get(f"{platform.url}/v1/quality", timeout=30).json()
+    assert state["report"]["budgets"] == report["budgets"]
+
+
 def test_a_second_ingest_changes_nothing(platform: Platform) -> None:
     said = platform.ragcache("ingest", str(platform.pages))
     assert f"0 written, {DOCUMENTS} unchanged, 0 skipped" in said

@@ -19,6 +19,7 @@ from bench.support.processes import CacheStore, Engine, running_cachestore, runn
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
+from ragcache_gateway.background import precompute
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
@@ -75,6 +76,12 @@ async def site(running: tuple[CacheStore, Engine]) -> AsyncGenerator[Site, None]
     settings: dict[str, Any] = {"timeout": 120, "trust_env": False}
     async with httpx.AsyncClient(base_url=engine.url, **settings) as client:
         yield Site(store, engine, client)
+
+
+@pytest.fixture(autouse=True)
+def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute a document at once, without a wait for others."""
+    monkeypatch.setattr(precompute, "LINGER_S", 0.0)
 
 
 @pytest.fixture
