@@ -1,8 +1,9 @@
 """Replays an access sequence against plain vLLM, LMCache and our engines, on a real model.
 
 Contestants: ``plain`` is vLLM with its prefix cache and without a connector. ``plain_again`` is a
-second one, and gives the noise floor. ``lmcache`` has LMCache's multi-process connector; without
-LMCache it is skipped. ``exact`` and ``blend`` have our connector. ``exact_ahead`` and
+second one, and gives the noise floor. With ``--one-plain-engine`` (and ``--quick``) it is a second
+namespace in the prefix cache of the first. ``lmcache`` has LMCache's multi-process connector;
+without LMCache it is skipped. ``exact`` and ``blend`` have our connector. ``exact_ahead`` and
 ``blend_ahead`` also have all passages of the sequence computed before it, several in one prompt.
 
 All engines are up at once, with KV caches of the same size. In each block of requests every
@@ -258,6 +259,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         arguments.kv_cache_gib,
         arguments.recompute_share,
         arguments.answer_tokens,
+        arguments.one_plain_engine,
     )
     with running_contestants(folder, arguments.contestants, setup) as (contestants, skipped):
         for name, reason in skipped.items():
@@ -301,6 +303,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--warm-up-gap", type=float, default=0.05)
     option("--open-loop", type=float, help="arrivals at this share of capacity, for example 0.7")
     option("--contestants", nargs="+", choices=ALL, default=[PLAIN, PLAIN_AGAIN, EXACT, BLEND])
+    option("--one-plain-engine", action="store_true", help="for both plain contestants")
     option("--recompute-share", type=float, default=0.15)
     option("--answer-tokens", type=int, default=4)
     option("--max-prompt", type=int, default=7600, help="longest prompt in tokens")
@@ -312,6 +315,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--contestants needs plain, which the others are compared with")
     if arguments.quick:
         arguments.warm_up, arguments.requests, arguments.block = 20, 32, 8
+        arguments.one_plain_engine = True
     return arguments
 
 

@@ -69,6 +69,8 @@ class Setup:
         kv_cache_gib: Size of each engine's own KV cache.
         recompute_share: Of ``blend``.
         answer_tokens: Tokens generated for each request.
+        one_plain_engine: Whether the plain contestants share an engine and its KV cache, with a
+            namespace each. It saves an engine's start.
     """
 
     model: Path
@@ -77,6 +79,7 @@ class Setup:
     kv_cache_gib: int
     recompute_share: float
     answer_tokens: int
+    one_plain_engine: bool = False
 
 
 def _new_client() -> httpx.Client:
@@ -87,12 +90,20 @@ def _new_client() -> httpx.Client:
 
 @dataclass(slots=True)
 class SequenceContestant:
-    """One engine and what it was measured at. cpu_s: of its turns, background work included."""
+    """One engine and what it was measured at.
+
+    Attributes:
+        store: The engine's cache store, for our connector.
+        cache_salt: Namespace in vLLM's prefix cache, for an engine with two contestants.
+        measured: By index of the request.
+        cpu_s: CPU time of its turns, background work included.
+    """
 
     name: str
     setup: Setup
     engine: Engine
     store: CacheStore | None = None
+    cache_salt: str | None = None
     measured: dict[int, Measured] = field(default_factory=dict)
     cpu_s: float = 0.0
     _client: httpx.Client = field(default_factory=_new_client)
@@ -112,6 +123,7 @@ class SequenceContestant:
             token_ids,
             max_tokens=max_tokens,
             plan=plan.to_json() if plan else None,
+            cache_salt=self.cache_salt,
             usage=True,
             client=self._client,
         )
@@ -263,6 +275,8 @@ def running_contestants(
     }
     with contextlib.ExitStack() as stack:
         for name in names:
+            if name == PLAIN_AGAIN and setup.one_plain_engine:
+                continue
             try:
                 contestant = _launch(folder / name, name, setup, usual, stack)
             except Absent as absent:
@@ -273,6 +287,11 @@ def running_contestants(
             if contestant.store is not None:
                 wait_for_cachestore(contestant.store)
             wait_for_engine(contestant.engine)
+        if PLAIN_AGAIN in names and setup.one_plain_engine:
+            shared = contestants[PLAIN].engine
+            contestants[PLAIN_AGAIN] = SequenceContestant(
+                PLAIN_AGAIN, setup, shared, cache_salt=PLAIN_AGAIN
+            )
         yield contestants, skipped
 
 

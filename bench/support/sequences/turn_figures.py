@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
 from ragcache_wire.v1 import engine_pb2
 
@@ -24,7 +25,8 @@ class Measured:
         prompt_tokens: Length of the prompt.
         cached_tokens: Prompt tokens that vLLM reports as cached, loaded ones included.
         answer_s: Time to the end of the answer.
-        record: Numeric fields of the engine's record by name. Empty without our connector.
+        record: Numeric fields of the engine's record by name; those of the prediction begin with
+            ``predicted_``. Empty without our connector.
         miss: The record's reason why no more was loaded.
     """
 
@@ -41,11 +43,10 @@ class Measured:
 
     def with_record(self, record: engine_pb2.RequestRecord) -> Measured:
         """Return the same with the engine's record."""
-        values = {
-            known.name: getattr(record, known.name)
-            for known in record.DESCRIPTOR.fields
-            if isinstance(getattr(record, known.name), int | float)
-        }
+        values = _numbers(record)
+        if record.HasField("predicted"):
+            predicted = _numbers(record.predicted)
+            values |= {f"{_PREDICTED}{name}": seconds for name, seconds in predicted.items()}
         return replace(self, record=values, miss=record.miss)
 
     @property
@@ -84,26 +85,42 @@ class Measured:
     def seconds_by_stage(self) -> dict[str, float]:
         """Return the time to first token by stage. ``server`` is what the engine has no record of.
 
-        Without a record all of it is ``server``. ``load`` excludes ``recompute``.
+        ``queue`` includes the lookup. Without a record all of it is ``server``.
         """
-        record = self.record
+        queue_s, load_s, recompute_s, select_s, prefill_s = (
+            self.record.get(f"{stage}_s", 0.0)
+            for stage in ("queue", "load", "recompute", "select", "prefill")
+        )
         stages = {
-            "queue": record.get("queue_s", 0.0),
-            "lookup": record.get("lookup_s", 0.0),
-            "load": record.get("load_s", 0.0) - record.get("recompute_s", 0.0),
-            "recompute": record.get("recompute_s", 0.0),
-            "prefill": record.get("prefill_s", 0.0),
+            "queue": queue_s,
+            "load": load_s - recompute_s,
+            "select": select_s,
+            "recompute": recompute_s - select_s,
+            "prefill": prefill_s,
         }
         return stages | {"server": self.ttft_s - sum(stages.values())}
 
-    def prediction_errors_s(self) -> dict[str, float]:
-        """Return measured less predicted seconds by stage, where the record has both."""
-        return {
-            stage: self.record[stage] - predicted_s
-            for name, predicted_s in self.record.items()
-            if name.startswith(_PREDICTED)
-            and (stage := name.removeprefix(_PREDICTED)) in self.record
+    def predictions_s(self) -> dict[str, tuple[float, float]]:
+        """Return predicted and measured seconds by stage, where the record has a prediction."""
+        stages = self.seconds_by_stage()
+        measured = {
+            "load": stages["load"],
+            "select": stages["select"],
+            "passes": stages["recompute"] + stages["prefill"],
         }
+        return {
+            stage: (self.record[name], seconds)
+            for stage, seconds in measured.items()
+            if (name := f"{_PREDICTED}{stage}_s") in self.record
+        }
+
+
+def _numbers(message: Message) -> dict[str, float]:
+    return {
+        known.name: value
+        for known in message.DESCRIPTOR.fields
+        if isinstance(value := getattr(message, known.name), int | float)
+    }
 
 
 def contestant_figures(measured: Sequence[Measured], cpu_s: float) -> dict[str, Any]:
@@ -130,6 +147,7 @@ def contestant_figures(measured: Sequence[Measured], cpu_s: float) -> dict[str, 
         "blended_requests": sum(one.blended for one in measured),
         "misses": _counts(one.miss for one in measured),
         "blended": _blended_figures([one for one in measured if one.blended]),
+        "computed": _computed_figures([one for one in measured if not one.blended]),
         "prediction_error_ms": prediction_error_ms(measured),
     }
 
@@ -144,6 +162,7 @@ def _blended_figures(blended: Sequence[Measured]) -> dict[str, Any]:
         "mean_ms_by_stage": stages,
         "share_by_stage": {name: round(ms / 1e3 / mean_s, 3) for name, ms in stages.items()},
         "tokens_by_origin": _sums((one.tokens_by_origin() for one in blended), 0),
+        "prediction_error_ms": prediction_error_ms(blended),
         "recomputed_share": round(
             sum(one.record["recomputed_tokens"] for one in blended)
             / sum(one.record["blended_tokens"] for one in blended),
@@ -152,19 +171,32 @@ def _blended_figures(blended: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def prediction_error_ms(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Return bias and mean absolute error of the engine's predictions, by stage."""
-    errors: defaultdict[str, list[float]] = defaultdict(list)
-    for one in measured:
-        for stage, error_s in one.prediction_errors_s().items():
-            errors[stage].append(error_s * 1e3)
+def _computed_figures(computed: Sequence[Measured]) -> dict[str, Any]:
+    tokens = sum(one.computed_tokens for one in computed)
+    if not tokens:
+        return {}
     return {
-        stage: {
-            "bias": round(statistics.fmean(found), 1),
-            "mean_absolute": round(statistics.fmean(map(abs, found)), 1),
-        }
-        for stage, found in errors.items()
+        "requests": len(computed),
+        "ttft_mean_s": round(statistics.fmean(one.ttft_s for one in computed), 4),
+        "ttft_ms_per_token": round(sum(one.ttft_s for one in computed) * 1e3 / tokens, 3),
     }
+
+
+def prediction_error_ms(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    """Return the errors of the engine's predictions by stage: measured less predicted."""
+    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in measured:
+        for stage, times in one.predictions_s().items():
+            found[stage].append(times)
+    errors = {}
+    for stage, pairs in found.items():
+        predicted, took = np.array(pairs).T * 1e3
+        errors[stage] = {
+            "predicted_mean": round(float(predicted.mean()), 1),
+            "bias": round(float((took - predicted).mean()), 1),
+            "mean_absolute": round(float(np.abs(took - predicted).mean()), 1),
+        }
+    return errors
 
 
 def _sums(rows: Iterable[Mapping[str, float]], digits: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ RECORD = engine_pb2.RequestRecord(
     queue_s=0.01,
     load_s=0.05,
     recompute_s=0.03,
+    select_s=0.005,
     prefill_s=0.02,
     prompt_tokens=1000,
     local_tokens=200,
@@ -19,6 +20,7 @@ RECORD = engine_pb2.RequestRecord(
     blended_tokens=600,
     recomputed_tokens=90,
     miss="",
+    predicted=engine_pb2.PredictedTime(load_s=0.01, select_s=0.005, passes_s=0.05),
 )
 BLENDED = Measured(0.12, 1000, 900).with_record(RECORD)
 
@@ -41,6 +43,8 @@ def test_without_a_record_vllm_tells_what_was_cached() -> None:
 def test_stages_add_up_to_the_time_to_first_token() -> None:
     stages = BLENDED.seconds_by_stage()
     assert stages["load"] == pytest.approx(0.02)
+    assert stages["select"] == pytest.approx(0.005)
+    assert stages["recompute"] == pytest.approx(0.025)
     assert stages["server"] == pytest.approx(0.04)
     assert sum(stages.values()) == pytest.approx(0.12)
 
@@ -49,9 +53,20 @@ def test_a_wait_before_the_request_counts() -> None:
     assert Measured(1.0, 100, 0, 2.0).delayed(0.5) == Measured(1.5, 100, 0, 2.5)
 
 
-def test_predictions_in_a_record_are_compared_with_their_stage() -> None:
-    measured = Measured(0.1, 10, 0, record={"load_s": 0.05, "predicted_load_s": 0.03})
-    assert measured.prediction_errors_s() == {"load_s": pytest.approx(0.02)}
+def test_predictions_are_compared_with_what_their_stages_took() -> None:
+    assert BLENDED.predictions_s() == {
+        "load": (0.01, pytest.approx(0.02)),
+        "select": (0.005, pytest.approx(0.005)),
+        "passes": (0.05, pytest.approx(0.045)),
+    }
+    error = contestant_figures([BLENDED], cpu_s=0)["prediction_error_ms"]
+    assert error["load"] == {"predicted_mean": 10.0, "bias": 10.0, "mean_absolute": 10.0}
+    assert error["passes"]["bias"] == -5.0
+
+
+def test_without_a_prediction_nothing_is_compared() -> None:
+    record = engine_pb2.RequestRecord(prefill_s=0.3)
+    assert Measured(0.4, 10, 0).with_record(record).predictions_s() == {}
 
 
 def test_figures_of_a_contestant() -> None:
@@ -63,6 +78,7 @@ def test_figures_of_a_contestant() -> None:
     assert found["blended_requests"] == 1
     assert found["misses"] == {"none": 1, "not stored": 1}
     assert found["blended"]["recomputed_share"] == 0.15
+    assert found["computed"] == {"requests": 1, "ttft_mean_s": 0.4, "ttft_ms_per_token": 0.4}
     assert found["tokens_by_origin"]["computed"] == 1100
     assert found["cpu_s_per_request"] == 1.5
     assert found["loaded_bytes"] == 4096
