@@ -54,6 +54,9 @@ from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
 MAX_LENGTH = 4096
 CHUNK_WORDS = 150
 CHUNKS_PER_DOCUMENT = 8
+DOCUMENT_TOKENS = 1250
+"""About as many tokens as a document has."""
+
 PLAIN_TOKENS = 2048
 """Length of a plain prefill: that of a sequence."""
 
@@ -261,10 +264,9 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
         in_slices.append(rates[1])
     plain.append(await plain_rate(site, options.documents // 2))
     plain_mean = statistics.harmonic_mean(plain)
+    ahead_mean = statistics.harmonic_mean(ahead)
     result: dict[str, Any] = {
-        "precompute_tokens_over_prefill_rate": round(
-            statistics.harmonic_mean(ahead) / plain_mean, 3
-        ),
+        "precompute_tokens_over_prefill_rate": round(ahead_mean / plain_mean, 3),
         "over_prefill_rate_in_slices": round(statistics.harmonic_mean(in_slices) / plain_mean, 3),
         "prefill_tokens_per_s": [round(rate) for rate in plain],
         "precompute_tokens_per_s": [round(rate) for rate in ahead],
@@ -273,7 +275,8 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
         gaps_s = draw_gaps(site.rng, arrivals, options.questions, options.gap_s)
         idle = await question_ttfts(site, gaps_s)
         before = await site.counters()
-        await write_documents(site, 1 + int(sum(gaps_s) * plain_mean / (8 * 200)))
+        seconds = sum(gaps_s) + sum(idle)
+        await write_documents(site, 1 + int(1.5 * seconds * ahead_mean / DOCUMENT_TOKENS))
         began = time.monotonic()
         busy = await question_ttfts(site, gaps_s)
         seconds = time.monotonic() - began
@@ -322,7 +325,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--documents", type=int, help="per round")
     parser.add_argument("--questions", type=int)
-    parser.add_argument("--gap-s", type=float, default=1.0, help="mean time between questions")
+    parser.add_argument("--gap-s", type=float, default=0.8, help="mean time between questions")
     parser.add_argument("--arrivals", nargs="*", choices=("poisson", "regular"))
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-MAX_GAPS = 64
+MAX_GAPS = 32
 """Number of most recent gaps that count."""
 
 DELAY_SHARE = 0.1

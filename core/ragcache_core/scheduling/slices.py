@@ -19,6 +19,9 @@ tokens on a CPU and of 16 on most devices. A slice that ends inside a block comp
 SHORT_S = 0.02
 """A slice of at most this time may be longer than the rate requires."""
 
+MAX_REST_SHARE = 0.5
+"""The last slice may be longer than the others by this share."""
+
 MAX_SLOWDOWN = 1.2
 """Most time per token of a slice, as a multiple of the best time per token of any pass."""
 
@@ -49,15 +52,17 @@ def slice_tokens(profile: PrefillProfile, request_s: float, cached: int = 0) -> 
 def slice_ends(first: int, end: int, num_tokens: int) -> list[int]:
     """Return the end positions of the slices of prompt tokens [first, end), ascending.
 
+    A short rest joins the slice before it: as a slice of its own it would cost almost as much.
+
     Args:
         first: Position from which the prompt is computed.
-        num_tokens: Most tokens of a slice, at least 1. Slices shorter than ALIGNMENT_TOKENS are not
+        num_tokens: Tokens of a slice, at least 1. Slices shorter than ALIGNMENT_TOKENS are not
             aligned.
     """
     unit = ALIGNMENT_TOKENS if num_tokens >= ALIGNMENT_TOKENS else 1
     ends = []
     position = first
-    while position < end:
-        position = min(end, (position + num_tokens) // unit * unit)
+    while end - position > (1 + MAX_REST_SHARE) * num_tokens:
+        position = (position + num_tokens) // unit * unit
         ends.append(position)
-    return ends
+    return [*ends, end] if first < end else []

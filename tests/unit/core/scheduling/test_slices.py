@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.scheduling.slices import (
     ALIGNMENT_TOKENS,
+    MAX_REST_SHARE,
     MAX_SLOWDOWN,
     SHORT_S,
     slice_ends,
@@ -59,11 +60,15 @@ def test_a_slice_is_short_or_needed_for_the_rate(
 
 
 @given(first=st.integers(0, 5000), length=st.integers(1, 5000), tokens=st.integers(1, 3000))
-def test_slices_cover_the_prompt_and_none_is_longer_than_allowed(
+def test_slices_cover_the_prompt_and_none_is_long_or_a_short_rest(
     first: int, length: int, tokens: int
 ) -> None:
     ends = slice_ends(first, first + length, tokens)
     assert ends[-1] == first + length
-    assert all(0 < b - a <= tokens for a, b in pairwise([first, *ends]))
+    sizes = [b - a for a, b in pairwise([first, *ends])]
+    assert all(0 < size <= tokens for size in sizes[:-1])
+    assert sizes[-1] <= (1 + MAX_REST_SHARE) * tokens
+    if len(sizes) > 1:
+        assert sizes[-1] > MAX_REST_SHARE * tokens
     if tokens >= ALIGNMENT_TOKENS:
         assert all(end % ALIGNMENT_TOKENS == 0 for end in ends[:-1])
