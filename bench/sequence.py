@@ -212,7 +212,9 @@ class Replay:
             "prompt_tokens_mean": round(computed.prompt / count),
             "requests_per_s": self._requests_per_s and round(self._requests_per_s, 3),
             "settings": {
-                key: value for key, value in vars(arguments).items() if key not in ("out", "data")
+                key: value
+                for key, value in vars(arguments).items()
+                if key not in ("out", "data", "folder")
             },
         }
 
@@ -309,6 +311,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--max-prompt", type=int, default=7600, help="longest prompt in tokens")
     option("--kv-cache-gib", type=int, default=1, help="of each engine")
     option("--seed", type=int, default=1)
+    option("--folder", type=Path, help="for logs and stores; default: a temporary one")
     option("--out", type=Path, help="file for the figures after each block")
     arguments = parser.parse_args(argv)
     if PLAIN not in arguments.contestants:
@@ -322,7 +325,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(arguments, Path(folder)), default=str))
+        print(json.dumps(run(arguments, arguments.folder or Path(folder))))
 
 
 if __name__ == "__main__":

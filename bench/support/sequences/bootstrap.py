@@ -35,16 +35,24 @@ def interval(
 
 
 def mean_ratio(over: NDArray[Any], under: NDArray[Any]) -> Callable[[Indices], float]:
-    """Return the statistic mean(over) / mean(under)."""
-    return lambda indices: float(over[indices].mean() / under[indices].mean())
+    """Return the statistic mean(over) / mean(under).
+
+    Args:
+        over: Times of each request, in the last axis. A first axis has several measurements.
+        under: Times of each request.
+    """
+    return lambda indices: float(over[..., indices].mean() / under[indices].mean())
 
 
 def quantile_ratio(
     over: NDArray[Any], under: NDArray[Any], quantile: float
 ) -> Callable[[Indices], float]:
-    """Return the statistic of the quotient of both quantiles."""
+    """Return the statistic of the quotient of both quantiles. Arguments: see ``mean_ratio``.
+
+    Several measurements are pooled: their mean would have fewer slow requests than each of them.
+    """
     return lambda indices: float(
-        np.quantile(over[indices], quantile) / np.quantile(under[indices], quantile)
+        np.quantile(over[..., indices], quantile) / np.quantile(under[indices], quantile)
     )
 
 

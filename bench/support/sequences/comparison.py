@@ -29,13 +29,12 @@ def compare(
     Args:
         measured: The measured requests of each contestant, the same ones in the same order.
         plain: Name of the plain contestant.
-        plain_again: Name of the second plain contestant. If it was measured, plain is the mean of
-            both in every ratio.
+        plain_again: Name of the second plain contestant. If it was measured, every ratio has both.
         caps: The cap of contestants that have one.
     """
     times = {name: np.array([one.ttft_s for one in found]) for name, found in measured.items()}
     first, again = times[plain], times.get(plain_again)
-    reference = first if again is None else (first + again) / 2
+    reference = first if again is None else np.stack([first, again])
     count = len(first)
     everything = np.arange(count)
     figures: dict[str, Any] = {}

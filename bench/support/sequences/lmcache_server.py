@@ -23,7 +23,7 @@ def start_lmcache_server() -> Server:
     argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
     argv += ["--chunk-size", str(_CHUNK_TOKENS), "--l1-size-gb", str(_MEMORY_GB)]
     argv += ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
-    environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+    environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
     server = Server([*argv, "--disable-observability"], http, environment)
     server.port = port
     return server

@@ -21,6 +21,12 @@ def test_the_mean_ratio_pairs_requests() -> None:
     assert interval(statistic, 4) == (2, 2)  # the same requests on both sides
 
 
+def test_two_measurements_of_plain_are_pooled() -> None:
+    both = np.array([[1.0, 1.0, 1.0, 9.0], [9.0, 1.0, 1.0, 1.0]])
+    assert mean_ratio(both, np.ones(4))(ALL) == 3
+    assert quantile_ratio(both, np.ones(4), 1.0)(ALL) == 9
+
+
 def test_an_interval_contains_the_figure_and_shrinks_with_more_requests() -> None:
     rng = np.random.default_rng(1)
     widths = []
