@@ -212,10 +212,10 @@ async def run(
         faults = faults_of(same, mixed)
         for fault in faults:
             console.print(Text(fault, style="red"))
-        # Programs read the last line.
-        print(json.dumps(summary(done, len(files), ingest_s, same, mixed)), flush=True)
         if console.is_terminal and os.environ.get("DEMO") != "once":
             await converse(gateway, console)
+    # Programs read the last line.
+    print(json.dumps(summary(done, len(files), ingest_s, same, mixed)), flush=True)
     return 1 if faults else 0
 
 
