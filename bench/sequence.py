@@ -291,8 +291,8 @@ def _log(text: str) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a generated sequence, 4 minutes")
     option = parser.add_argument
-    option("--quick", action="store_true", help="a generated sequence, under 4 minutes")
     option("--model", default="bundled:smollm2", help="a folder, or bundled:NAME")
     option("--sequence", choices=(GENERATED, RAGPULSE, *FILES), default=GENERATED)
     option("--data", default=os.environ.get(DATA_VARIABLE), help=f"or {DATA_VARIABLE}")
