@@ -75,9 +75,56 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     except ValueError as refused:
         found["refusal"] = str(refused)
 
+    found |= shift_chunk(runner, cache, recomputer, token_ids, table(4), prefilled)
     found |= observe(cache, recomputer, token_ids, table(1))
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
+
+
+def shift_chunk(
+    runner: Any,
+    cache: Any,
+    recomputer: Any,
+    token_ids: Sequence[int],
+    blocks: Sequence[int],
+    prefilled: Any,
+) -> dict[str, Any]:
+    """Add the same vectors to all tokens of a chunk, recompute some, and shift the others.
+
+    The KV of layer 0 does not depend on the tokens before. So its change is exactly these vectors.
+    """
+    import torch
+
+    from ragcache_engine.blend.chunk_shift import ChunkShift
+    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_kv.rotation import KeyRotation, read_rope
+
+    chunk, recomputed = range(100, 260), [range(110, 114), range(200, 230)]
+    rope = read_rope(runner.vllm_config.model_config.hf_config.to_dict())
+    rotation = KeyRotation(rope, str(cache.shape.dtype).removeprefix("torch."))
+    moved = prefilled.clone()
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn((2, *prefilled.shape[3:]), generator=generator).to(prefilled.dtype)
+    for position in chunk:
+        moved[:, 0, position] += rotation.rotate_keys(key.clone(), position)
+        moved[:, 1, position] += value
+    count = len(token_ids)
+    cache.write(moved, cache.slots(blocks, 0, count))
+    recomputer.chunk_shift = ChunkShift(cache, rope)
+    other = PromptSlice(token_ids[:50], [6 * BLOCKS_APART], [range(50)])
+    recomputer.recompute_slices([PromptSlice(token_ids, blocks, recomputed, [chunk]), other])
+    recomputer.chunk_shift = None
+    after = cache.read(blocks, 0, count)[0].float()
+    shifted = [p for p in chunk if not any(p in run for run in recomputed)]
+    outside = [*range(chunk.start), *range(chunk.stop, count)]
+    left = after[:, shifted] - prefilled[0, :, shifted].float()
+    added = moved[0, :, shifted].float() - prefilled[0, :, shifted].float()
+    return {
+        "left_of_shift": [float(a.norm() / b.norm()) for a, b in zip(left, added, strict=True)],
+        "outside_of_shift_is_equal": torch.equal(
+            after[:, outside], prefilled[0, :, outside].float()
+        ),
+    }
 
 
 def observe(
@@ -200,7 +247,7 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ragcache_engine.blend.attention import TEMPERATURE
+    from ragcache_engine.blend.attention import question_layers
 
     llama = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
@@ -215,10 +262,10 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     added = weights[..., 41:301] @ values[:, :, 41:301]
     added = added[:-1]  # the last layer's output is in no KV
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
-    later = weights[-(len(weights) // 2) :]
-    asked = later[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
-    asked /= asked.sum(-1, keepdim=True)
-    question_attention = (asked.amax(2) - asked.mean(2)).amax((0, 1))
+    asked = weights[:, :, QUESTION.start - 301 : QUESTION.stop - 301, : QUESTION.start].mean(2)
+    taken = asked * values[:, :, : QUESTION.start].norm(dim=-1)
+    layers = question_layers(len(weights))
+    question_attention = taken[layers.start : layers.stop].mean((0, 1))
     return {
         "observed": torch.stack(sums, dim=1).tolist(),
         "influence": influence.tolist(),

@@ -1,21 +1,16 @@
 """Ranks the tokens of all reused chunks by their need for recomputation.
 
-Cache-Craft ranks the tokens of a chunk by their attention to the chunks before it (eq. 14), and
-divides the budget among chunks by their fix overhead. Where an answer depends on what a few heads
-read from another chunk, both predict little (``bench/blend_quality.py``). Two measures predict
-more:
+An error in a token's KV matters as far as it is read. So the order is by what the question takes
+from each token: its attention times the length of the token's value, which the engine measures over
+the loaded KV (``ragcache_engine.blend.attention``). This is the choice of ProphetKV (arXiv
+2602.02579) and InfoFlow KV (2603.05353).
 
-- *Influence*: how much of a token's KV came from the chunks that it was computed after, beyond what
-  all tokens of its chunk received alike. Those chunks are no longer there.
-- The question's *attention*: a token that the question does not attend to may stay approximate.
-
-The engine measures influence when it computes a chunk, and attention when it uses the chunk.
-
-Two alternatives gave no better answers: a quarter of the turns to influence alone, and other
-exponents of the attention near 1/2. Measuring the attention again after half of the budget only
-made the time to the first token a sixth longer. Two alternatives were worse. The first weighed
-tokens by the attention to their whole chunk too, which predicts less than tokens do. The second
-recomputed only some of the chunks (``focused_chunks``).
+On real text nothing chose better (``bench/blend_quality.py``). Compared were Cache-Craft's attention
+to the chunks before (eq. 14), CacheBlend's deviation of KV at an early layer, and EPIC's first
+tokens of each chunk. *Influence*, how much of a token's KV came from the chunks
+that it was computed after, adds nothing to it. Neither do neighbours of attended tokens, whole
+sentences, a second measurement after half of the budget, and more tokens in lower layers. Influence
+decides where there is no question to measure.
 """
 
 from __future__ import annotations
@@ -25,13 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-NUM_BEFORE, NUM_AFTER = 2, 4
-"""Neighbours that share the attention to a token: tokens before and after it.
-
-A question attends to single tokens of a word or phrase. On a few dozen questions this was better
-than no neighbours or twice as many.
-"""
 
 _NEXT = 0.999
 """Share of its influence that a token passes to the next one, below 1 so that it ranks first."""
@@ -67,15 +55,13 @@ def rank_tokens(
 ) -> list[int]:
     """Return the positions of all tokens of the chunks, highest need first.
 
-    A token's need is its influence times the square root of the attention to it and its neighbours.
-    With the attention itself, few tokens would take the whole budget. If the token before it has
-    more influence, nearly that influence counts. Ties go to the higher influence, then to the lower
-    position.
+    Ties go to the higher influence, then to the lower position. If the token before has more
+    influence, nearly that influence counts.
 
     Args:
         chunks: Disjoint chunks, in any order.
-        attention: The question's attention by position, up to the last chunk's end at least, 0 or
-            more. None: unknown, so only the influence counts.
+        attention: What the question takes from each position, up to the last chunk's end at least,
+            0 or more. None: unknown, so the influence counts.
 
     Raises:
         ValueError: Chunks overlap, or attention is too short, negative or not finite.
@@ -86,14 +72,15 @@ def rank_tokens(
     positions = np.concatenate([np.asarray(chunk.positions) for chunk in in_order])
     if (np.diff(positions) < 1).any():
         raise ValueError("chunks must not overlap")
-    need = influence = np.concatenate([_with_previous(chunk.influence) for chunk in in_order])
+    influence = np.concatenate([_with_previous(chunk.influence) for chunk in in_order])
+    need = np.zeros(len(positions))
     if attention is not None:
         scores = np.asarray(attention, dtype=np.float64)
         if len(scores) <= positions[-1]:
             raise ValueError(f"attention ends at {len(scores)}, before position {positions[-1]}")
         if not (np.isfinite(scores).all() and (scores >= 0).all()):
             raise ValueError("attention must be finite and 0 or more")
-        need = influence * np.sqrt(_max_of_neighbours(scores)[positions])
+        need = scores[positions]
     order: list[int] = positions[np.lexsort((positions, -influence, -need))].tolist()
     return order
 
@@ -103,12 +90,3 @@ def _with_previous(influence: Sequence[float]) -> NDArray[np.float64]:
     with_previous = own.copy()
     with_previous[1:] = np.maximum(own[1:], own[:-1] * _NEXT)
     return with_previous
-
-
-def _max_of_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the maximum among each position and its neighbours."""
-    padded = np.pad(scores, (NUM_AFTER, NUM_BEFORE))
-    maxima: NDArray[np.float64] = np.lib.stride_tricks.sliding_window_view(
-        padded, NUM_AFTER + NUM_BEFORE + 1
-    ).max(axis=1)
-    return maxima

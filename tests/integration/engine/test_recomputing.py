@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragcache_core.blend.chunk_shift import SHIFT_FACTOR
+
 pytestmark = pytest.mark.timeout(300)
 
 ROUNDING = 0.01
@@ -93,6 +95,17 @@ def test_question_attention_equals_another_implementation(found: dict[str, Any])
     assert np.abs(scores - expected).mean() < 0.1 * expected.std()
 
 
+def test_a_chunk_is_shifted_by_what_its_recomputed_tokens_changed(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
+    for left in found_in_float32["left_of_shift"]:
+        assert left == pytest.approx(1 - SHIFT_FACTOR, abs=0.001)
+    for left in found["left_of_shift"]:
+        assert left == pytest.approx(1 - SHIFT_FACTOR, abs=0.02)
+    assert found["outside_of_shift_is_equal"]
+    assert found_in_float32["outside_of_shift_is_equal"]
+
+
 def test_nothing_influences_the_first_chunk(found: dict[str, Any]) -> None:
     assert found["influence_of_nothing"] == 0
 
@@ -118,7 +131,8 @@ def test_a_pass_of_vllm_recomputes_tokens_of_another_prompt(
 def test_two_hooks_see_the_same_pass(found: dict[str, Any]) -> None:
     """The rest of the question's attention goes to its own tokens."""
     assert found["same_with_two_hooks"]
-    assert len(found["attention_by_layer"]) == 4
+    # Of four layers, the second and third give the question's attention. There the pass ends.
+    assert len(found["attention_by_layer"]) == 3
     question_tokens = 40
     for layer in found["attention_by_layer"]:
         assert all(score > 0 for score in layer)

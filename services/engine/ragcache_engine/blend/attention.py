@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,14 @@ from ragcache_engine.kv_cache.paged_cache import PagedCache
 if TYPE_CHECKING:
     from ragcache_engine.blend.recomputer import Recomputer
 
-TEMPERATURE = 6.0
-"""Temperature of a question's attention. KV that is out of its context matches a question less than
-recomputed KV will. So the tokens that the question needs come second, and attention alone tells
-next to nothing about them. The value was chosen on questions that are answered wrong with nothing
-recomputed, and that ``bench/blend_quality.py`` does not ask. From 2.5 to 6 more of them were
-corrected, from 6 to 10 as many."""
+_FIRST_LAYER, _END_LAYER = 1 / 3, 2 / 3
+"""Layers whose attention of a question counts, as shares of all: the middle third.
+
+Earlier layers attend to neighbours and to what stands out for any question. Later ones attend to
+what is about to be said, and more to loaded KV as such. ``bench/blend_quality.py`` measures this.
+"""
+
+_ROUNDING = 1e-9
 
 _MAX_SCORES = 1 << 24
 """Attention weights that are computed at a time: 64 MiB of float32."""
@@ -113,15 +115,11 @@ class AttentionObserver:
     def question_attention(
         self, token_ids: Sequence[int], blocks: Sequence[int], question: range
     ) -> torch.Tensor:
-        """Measure how much a question attends to each position before it, at TEMPERATURE.
+        """Measure how much a question takes from each position before it.
 
-        In each head of each layer, the score of a position is the maximum over the question's
-        tokens minus their mean. So a head that finds something for one token stands out, and a head
-        that always attends to the same position does not. The result is the maximum over heads and
-        over the later half of the layers (of five, the last two), which find what is asked for.
-        Earlier layers attend to what stands out for any question, such as the latest heading, and
-        more strongly than later ones attend to KV out of its context. With all layers, fewer
-        answers are corrected.
+        In each head of the middle third of the layers, a question's token takes from a position the
+        length of its value times the attention weight. The result is the mean over the question's
+        tokens, heads and layers. The pass ends after the last of these layers.
 
         Args:
             token_ids: The prompt up to the question's end.
@@ -129,10 +127,13 @@ class AttentionObserver:
             question: The question's positions, which fit one pass.
 
         Returns:
-            float32 [question.start], in [0, 1], by position.
+            float32 [question.start], 0 or more, by position.
+
+        Source: ProphetKV (arXiv 2602.02579) and InfoFlow KV (2603.05353) choose tokens like this,
+        with the attention of all layers.
         """
         hook = _QuestionHook(self._cache, blocks, question)
-        with hook.attached():
+        with hook.attached(), suppress(PassInterrupted):
             self._recomputer.recompute(token_ids, blocks, [question])
         return hook.scores
 
@@ -251,21 +252,25 @@ class _InfluenceHook(AttentionHook):
 
 
 class _QuestionHook(AttentionHook):
-    """Finds the positions that a question's tokens attend to most, in the later half of layers."""
+    """Adds up what a question's tokens take from each position, in the middle third of layers."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
-        half = max(1, cache.num_layers // 2)
-        super().__init__(cache, blocks, question, range(cache.num_layers)[-half:])
+        layers = question_layers(cache.num_layers)
+        self._layers_left = len(layers)
+        super().__init__(cache, blocks, question, layers, lambda: not self._layers_left)
+        self._scale = 1.0 / (len(layers) * len(question))
         self.scores = torch.zeros(question.start)
 
-    def _to_weights(self, scores: torch.Tensor) -> torch.Tensor:
-        return (scores[..., : self._positions.start] / TEMPERATURE).softmax(-1)
-
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        most, total = [], []
-        for part in weights:
-            most.append(part.amax(2))  # [kv heads, group, keys]
-            total.append(part.sum(2))
-        mean = torch.stack(total).sum(0) / len(self._positions)
-        above_mean = (torch.stack(most).amax(0) - mean).amax((0, 1))
-        self.scores = torch.maximum(self.scores, above_mean.cpu())
+        start = self._positions.start
+        total = torch.stack([part[..., :start].mean(1).sum(1) for part in weights]).sum(0)
+        values = self._cache.values(index, self._blocks, 0, start).float()
+        taken = total * values.norm(dim=-1).T  # [kv heads, keys]
+        self.scores += taken.mean(0).cpu() * self._scale
+        self._layers_left -= 1
+
+
+def question_layers(num_layers: int) -> range:
+    """Return the layers whose attention of a question counts: one at least."""
+    first = int(num_layers * _FIRST_LAYER + _ROUNDING)
+    return range(first, max(first + 1, round(num_layers * _END_LAYER)))

@@ -9,6 +9,7 @@ import torch
 
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.attention import AttentionObserver
+from ragcache_engine.blend.chunk_shift import ChunkShift
 from ragcache_engine.blend.recomputer import Recomputer
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
@@ -57,6 +58,7 @@ def make_blend_components(
     pairing = Pairing.HALVES if rotary.is_neox_style else Pairing.NEIGHBOURS
     rotation = KeyRotation(read_rope(config, pairing), space.dtype)
     _check_rotation(rotation, rotary, next(model.parameters()).device, cache.shape.dtype)
+    recomputer.chunk_shift = ChunkShift(cache, rotation.rope)
     return BlendComponents(rotation, recomputer, AttentionObserver(cache, recomputer))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ class JointPass:
             num_tokens=len(input_ids) + len(inputs.input_ids),
             slot_mapping=inputs.slots_by_layer,
         )
-        with joined:
+        with joined, self._recomputer.shifting(slices):
             output: torch.Tensor = self._forward(
                 input_ids=torch.cat([input_ids, inputs.input_ids.to(input_ids.dtype)]),
                 positions=torch.cat([positions, inputs.positions.to(positions.dtype)]),
@@ -145,4 +146,4 @@ class JointPass:
         for one in slices:
             limits = {"max_tokens": self._recomputer.max_tokens}
             for runs in split_into_passes(one.runs, max_runs=self._recomputer.max_runs, **limits):
-                self._recomputer.recompute(one.token_ids, one.blocks, runs)
+                self._recomputer.recompute_slices([replace(one, runs=runs)])

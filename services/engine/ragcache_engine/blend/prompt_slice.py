@@ -18,11 +18,14 @@ class PromptSlice:
         token_ids: The prompt.
         blocks: Its block table.
         runs: Ascending, each of maximal length.
+        chunks: Ranges whose KV was loaded and is not exact, ascending. Their other tokens are
+            shifted (``ChunkShift``).
     """
 
     token_ids: Sequence[int]
     blocks: Sequence[int]
     runs: Sequence[range]
+    chunks: Sequence[range] = ()
 
     @property
     def num_tokens(self) -> int:

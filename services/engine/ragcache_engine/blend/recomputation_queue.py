@@ -62,6 +62,16 @@ class _RecomputationTask:
         return sum(map(len, self.runs or ()))
 
     @property
+    def loaded_chunks(self) -> tuple[range, ...]:
+        """Ranges of the load that came from other prefixes, without what was exact before it."""
+        first, end = self.job.first, self.job.end
+        clipped = (
+            range(max(first, chunk.start), min(end, chunk.positions.stop))
+            for chunk in self.recompute.chunks
+        )
+        return tuple(sorted((one for one in clipped if one), key=lambda one: one.start))
+
+    @property
     def tokens_after(self) -> int:
         """Number of tokens of the prompt after the load."""
         return len(self.recompute.token_ids) - self.job.end
@@ -79,6 +89,7 @@ class _RecomputationTask:
             recompute_s=spent_s,
             select_s=self.select_s,
             left_to_recompute=self.runs or (),
+            loaded_chunks=self.loaded_chunks if self.runs else (),
         )
 
 
@@ -200,7 +211,10 @@ class RecomputationQueue:
         self, taken: Sequence[tuple[_RecomputationTask, Sequence[range]]]
     ) -> list[_RecomputationTask]:
         """Recompute runs of several loads in one pass; return the tasks that failed."""
-        slices = [PromptSlice(t.recompute.token_ids, t.job.blocks, runs) for t, runs in taken]
+        slices = [
+            PromptSlice(t.recompute.token_ids, t.job.blocks, runs, t.loaded_chunks)
+            for t, runs in taken
+        ]
         if not slices:
             return []
         try:

@@ -10,8 +10,9 @@ prefill is correct here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -20,6 +21,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ragcache_engine.blend.model_access import LoadedModel
 from ragcache_engine.blend.prompt_slice import PromptSlice
+
+if TYPE_CHECKING:
+    from ragcache_engine.blend.chunk_shift import ChunkShift
 
 _NO_SLOT = -1
 """The slot number that vLLM uses for padding. Its kernels write nothing there."""
@@ -48,6 +52,10 @@ class Recomputer:
     Only the worker's main thread may use it. ``max_tokens`` and ``max_runs`` limit one pass: the
     model was compiled, and buffers were allocated, for passes of that size. The CPU backend has no
     buffers by number of requests, so there each token may be a run.
+
+    Attributes:
+        chunk_shift: Shifts the other tokens of chunks that are recomputed in part; None: nothing
+            does.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -57,6 +65,11 @@ class Recomputer:
         self.max_runs: int = self.max_tokens if on_cpu else scheduler.max_num_seqs
         self.vllm_config = model.vllm_config
         self._model = model
+        self.chunk_shift: ChunkShift | None = None
+
+    def shifting(self, slices: Sequence[PromptSlice]) -> AbstractContextManager[None]:
+        """Shift the chunks of slices in the pass inside the context, whose last rows they are."""
+        return self.chunk_shift.attached(slices) if self.chunk_shift else nullcontext()
 
     def recompute(
         self,
@@ -105,7 +118,7 @@ class Recomputer:
             num_tokens=num_tokens,
             slot_mapping=inputs.slots_by_layer,
         )
-        with context, torch.inference_mode():
+        with context, self.shifting(slices), torch.inference_mode():
             output: torch.Tensor = self._model.forward(
                 input_ids=inputs.input_ids,
                 positions=inputs.positions,

@@ -82,6 +82,8 @@ class RequestState:
 
     # Positions of the finished load that the next pass of the request has to recompute.
     left_to_recompute: tuple[range, ...] = ()
+    # Loaded ranges that are not exact, for that pass.
+    loaded_chunks: tuple[range, ...] = ()
 
     # KV after this position is not exact, or was computed after KV that is not.
     approximate_after: int | None = None

@@ -157,7 +157,9 @@ class ConnectorWorker:
         self._timer.begin_pass(timed=not writes_layers)
         self._exporter.begin_pass(jobs.saves)
         if self._joint_pass is not None:
-            slices = [PromptSlice(j.token_ids, j.blocks, j.runs) for j in jobs.joint_recomputes]
+            slices = [
+                PromptSlice(j.token_ids, j.blocks, j.runs, j.chunks) for j in jobs.joint_recomputes
+            ]
             self._joint_pass.prepare(slices)
 
     def wait_for_layer(self, name: str) -> None:
