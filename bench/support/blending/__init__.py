@@ -1,0 +1,1 @@
+"""Parts of ``bench/blend_quality.py``."""

@@ -1,0 +1,250 @@
+"""One prompt with its chunks' captured KV, answered with several choices of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from bench.support.blending.context_attention import ContextAttention
+from bench.support.blending.lab import Answer, Captured, Lab, key_of
+from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
+from ragcache_core.blend.fix_overhead import VariantFit
+from ragcache_core.blend.focused_chunks import Cut, FocusedChunks
+from ragcache_core.blend.prefix_chunks import PrefixChunk
+from ragcache_core.blend.prefix_overlap import prefix_overlap
+from ragcache_core.blend.token_ranking import InfluencedChunk, rank_tokens
+from ragcache_core.blend.token_selection import TokenSelection, select_tokens
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+
+DEVIATION_LAYER = 1
+"""Layer whose KV CacheBlend compares, the second one."""
+
+FULL_TABLE, REUSED_TABLE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """A prompt: the template's head, chunks, and what follows them. ``right``: right answers."""
+
+    head: list[int]
+    chunks: list[list[int]]
+    tail: list[int]
+    right: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Trial:
+    """One prompt with its chunks' captured KV, answered with several methods.
+
+    Attributes:
+        full: Answer of full computation, which ``answer_in_full`` sets.
+        exact_end: Position up to which all KV is exact.
+        end: Position after the chunks.
+    """
+
+    lab: Lab
+    parts: PromptParts
+    captured: Sequence[Captured]
+    rng: Random
+    most: int
+    full: Answer | None = None
+    exact_end: int = 0
+    end: int = 0
+    starts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    _question_attention: list[float] | None = None
+    _context_attention: ContextAttention | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.parts.head)
+        self.exact_end = len(self.token_ids)
+        for captured, ids in zip(self.captured, self.parts.chunks, strict=True):
+            start = len(self.token_ids)
+            self.starts.append(start)
+            self.token_ids += ids
+            if start == self.exact_end == captured.position and not captured.prefix:
+                self.exact_end = len(self.token_ids)
+        self.end = len(self.token_ids)
+        self.token_ids += self.parts.tail
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all chunks that are not exact."""
+        return self.end - self.exact_end
+
+    @property
+    def inexact_chunks(self) -> list[range]:
+        """Positions of the chunks that are not exact."""
+        return [
+            range(start, start + len(ids))
+            for start, ids in zip(self.starts, self.parts.chunks, strict=True)
+            if start >= self.exact_end
+        ]
+
+    def share(self, runs: Sequence[range]) -> float:
+        """Return a share of all chunks' tokens."""
+        return sum(len(run) for run in runs) / self.context_tokens
+
+    def answer_in_full(self, pass_tokens: int | None = None) -> Answer:
+        """Compute the whole prompt, in passes of at most so many tokens.
+
+        The first answer is what others are compared with.
+        """
+        table, step = self.lab.table(FULL_TABLE), pass_tokens or self.end
+        for start in range(0, self.end, step):
+            run = range(start, min(self.end, start + step))
+            self.lab.compute(self.token_ids, table, [run])
+        if self.full is not None:
+            return self._answer(table)
+        answer = self.lab.answer(self.token_ids, table, self.end, self.most)
+        given = answer.token_ids
+        self.full = self.lab.answer(self.token_ids, table, self.end, self.most, given)
+        return self.full
+
+    def answer_with(
+        self, runs: Sequence[range], *, shifts: bool = False, decodes: bool = True
+    ) -> Answer:
+        """Compute the head, write the chunks, recompute the runs.
+
+        Args:
+            runs: Positions to recompute.
+            shifts: Whether the other tokens of their chunks are shifted, as the engine does.
+            decodes: Whether to decode an answer.
+        """
+        table = self.placed()
+        if runs:
+            self.lab.compute(self.token_ids, table, runs, self.inexact_chunks if shifts else ())
+        return self._answer(table, decodes=decodes)
+
+    def placed(self) -> list[int]:
+        """Compute the head, write the chunks, and return their block table."""
+        table = self.lab.table(REUSED_TABLE)
+        self.lab.compute(self.token_ids, table, [range(len(self.parts.head))])
+        for captured, start in zip(self.captured, self.starts, strict=True):
+            self.lab.write(table, captured, start)
+        return table
+
+    def _answer(self, table: Sequence[int], *, decodes: bool = True) -> Answer:
+        assert self.full is not None
+        most = self.most if decodes else 0
+        return self.lab.answer(self.token_ids, table, self.end, most, self.full.token_ids)
+
+    # How methods choose tokens.
+
+    def ours(self, budget: int) -> Sequence[range]:
+        """Select tokens as the engine does."""
+        return select_tokens(rank_tokens(self._chunks(), self.question_attention), budget).runs
+
+    def influenced(self, budget: int) -> Sequence[range]:
+        """Select tokens by the influence of other chunks at capture."""
+        influence = {
+            start + i: amount
+            for captured, start in zip(self.captured, self.starts, strict=True)
+            for i, amount in enumerate(captured.influence)
+        }
+        return self._highest(influence, budget)
+
+    def focused(self, budget: int, cut: Cut, window: int) -> Sequence[range]:
+        """Select those of ours in the chunks that Algorithm 1 keeps."""
+        spans = [
+            range(start, start + len(ids))
+            for start, ids in zip(self.starts, self.parts.chunks, strict=True)
+        ]
+        state = FocusedChunks.at_start(len(spans), window=window, cut=cut)
+        for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), spans):
+            state = state.after_layer(layer)
+        kept = [p for run in self.ours(budget) for p in run]
+        kept = [p for p in kept if any(p in spans[chunk] for chunk in state.focused)]
+        return select_tokens(kept, budget).runs
+
+    def cache_craft(self, budget: int) -> Sequence[range]:
+        """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
+        chunks: list[AttentionRankedChunk] = []
+        before: list[PrefixChunk] = []
+        for captured, start, ids in zip(self.captured, self.starts, self.parts.chunks, strict=True):
+            overlap = prefix_overlap(captured.prefix, before).adjusted
+            fit = VariantFit(VariantKey(key_of(ids), bytes(KEY_BYTES)), captured.cci, overlap)
+            limit = len(captured.ranking)
+            chunks.append(
+                AttentionRankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit)
+            )
+            before.append(PrefixChunk(key_of(ids), len(ids)))
+        return select_by_fix_overhead(chunks, budget, exact_head=self.exact_end).runs
+
+    def random(self, budget: int) -> Sequence[range]:
+        """Select random positions."""
+        order = list(range(self.exact_end, self.end))
+        self.rng.shuffle(order)
+        return select_tokens(order, budget).runs
+
+    def heavy(self, budget: int) -> Sequence[range]:
+        """Select tokens that received most attention from their own chunk, as in H2O."""
+        received = {
+            start + i: weight
+            for captured, start in zip(self.captured, self.starts, strict=True)
+            for i, weight in enumerate(captured.received)
+        }
+        return self._highest(received, budget)
+
+    def epic(self, budget: int) -> Sequence[range]:
+        """Select the first tokens of each chunk, equally many of each.
+
+        Source: EPIC (arXiv 2410.15332), LegoLink.
+        """
+        order = sorted(
+            (index, start + index)
+            for captured, start in zip(self.captured, self.starts, strict=True)
+            for index in range(captured.value.shape[2])
+        )
+        return self._first([position for _, position in order], budget)
+
+    def cache_blend(self, budget: int) -> Sequence[range]:
+        """Select the highest deviation of KV at an early layer, which is computed for all tokens.
+
+        Full computation of this prompt has just given that KV, so it costs nothing here.
+
+        Source: CacheBlend (arXiv 2405.16444), section 4.
+        """
+        full, reused = self.lab.table(FULL_TABLE), self.placed()
+        deviation = self.lab.deviation(DEVIATION_LAYER, full, reused, self.end)
+        return self._highest(dict(enumerate(deviation)), budget)
+
+    def prophet(self, budget: int) -> Sequence[range]:
+        """Select what the question attends to, over all layers, as ProphetKV does."""
+        return self._highest(dict(enumerate(self.context_attention.weight)), budget)
+
+    def infoflow(self, budget: int) -> Sequence[range]:
+        """Select by attention times the length of the value, over all layers, as InfoFlow KV."""
+        return self._highest(dict(enumerate(self.context_attention.norm)), budget)
+
+    @property
+    def question_attention(self) -> list[float]:
+        """What the engine measures of the question."""
+        if self._question_attention is None:
+            self._question_attention = self.lab.question_attention(
+                self.token_ids, self.placed(), self.end
+            )
+        return self._question_attention
+
+    @property
+    def context_attention(self) -> ContextAttention:
+        """What other methods measure of the question."""
+        if self._context_attention is None:
+            self._context_attention = self.lab.context_attention(
+                self.token_ids, self.placed(), self.end
+            )
+        return self._context_attention
+
+    def _chunks(self) -> list[InfluencedChunk]:
+        return [InfluencedChunk(chunk.start, (1.0,) * len(chunk)) for chunk in self.inexact_chunks]
+
+    def _highest(self, scores: Mapping[int, float], budget: int) -> Sequence[range]:
+        return self._first(sorted(scores, key=lambda p: -scores[p]), budget)
+
+    def _first(self, order: Sequence[int], budget: int) -> Sequence[range]:
+        selected: TokenSelection = select_tokens(order, budget, exact_head=self.exact_end)
+        return selected.runs
+
+
+Choose = Callable[[Trial, int], Sequence[range]]
