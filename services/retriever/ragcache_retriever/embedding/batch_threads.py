@@ -35,7 +35,7 @@ class BatchThreads:
 
     No batch begins while the gate counts a query, and a batch that is running waits where its
     model calls ``wait_for_queries``. The threads of batches have a low priority in the operating
-    system, so that they also yield to an engine on the same cores.
+    system, so that the other threads of this process get a core at once.
 
     Args:
         embed: Returns the embeddings of a batch. Several threads call it at once.

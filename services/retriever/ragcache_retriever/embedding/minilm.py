@@ -16,9 +16,14 @@ from ragcache_retriever.embedding.embedder import Vectors, normalised
 
 Precision = Literal["bfloat16", "float32"]
 
-BATCH_TOKENS = 512
-"""Most tokens of a batch on a CPU. Two texts keep a core busy, so larger batches are no faster."""
+BATCH_TOKENS = 768
+"""Most tokens of a batch on a CPU. A few texts keep a core busy, so larger batches are little
+faster."""
 GPU_BATCH_TOKENS = 1 << 14
+
+LENGTH_STEP = 32
+"""Batches are padded to a multiple of it. Each new shape costs a third of a batch, in which kernels
+are compiled, and other lengths are 15 % slower with AMX."""
 
 _MAX_WORD_PIECES = 512
 _TOKENIZED_TEXTS = 512
@@ -146,7 +151,8 @@ def _embed(bert: Any, batch: Sequence[Tokens]) -> Vectors:
 
     torch.set_num_threads(1)  # it applies to the calling thread
     lengths = [len(tokens) for tokens in batch]
-    ids = np.zeros((len(batch), max(lengths)), np.int64)
+    width = -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP
+    ids = np.zeros((len(batch), width), np.int64)
     mask = np.zeros_like(ids)
     for row, (tokens, length) in enumerate(zip(batch, lengths, strict=True)):
         ids[row, :length] = tokens
