@@ -15,8 +15,9 @@ from ragcache_cli.clients.gateway_client import (
 from ragcache_cli.sources.documents import DocumentFile, read_text
 from ragcache_core.errors import InvalidInput, RagCacheError
 
-CONCURRENCY = 4
-"""Documents in flight: enough that reading, sending and embedding overlap."""
+CONCURRENCY = 8
+"""Documents in flight: enough that reading, sending and storing overlap, and that the embedder has
+texts of several documents to batch."""
 
 _ATTEMPTS = 5
 
