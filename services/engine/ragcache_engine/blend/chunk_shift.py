@@ -1,8 +1,9 @@
 """Shifts the KV of reused chunks by what their recomputed tokens have changed, inside a pass.
 
-A hook around the write of each layer's KV reads the loaded KV, and writes the shifted KV after it.
-Attention of the same layer then reads both the recomputed and the shifted tokens. Keys are compared
-and shifted without their rotation, because the change does not depend on the position.
+A hook before the write of each layer's KV compares the new KV with the loaded KV, and adds the
+shift to all tokens of the chunks in place. The write then replaces the recomputed ones. Attention
+of the same layer reads both. Keys are compared and shifted without their rotation, because the
+change does not depend on the position.
 """
 
 from __future__ import annotations
@@ -65,10 +66,9 @@ class ChunkShift:
         def shift_and_update(
             layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slots: torch.Tensor
         ) -> None:
-            shifted = [one.shifted(index, key, value) for one in shifts]
+            for one in shifts:
+                one.apply(index, key, value)
             update(layer, key, value, kv_cache, slots)
-            for one, (keys, values) in zip(shifts, shifted, strict=True):
-                update(layer, keys, values, kv_cache, one.slots)
 
         setattr(impl, _UPDATE, shift_and_update)
         try:
@@ -86,23 +86,23 @@ class _SliceShift:
 
     Attributes:
         rows: The slice's rows of the pass, counted from its end.
-        first, end: The positions that are read.
-        recomputed, others: Indices of positions among those that are read.
-        slots: Of the shifted tokens.
+        recomputed: Positions of the rows; int64.
+        start: The first shifted position. All positions from there to the last one are added to.
+        chunk_of: The chunk of each of them, as a row of ``weights``. The last row is of tokens that
+            are not shifted.
+        weights: What each recomputed token adds to the shift of each chunk; float32
+            [chunks + 1, recomputed].
     """
 
     cache: PagedCache
     blocks: Sequence[int]
     rows: slice
-    first: int
-    end: int
     recomputed: torch.Tensor
-    others: torch.Tensor
+    start: int
     chunk_of: torch.Tensor
     weights: torch.Tensor
-    slots: torch.Tensor
     angles_recomputed: _Angles
-    angles_others: _Angles
+    angles_shifted: _Angles
 
     @classmethod
     def of(
@@ -111,45 +111,37 @@ class _SliceShift:
         """Prepare the shift of a slice whose first row is ``rows`` before the pass's end."""
         device = cache.device
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
-        others = torch.from_numpy(plan.positions)
-        used = torch.from_numpy(plan.weights.any(0))  # a run may be in a chunk that is not shifted
-        first = int(min(recomputed[used].min(), others.min()))
-        end = int(max(recomputed[used].max(), others.max())) + 1
-        size = cache.shape.block_size
-        table = torch.tensor(one.blocks, dtype=torch.int64)
-        slots = table[others // size] * size + others % size
-        last_row = one.num_tokens - rows or None
+        start, end = int(plan.positions[0]), int(plan.positions[-1]) + 1
+        unshifted = len(plan.weights)
+        chunk_of = torch.full((end - start,), unshifted, dtype=torch.int64)
+        chunk_of[torch.from_numpy(plan.positions) - start] = torch.from_numpy(plan.chunk_of)
+        weights = torch.zeros(unshifted + 1, len(recomputed))
+        weights[:unshifted] = torch.from_numpy(plan.weights)
         return cls(
             cache=cache,
             blocks=one.blocks,
-            rows=slice(-rows, last_row),
-            first=first,
-            end=end,
-            recomputed=(recomputed.clamp(first, end - 1) - first).to(device),
-            others=(others - first).to(device),
-            chunk_of=torch.from_numpy(plan.chunk_of).to(device),
-            weights=torch.from_numpy(plan.weights).to(device),
-            slots=slots.to(device),
+            rows=slice(-rows, one.num_tokens - rows or None),
+            recomputed=recomputed,
+            start=start,
+            chunk_of=chunk_of.to(device),
+            weights=weights.to(device),
             angles_recomputed=_Angles.of(recomputed, rope, device),
-            angles_others=_Angles.of(others, rope, device),
+            angles_shifted=_Angles.of(torch.arange(start, end), rope, device),
         )
 
-    def shifted(
-        self, index: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's shifted keys and values, just before a pass writes its new ones."""
-        keys, values = self.cache.layer(index, self.blocks, self.first, self.end)
-        shape = (-1, *keys.shape[1:])
-        new_keys, new_values = (rows[self.rows].view(shape).float() for rows in (key, value))
-        changed = self.angles_recomputed.unrotated(new_keys - keys[self.recomputed].float())
-        by_chunk = torch.einsum("cn,nhd->chd", self.weights, changed)
-        shift = self.angles_others.rotated(by_chunk[self.chunk_of])
-        changed = new_values - values[self.recomputed].float()
-        by_chunk = torch.einsum("cn,nhd->chd", self.weights, changed)
-        return (
-            (keys[self.others].float() + shift).to(key.dtype),
-            (values[self.others].float() + by_chunk[self.chunk_of]).to(value.dtype),
+    def apply(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Shift a layer's chunks, just before a pass writes its new keys and values."""
+        keys, values = self.cache.tokens_at(index, self.blocks, self.recomputed)
+        new_keys, new_values = (rows[self.rows].view(keys.shape).float() for rows in (key, value))
+        key_changes = self.angles_recomputed.unrotated(new_keys - keys.float())
+        value_changes = new_values - values.float()
+        key_shift, value_shift = (
+            torch.einsum("cn,nhd->chd", self.weights, changes)[self.chunk_of]
+            for changes in (key_changes, value_changes)
         )
+        key_shift = self.angles_shifted.rotated(key_shift).to(key.dtype)
+        value_shift = value_shift.to(value.dtype)
+        self.cache.add(index, self.blocks, self.start, key_shift, value_shift)
 
 
 @dataclass(frozen=True, slots=True)

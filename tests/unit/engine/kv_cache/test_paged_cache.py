@@ -207,3 +207,31 @@ def test_blocks_that_cannot_be_cut_are_refused() -> None:
     layers = {"layer": FakeLayer(ORDERS["as presented"], torch.float32)}
     with pytest.raises(ValueError, match="cannot be cut"):
         PagedCache(layers, torch.device("cpu"), BLOCK + 16)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 5 * BLOCK), (3, 1), (17, 40), (30, 100), (64, 32)]
+)
+def test_tokens_are_added_to_in_place(order: str, start: int, count: int) -> None:
+    cache = PagedCache({"layer": FakeLayer(ORDERS[order], torch.float32)}, torch.device("cpu"))
+    blocks = [6, 7, 2, 3, 4]
+    value = torch.randn(1, 2, 5 * BLOCK, HEADS, DIM)
+    cache.write(value, cache.slots(blocks, 0, 5 * BLOCK))
+    added = torch.randn(2, count, HEADS, DIM)
+    cache.add(0, blocks, start, added[0], added[1])
+    expected = value.clone()
+    expected[0, :, start : start + count] += added
+    assert torch.equal(cache.read(blocks, 0, 5 * BLOCK), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_single_tokens_are_read(order: str) -> None:
+    cache = PagedCache({"layer": FakeLayer(ORDERS[order], torch.float32)}, torch.device("cpu"))
+    blocks = [6, 1, 4]
+    value = torch.randn(1, 2, 3 * BLOCK, HEADS, DIM)
+    cache.write(value, cache.slots(blocks, 0, 3 * BLOCK))
+    positions = torch.tensor([0, 5, 31, 32, 70, 95])
+    keys, values = cache.tokens_at(0, blocks, positions)
+    assert torch.equal(keys, value[0, 0, positions])
+    assert torch.equal(values, value[0, 1, positions])
