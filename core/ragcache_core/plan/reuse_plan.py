@@ -73,8 +73,6 @@ class ReusePlan:
         trial: The engine stores nothing that it computes, excludes the timings from its cost
             estimates, and blends even where computing is faster. Used to measure the quality of a
             blend.
-        capture: The engine loads exact variants only, and saves and observes what it computes of
-            segments that may be blended. Used to compute chunks ahead of questions.
     """
 
     request: str
@@ -85,7 +83,6 @@ class ReusePlan:
     handoff: bool = False
     alpha: float | None = None
     trial: bool = False
-    capture: bool = False
 
     @property
     def blends(self) -> bool:
@@ -104,8 +101,7 @@ class ReusePlan:
             "handoff": self.handoff,
             "trial": self.trial,
         }
-        optional = {} if self.alpha is None else {"alpha": self.alpha}
-        return plan | optional | ({"capture": True} if self.capture else {})
+        return plan | ({} if self.alpha is None else {"alpha": self.alpha})
 
     @classmethod
     def from_json(cls, value: object) -> ReusePlan:
@@ -138,7 +134,6 @@ class ReusePlan:
             handoff=handoff,
             alpha=_alpha("ragcache.alpha", plan.get("alpha")),
             trial=trial,
-            capture=_flag("ragcache.capture", plan.get("capture", False)),
         )
 
 

@@ -23,7 +23,7 @@ MAX_REST_SHARE = 0.5
 """The last slice may be longer than the others by this share."""
 
 MAX_SLOWDOWN = 1.2
-"""Most time per token of a slice, as a multiple of the best time per token of any pass."""
+"""Most time per token of a slice, as a multiple of the best time per token of any slice."""
 
 
 def slice_tokens(profile: PrefillProfile, request_s: float, cached: int = 0) -> int:
@@ -42,10 +42,8 @@ def slice_tokens(profile: PrefillProfile, request_s: float, cached: int = 0) -> 
         tokens: request_s + profile.predict(cached, tokens)
         for tokens in range(ALIGNMENT_TOKENS, longest + 1, ALIGNMENT_TOKENS)
     }
-    best_s = min((s - request_s) / tokens for tokens, s in seconds.items())
-    fast = [t for t, s in seconds.items() if s / t <= MAX_SLOWDOWN * best_s]
-    # If no slice is fast enough, the costs of requests dominate and the longest one is fastest.
-    least = min(fast, default=min(seconds, key=lambda tokens: seconds[tokens] / tokens))
+    best_s = min(s / tokens for tokens, s in seconds.items())
+    least = min(t for t, s in seconds.items() if s / t <= MAX_SLOWDOWN * best_s)
     return max([least, *(t for t, s in seconds.items() if s <= SHORT_S)])
 
 

@@ -228,14 +228,13 @@ async def test_a_capture_computes_a_questions_chunks_in_the_opposite_order(
     assert reply.status_code == 200
     question, captured = gateway.engine.requests
     asked_plan, plan = plan_of(question), plan_of(captured)
-    assert plan.capture
     assert not plan.trial
     head, *chunks = plan.segments
     asked_head, *asked_chunks = asked_plan.segments
     assert head.chunk == asked_head.chunk
     assert [c.chunk for c in chunks] == [c.chunk for c in reversed(asked_chunks)]
     assert [c.document for c in chunks] == [c.document for c in reversed(asked_chunks)]
-    assert {c.action for c in chunks} == {Action.BLEND}
+    assert {c.action for c in chunks} == {Action.EXACT}
     assert reply.json() == {"chunks": len(chunks), "tokens": len(captured["prompt"])}
 
 

@@ -140,7 +140,7 @@ class LookupExecutor:
     def _query_store(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> LookupResult:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = self._timeout_s
-        if plan.capture or not (plan.blends and self.blending_enabled):
+        if not (plan.blends and self.blending_enabled):
             wants = [LookupKey.for_variant(named.variant) for named in segments]
             answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
             return LookupResult(segments, answer)

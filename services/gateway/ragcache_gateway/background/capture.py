@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.scheduling.capture_sequence import first_order
 from ragcache_core.scheduling.precompute_queue import QueuedPrefill
@@ -65,11 +65,12 @@ class CaptureJob:
         """Make the plan for a beginning of the prompt."""
         request = f"precompute-{uuid.uuid4().hex}"
         documents = self.documents[: len(beginning.chunk_ends)]
-        at_ms = self.planned_at_ms
-        if not self.blends:
-            return plan_exact(beginning, model.space, model.domain, request, documents, at_ms)
-        plan = plan_blend(beginning, model.space, model.domain, request, 0.0, documents, at_ms)
-        return replace(plan, capture=True)
+        # Exact, so that nothing is blended into what is stored. The engine does not observe the
+        # chunks' attention: questions choose what is recomputed, and an observation takes as long
+        # as the computation.
+        return plan_exact(
+            beginning, model.space, model.domain, request, documents, self.planned_at_ms
+        )
 
 
 def sequence_job(

@@ -18,7 +18,7 @@ STEP_SHARE = 2
 """Without a profile, a slice has one part in this many of an engine step's tokens."""
 
 _FIRST_REQUEST_S = 0.01
-_MAX_REQUEST_S = 0.1
+_MAX_REQUEST_S = 0.05
 _WEIGHT = 0.1
 
 

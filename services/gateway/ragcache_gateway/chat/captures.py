@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import uuid
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from pydantic import BaseModel, Field
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan.prompt import Prompt, plan_blend
+from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.chat.pipeline import ChatServices, build_prompt, read_question, retrieve
 from ragcache_gateway.chat.schema import ChatRequest
@@ -46,12 +45,11 @@ async def capture(services: ChatServices, request: ChatRequest) -> Captured:
             for passage in reversed(prompted.prompt.passages)
         ]
         model = services.model
-        plan = plan_blend(
+        plan = plan_exact(
             prompt,
             model.space,
             model.domain,
             f"capture-{uuid.uuid4().hex}",
-            0.0,
             documents,
             prompted.search.asked_at_ms,
         )
@@ -60,7 +58,7 @@ async def capture(services: ChatServices, request: ChatRequest) -> Captured:
             model=model.name,
             token_ids=prompt.token_ids,
             max_tokens=1,
-            plan=replace(plan, capture=True),
+            plan=plan,
             plan_keys=model.plan_keys,
             cache_salt=None,
         )

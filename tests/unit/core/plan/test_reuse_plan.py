@@ -39,16 +39,8 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     share = draw(st.floats(0, 1))
     domain = draw(text.filter(lambda name: not name.startswith(PLAIN_DOMAIN)))
     alpha, trial = draw(st.none() | st.floats(0, MAX_ALPHA)), draw(st.booleans())
-    capture = draw(st.booleans())
     plan = ReusePlan(
-        draw(text),
-        domain,
-        tuple(segments),
-        planned_at_ms,
-        share,
-        alpha=alpha,
-        trial=trial,
-        capture=capture,
+        draw(text), domain, tuple(segments), planned_at_ms, share, alpha=alpha, trial=trial
     )
     return replace(plan, handoff=not (plan.blends or trial) and draw(st.booleans()))
 
@@ -162,7 +154,6 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("alpha", 10**400),
         ("alpha", True),
         ("alpha", "3"),
-        ("capture", 1),
         ("trial", 1),
         ("trial", None),
         ("handoff", 1),

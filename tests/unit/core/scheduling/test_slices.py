@@ -53,7 +53,7 @@ def test_a_slice_is_short_or_needed_for_the_rate(
     assert tokens % ALIGNMENT_TOKENS == 0
     assert ALIGNMENT_TOKENS <= tokens <= longest
     sizes = range(ALIGNMENT_TOKENS, longest + 1, ALIGNMENT_TOKENS)
-    best_s = min(measured.predict(0, size) / size for size in sizes)
+    best_s = min((request_s + measured.predict(0, size)) / size for size in sizes)
     shorter = tokens - ALIGNMENT_TOKENS
     if request_s + measured.predict(0, tokens) > SHORT_S and shorter:
         assert (request_s + measured.predict(0, shorter)) / shorter > MAX_SLOWDOWN * best_s

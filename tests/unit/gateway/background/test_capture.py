@@ -49,8 +49,8 @@ def test_a_beginning_has_the_segments_that_are_complete_there() -> None:
     beginning = job.beginning(200)
     assert (len(beginning.token_ids), beginning.chunk_ends) == (200, (153,))
     plan = job.plan(beginning, MODEL)
-    assert plan.capture
-    assert [segment.action for segment in plan.segments] == [Action.EXACT, Action.BLEND]
+    # What is stored must be exact, so nothing may be blended into it.
+    assert [segment.action for segment in plan.segments] == [Action.EXACT, Action.EXACT]
     assert [segment.document for segment in plan.segments] == ["", "a.md"]
 
 
@@ -59,7 +59,6 @@ def test_a_questions_context_is_computed_as_it_is() -> None:
     job = context_job(HEAD, TokenizedPrefill(QueuedPrefill(prefill, "asked"), ([8, 8], [9])))
     assert job.prompt.token_ids == (*HEAD, 8, 8, 9)
     plan = job.plan(job.prompt, MODEL)
-    assert not plan.capture
     assert {segment.action for segment in plan.segments} == {Action.EXACT}
     assert job.ends == (6,)
 
