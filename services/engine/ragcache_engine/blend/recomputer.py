@@ -62,6 +62,10 @@ class Recomputer:
         scheduler = model.vllm_config.scheduler_config
         self.max_tokens: int = scheduler.max_num_batched_tokens
         on_cpu = model.device.type == "cpu"
+        if on_cpu and torch.cpu._is_amx_tile_supported():
+            # vLLM's attention uses these instructions, and Linux allows them after a request only.
+            # oneDNN makes it in the first large enough product, which may come later.
+            torch.cpu._init_amx()
         self.max_runs: int = self.max_tokens if on_cpu else scheduler.max_num_seqs
         self.vllm_config = model.vllm_config
         self._model = model
