@@ -19,7 +19,6 @@ from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
-from ragcache_engine.vllm_interface.arrivals import ArrivalCounter
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import SpanKind, Tracer
 
@@ -50,7 +49,7 @@ class ChunkObserver:
         save: Saves each observation.
         deadline_s: Time without progress after which a request's blocks are released.
         clock: Returns seconds.
-        arrivals: Counts arriving requests. None: a pass is not interrupted.
+        count_arrivals: Returns how many requests have arrived so far. A pass ends when it changes.
         tracer: Traces the requests that are part of a trace.
     """
 
@@ -62,10 +61,10 @@ class ChunkObserver:
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
-        arrivals: ArrivalCounter | None = None,
+        count_arrivals: Callable[[], int] | None = None,
     ) -> None:
         self._observer = observer
-        self._arrivals = arrivals
+        self._count_arrivals = count_arrivals
         self._max_tokens = max_tokens
         self._save = save
         self._deadline_s = deadline_s
@@ -99,7 +98,7 @@ class ChunkObserver:
             task.segments.clear()
 
     def _request_waits(self, num_arrivals: int) -> bool:
-        return self._arrivals is not None and self._arrivals.value != num_arrivals
+        return self._count_arrivals is not None and self._count_arrivals() != num_arrivals
 
     def _observe_next(self, task: _ObservationTask, num_arrivals: int) -> None:
         index = task.segments[0]

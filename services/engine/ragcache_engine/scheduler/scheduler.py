@@ -251,7 +251,7 @@ class ConnectorScheduler:
             tuple(saves),
             tuple(observes),
             tuple(joint),
-            num_arrivals=self._arrivals.value if self._arrivals is not None else 0,
+            num_arrivals=self._arrivals.count() if self._arrivals is not None else 0,
             release_kept_blocks=self._must_release_blocks(),
             finished_ids=tuple(finished_ids),
             computed=tuple(computed_ranges),

@@ -29,15 +29,14 @@ class ArrivalCounter:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
-    @property
-    def value(self) -> int:
-        """Number of requests so far."""
+    def count(self) -> int:
+        """Return the number of requests so far."""
         number: int = _NUMBER.unpack_from(self._memory)[0]
         return number
 
     def add(self) -> None:
         """Count a request. One thread of an engine does this."""
-        _NUMBER.pack_into(self._memory, 0, self.value + 1)
+        _NUMBER.pack_into(self._memory, 0, self.count() + 1)
 
 
 def arrival_counter() -> ArrivalCounter | None:

@@ -127,13 +127,14 @@ class ConnectorWorker:
                 tracer,
                 joins_passes=joint_pass is not None,
             )
+            counter = arrival_counter()
             self._chunk_observer = ChunkObserver(
                 blend.observer,
                 blend.recomputer.max_tokens,
                 saver.save_observation,
                 settings.observe_deadline_s,
                 tracer=tracer,
-                arrivals=arrival_counter(),
+                count_arrivals=None if counter is None else counter.count,
             )
         self._num_arrivals = 0
         self._jobs: dict[str, LoadJob] = {}

@@ -566,20 +566,22 @@ SavedObservations = list[tuple[int, ChunkObservation]]
 def make_observer(
     observer: FakeObserver,
     clock: Callable[[], float] = lambda: 0.0,
-    arrivals: ArrivalCounter | None = None,
+    count_arrivals: Callable[[], int] | None = None,
 ) -> Any:
     saved: SavedObservations = []
 
     def save(job: Any, observation: ChunkObservation, seconds: float) -> None:
         saved.append((job.span.start, observation))
 
-    made = ChunkObserver(cast("Any", observer), 64, save, 60.0, clock, arrivals=arrivals)
+    made = ChunkObserver(
+        cast("Any", observer), 64, save, 60.0, clock, count_arrivals=count_arrivals
+    )
     return made, saved
 
 
 def test_an_observation_ends_for_a_request_and_is_repeated_later() -> None:
     observer, arrivals = FakeObserver(), ArrivalCounter(mmap.mmap(-1, 8))
-    chunk_observer, saved = make_observer(observer, arrivals=arrivals)
+    chunk_observer, saved = make_observer(observer, count_arrivals=arrivals.count)
     chunk_observer.start(observe_job())
     arrivals.add()  # after the step began
     assert chunk_observer.advance(idle=True, num_arrivals=0) == set()

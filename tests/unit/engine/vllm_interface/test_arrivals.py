@@ -18,7 +18,7 @@ CHILD = """
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 counter = arrival_counter()
 counter.add()
-print(counter.value)
+print(counter.count())
 """
 
 
@@ -31,13 +31,13 @@ def _new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_process_shares_the_number() -> None:
     counter = arrival_counter()
     assert counter is not None
-    assert counter.value == 0
+    assert counter.count() == 0
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "1"
-    assert counter.value == 1
+    assert counter.count() == 1
     again = arrival_counter()
     assert again is not None
-    assert again.value == 1
+    assert again.count() == 1
 
 
 def test_each_received_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_each_received_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
     counter = arrival_counter()
     assert counter is not None
     assert EngineCore().preprocess_add_request("one") == "preprocessed"
-    assert (received, counter.value) == (["one"], 1)
+    assert (received, counter.count()) == (["one"], 1)
 
 
 def test_a_system_without_shared_memory_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
