@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -136,13 +136,11 @@ class SequenceContestant:
         The plan is the one that a gateway sends for it, in both modes.
         """
         started = time.monotonic()
-        share = self.setup.recompute_share
         for prompt in prompts:
             # vLLM always computes a prompt's last token, and a segment has to be complete.
             token_ids = (*prompt.token_ids, prompt.token_ids[-1])
-            plan = plan_request(prompt, self.setup.space, DOMAIN, uuid.uuid4().hex, share)
-            capture = replace(plan, capture=True)
-            complete(self.engine.url, token_ids, max_tokens=1, plan=capture.to_json())
+            plan = plan_request(prompt, self.setup.space, DOMAIN, uuid.uuid4().hex, None)
+            complete(self.engine.url, token_ids, max_tokens=1, plan=plan.to_json())
         self.wait_until_idle()
         return time.monotonic() - started
 

@@ -42,8 +42,8 @@ KIND = "RagCache"
 
 COMPONENTS = ("gateway", "retriever", "engine", "cachestore")
 BUNDLED_MODELS = {"smollm2": 8192, "tinyrag": 4096}
-"""Models that need no hub, each with its maximum context length in tokens. The images have them, and
-`ragcache up` fetches them."""
+"""Models that need no hub, each with its maximum context length in tokens. The images have them,
+and `ragcache up` fetches them."""
 BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
 
 _GIB = 1 << 30
@@ -145,10 +145,10 @@ class ModelSpec(ManifestModel):
         AfterValidator(_model_source),
         ServerSchema({"pattern": f"^(?:{_MODEL_SOURCE})$"}),
     ] = "bundled:smollm2"
-    """Source of the model's weights. bundled:smollm2 is SmolLM2-135M-Instruct, a small general model
-    that the images contain. bundled:tinyrag is a test model. hf:ORGANISATION/NAME is a model of the
-    Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods
-    mount read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
+    """Source of the model's weights. bundled:smollm2 is SmolLM2-135M-Instruct, a small general
+    model that the images contain. bundled:tinyrag is a test model. hf:ORGANISATION/NAME is a model
+    of the Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods mount
+    read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
     Kubernetes 1.35. path:FOLDER is a local folder, for `ragcache up` only."""
     token_secret: SecretKey | None = None
     """Token for a gated model of the Hugging Face hub. It requires an hf: source."""

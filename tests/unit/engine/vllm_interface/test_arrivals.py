@@ -49,7 +49,7 @@ def test_each_received_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
             return "preprocessed"
 
     module = types.SimpleNamespace(EngineCore=EngineCore)
-    monkeypatch.setitem(sys.modules, arrivals._ENGINE_CORE, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, arrivals._ENGINE_CORE, module)
     count_arrivals()
     count_arrivals()  # vLLM runs a plugin more than once
     counter = arrival_counter()

@@ -28,7 +28,6 @@ from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_s
 from ragcache_engine.protocol.messages import (
     LoadJob,
     LoadOutcome,
-    MeasuredPass,
     StepJobs,
 )
 from ragcache_engine.worker import worker as worker_module
@@ -399,5 +398,6 @@ def test_passes_that_compute_prompts_are_timed(worker: WorkerHarness) -> None:
         worker.connector.end_pass(jobs)
     report = worker.connector.take_report()
     assert report is not None
-    assert report.passes == [MeasuredPass(0.2, pytest.approx(0.5))]
+    [measured] = report.passes
+    assert (measured.work, measured.seconds) == (0.2, pytest.approx(0.5))
     assert worker.connector.take_report() is None
