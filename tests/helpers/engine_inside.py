@@ -264,8 +264,7 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
     asked = weights[:, :, QUESTION.start - 301 : QUESTION.stop - 301, : QUESTION.start].mean(2)
     taken = asked * values[:, :, : QUESTION.start].norm(dim=-1)
-    layers = question_layers(len(weights))
-    question_attention = taken[layers.start : layers.stop].mean((0, 1))
+    question_attention = taken[list(question_layers(len(weights)))].mean((0, 1))
     return {
         "observed": torch.stack(sums, dim=1).tolist(),
         "influence": influence.tolist(),

@@ -237,7 +237,14 @@ class Trial:
         return self._context_attention
 
     def _chunks(self) -> list[InfluencedChunk]:
-        return [InfluencedChunk(chunk.start, (1.0,) * len(chunk)) for chunk in self.inexact_chunks]
+        """Return the chunks as the engine sees them: influence on the first chunk is unknown."""
+        return [
+            InfluencedChunk(
+                start, captured.influence if captured.prefix else (1.0,) * len(captured.influence)
+            )
+            for captured, start in zip(self.captured, self.starts, strict=True)
+            if start >= self.exact_end
+        ]
 
     def _highest(self, scores: Mapping[int, float], budget: int) -> Sequence[range]:
         return self._first(sorted(scores, key=lambda p: -scores[p]), budget)

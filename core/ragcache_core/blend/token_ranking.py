@@ -3,14 +3,16 @@
 An error in a token's KV matters as far as it is read. So the order is by what the question takes
 from each token: its attention times the length of the token's value, which the engine measures over
 the loaded KV (``ragcache_engine.blend.attention``). This is the choice of ProphetKV (arXiv
-2602.02579) and InfoFlow KV (2603.05353).
+2602.02579) and InfoFlow KV (2603.05353). It is multiplied by the token's *influence*: how much of
+its KV came from the chunks that it was computed after. Influence is the same for all tokens of a
+chunk that was not observed.
 
-On real text nothing chose better (``bench/blend_quality.py``). Compared were Cache-Craft's attention
-to the chunks before (eq. 14), CacheBlend's deviation of KV at an early layer, and EPIC's first
-tokens of each chunk. *Influence*, how much of a token's KV came from the chunks
-that it was computed after, adds nothing to it. Neither do neighbours of attended tokens, whole
-sentences, a second measurement after half of the budget, and more tokens in lower layers. Influence
-decides where there is no question to measure.
+On real text nothing chose better (``bench/blend_quality.py``). Compared were Cache-Craft's
+attention to the chunks before (eq. 14), CacheBlend's deviation of KV at an early layer, and EPIC's
+first tokens of each chunk. Influence makes no difference there. It helps the bundled model, whose
+answers hang on what a few heads read from another chunk. Neighbours of attended tokens, whole
+sentences, a second measurement after half of the budget, and more tokens in lower layers brought
+nothing.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ def rank_tokens(
 ) -> list[int]:
     """Return the positions of all tokens of the chunks, highest need first.
 
-    Ties go to the higher influence, then to the lower position. If the token before has more
-    influence, nearly that influence counts.
+    A token's need is its influence times the question's attention. If the token before has more
+    influence, nearly that influence counts. Ties go to the higher influence, then to the lower
+    position.
 
     Args:
         chunks: Disjoint chunks, in any order.
         attention: What the question takes from each position, up to the last chunk's end at least,
-            0 or more. None: unknown, so the influence counts.
+            0 or more. None: unknown, so only the influence counts.
 
     Raises:
         ValueError: Chunks overlap, or attention is too short, negative or not finite.
@@ -80,7 +83,7 @@ def rank_tokens(
             raise ValueError(f"attention ends at {len(scores)}, before position {positions[-1]}")
         if not (np.isfinite(scores).all() and (scores >= 0).all()):
             raise ValueError("attention must be finite and 0 or more")
-        need = scores[positions]
+        need = influence * scores[positions]
     order: list[int] = positions[np.lexsort((positions, -influence, -need))].tolist()
     return order
 

@@ -34,6 +34,9 @@ Earlier layers attend to neighbours and to what stands out for any question. Lat
 what is about to be said, and more to loaded KV as such. ``bench/blend_quality.py`` measures this.
 """
 
+_LAYERS = 5
+"""So many of these layers are measured, or a few more."""
+
 _ROUNDING = 1e-9
 
 _MAX_SCORES = 1 << 24
@@ -117,9 +120,9 @@ class AttentionObserver:
     ) -> torch.Tensor:
         """Measure how much a question takes from each position before it.
 
-        In each head of the middle third of the layers, a question's token takes from a position the
-        length of its value times the attention weight. The result is the mean over the question's
-        tokens, heads and layers. The pass ends after the last of these layers.
+        In each head of some layers of the middle third, a token of the question takes from a
+        position the length of its value times the attention weight. The result is the mean over the
+        question's tokens, heads and layers. The pass ends after the last of these layers.
 
         Args:
             token_ids: The prompt up to the question's end.
@@ -271,6 +274,10 @@ class _QuestionHook(AttentionHook):
 
 
 def question_layers(num_layers: int) -> range:
-    """Return the layers whose attention of a question counts: one at least."""
+    """Return the layers whose attention of a question counts: one at least.
+
+    A few layers, evenly spaced, choose as well as all of the third.
+    """
     first = int(num_layers * _FIRST_LAYER + _ROUNDING)
-    return range(first, max(first + 1, round(num_layers * _END_LAYER)))
+    end = max(first + 1, round(num_layers * _END_LAYER))
+    return range(first, end, max(1, (end - first) // _LAYERS))

@@ -1,4 +1,4 @@
-"""Which tokens are recomputed first: those that the question attends to, then influence."""
+"""Which tokens are recomputed first: influence on them, times the question's attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_equal_attention_to_all_equals_no_attention(
 
 
 @given(prompts())
-def test_tokens_are_ranked_by_attention_then_by_influence(
+def test_tokens_are_ranked_by_need_then_by_influence(
     prompt: tuple[list[InfluencedChunk], list[float]],
 ) -> None:
     chunks, attention = prompt
@@ -55,7 +55,8 @@ def test_tokens_are_ranked_by_attention_then_by_influence(
             influence[chunk.start + index] = max(own, 0.999 * before)
 
     def key(position: int) -> tuple[float, float, int]:
-        return -attention[position], -influence[position], position
+        need = influence[position] * attention[position]
+        return -need, -influence[position], position
 
     assert rank_tokens(chunks, attention) == sorted(influence, key=key)
 
@@ -91,11 +92,13 @@ def test_influence_does_not_pass_between_chunks() -> None:
     assert rank_tokens(chunks) == [2, 3, 4, 5, 0, 1]
 
 
-def test_attended_tokens_come_first_whatever_influenced_them() -> None:
+def test_influence_and_attention_count_alike() -> None:
     attention = [0.01] * 20
     attention[9] = 0.81
     influence = [1.0] * 19 + [10.0]
     assert rank_tokens([InfluencedChunk(0, influence)], attention)[:2] == [9, 19]
+    influence[19] = 100.0
+    assert rank_tokens([InfluencedChunk(0, influence)], attention)[:2] == [19, 9]
 
 
 def test_invalid_input_is_rejected() -> None:
