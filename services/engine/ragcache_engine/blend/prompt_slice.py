@@ -18,14 +18,15 @@ class PromptSlice:
         token_ids: The prompt.
         blocks: Its block table.
         runs: Ascending, each of maximal length.
-        chunks: Ranges whose KV was loaded and is not exact, ascending. Their other tokens are
-            shifted (``ChunkShift``).
+        chunks: Ranges whose KV was loaded and is not exact, ascending.
+        next_runs: Tokens of the chunks that are shifted (``ChunkShift``), ascending.
     """
 
     token_ids: Sequence[int]
     blocks: Sequence[int]
     runs: Sequence[range]
     chunks: Sequence[range] = ()
+    next_runs: Sequence[range] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ragcache_core.blend.chunk_shift import SHIFTED_PER_RECOMPUTED
 from ragcache_core.blend.slices import merge_runs, split_first_pass
 from ragcache_core.blend.token_ranking import rank_tokens
 from ragcache_core.blend.token_selection import select_tokens
@@ -44,7 +45,12 @@ _LOG_FAILED = "recomputation queue: recompute failed request=%s"
 
 @dataclass(slots=True)
 class _RecomputationTask:
-    """One load in the queue. ``runs``: positions left to recompute; None: not selected yet."""
+    """One load in the queue.
+
+    Attributes:
+        runs: Positions left to recompute. None: not selected yet.
+        next_runs: Positions that rank next, which are shifted.
+    """
 
     job: LoadJob
     recompute: RecomputeJob
@@ -52,6 +58,7 @@ class _RecomputationTask:
     started: float
     trace: Span
     runs: tuple[range, ...] | None = None
+    next_runs: tuple[range, ...] = ()
     recomputed_tokens: int = 0
     select_s: float = 0.0
     cancelled: bool = False
@@ -90,6 +97,7 @@ class _RecomputationTask:
             select_s=self.select_s,
             left_to_recompute=self.runs or (),
             loaded_chunks=self.loaded_chunks if self.runs else (),
+            next_runs=self.next_runs if self.runs else (),
         )
 
 
@@ -212,7 +220,7 @@ class RecomputationQueue:
     ) -> list[_RecomputationTask]:
         """Recompute runs of several loads in one pass; return the tasks that failed."""
         slices = [
-            PromptSlice(t.recompute.token_ids, t.job.blocks, runs, t.loaded_chunks)
+            PromptSlice(t.recompute.token_ids, t.job.blocks, runs, t.loaded_chunks, t.next_runs)
             for t, runs in taken
         ]
         if not slices:
@@ -252,6 +260,12 @@ class RecomputationQueue:
             order, recompute.recompute_tokens, exact_head=job.first, already_selected=missing
         )
         task.runs = merge_runs([*selected.runs, *missing])
+        task.next_runs = select_tokens(
+            order,
+            SHIFTED_PER_RECOMPUTED * recompute.recompute_tokens,
+            exact_head=job.first,
+            already_selected=task.runs,
+        ).runs
         task.select_s = time.monotonic() - began
         return len(question)
 

@@ -110,63 +110,6 @@ class BlockPacking:
         tokens = self.view_tokens(kv_cache)[(blocks, *index)]
         return tokens.reshape(len(blocks), num_kv_heads, -1)
 
-    def add(
-        self, kv_cache: torch.Tensor, blocks: list[int], start: int, added: torch.Tensor
-    ) -> None:
-        """Add to the tokens of a request, in place.
-
-        Args:
-            kv_cache: As in ``view_tokens``.
-            blocks: The request's block table.
-            start: First position.
-            added: [tokens, num_kv_heads, head_dim], contiguous, of the cache's type.
-        """
-        size = prod(count for count, _ in self.tokens)
-        view = self.view_tokens(kv_cache)
-        end, position = start + len(added), start
-        while position < end:
-            number, offset = divmod(position, size)
-            count = min(size - offset, end - position)
-            # Blocks are often consecutive, and one addition for several takes less time.
-            num_blocks = 1
-            if count == size:
-                most = (end - position) // size
-                while num_blocks < most and _follows(blocks, number, num_blocks):
-                    num_blocks += 1
-                count = num_blocks * size
-            first = blocks[number]
-            part = added[position - start :][:count]
-            if count == num_blocks * size:
-                target = view[first : first + num_blocks]
-                target.add_(part.view(target.shape))
-            else:
-                _add_tokens(view[first], offset, part, len(self.tokens))
-            position += count
-
-
-def _follows(blocks: list[int], number: int, distance: int) -> bool:
-    """Tell whether an entry of a block table is as far from another as their blocks are."""
-    return blocks[number + distance] == blocks[number] + distance
-
-
-def _add_tokens(view: torch.Tensor, start: int, added: torch.Tensor, num_loops: int) -> None:
-    """Add to tokens [start, start + len(added)) of a view with nested loops over tokens."""
-    if num_loops == 1:
-        target = view[start : start + len(added)]
-        target.add_(added.view(target.shape))
-        return
-    inner = prod(view.shape[1:num_loops])
-    while len(added):
-        index, offset = divmod(start, inner)
-        count = min(inner - offset, len(added))
-        if count == inner:
-            count = len(added) // inner * inner
-            target = view[index : index + count // inner]
-            target.add_(added[:count].view(target.shape))
-        else:
-            _add_tokens(view[index], offset, added[:count], num_loops - 1)
-        start, added = start + count, added[count:]
-
 
 def _loops(offsets: torch.Tensor) -> Loops:
     """Return the nest of loops that produces these offsets, of which the first is 0."""

@@ -182,33 +182,6 @@ class PagedCache:
         keys, values = (p.tokens_at(cache, of_block, offsets) for p in self._packings)
         return keys, values
 
-    def add(
-        self,
-        index: int,
-        blocks: Sequence[int],
-        start: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Add to consecutive tokens of one layer, in place.
-
-        Args:
-            index: The layer.
-            blocks: The request's block table.
-            start: Position of the first token.
-            keys: [tokens, num_kv_heads, head_dim], contiguous, of the cache's type and device.
-            values: The same.
-        """
-        cache, table = self.layers[index].kv_cache, self._kernel_blocks(blocks)
-        if self._packings is not None:
-            for packing, added in zip(self._packings, (keys, values), strict=True):
-                packing.add(cache, table, start, added)
-            return
-        positions = torch.arange(start, start + len(keys))
-        of_block = torch.tensor(table)[positions // self._kernel_size].to(self.device)
-        offsets = (positions % self._kernel_size).to(self.device)
-        cache[of_block, :, offsets] += torch.cat([keys, values], dim=-1)
-
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
 

@@ -148,8 +148,9 @@ class JointRecomputeJob:
     token_ids: Sequence[int]
     blocks: tuple[int, ...]
     runs: tuple[range, ...]
-    # Loaded ranges that are not exact, ascending.
+    # Loaded ranges that are not exact, and tokens of them to shift, ascending.
     chunks: tuple[range, ...] = ()
+    next_runs: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +204,10 @@ class LoadOutcome:
     select_s: float = 0.0
     # Of the selected positions, those that the request's next pass has to recompute.
     left_to_recompute: tuple[range, ...] = ()
-    # The loaded ranges that are not exact, if that pass has to recompute any positions.
+    # If that pass has to recompute any positions: the loaded ranges that are not exact, and tokens
+    # of them that it shifts.
     loaded_chunks: tuple[range, ...] = ()
+    next_runs: tuple[range, ...] = ()
     # Number of values behind missing_ranges, by reason.
     missing_reasons: Mapping[str, int] = field(default_factory=dict)
     # The load's whole deadline passed before the worker stopped waiting.

@@ -82,8 +82,9 @@ class RequestState:
 
     # Positions of the finished load that the next pass of the request has to recompute.
     left_to_recompute: tuple[range, ...] = ()
-    # Loaded ranges that are not exact, for that pass.
+    # Loaded ranges that are not exact, and tokens of them that this pass shifts.
     loaded_chunks: tuple[range, ...] = ()
+    next_runs: tuple[range, ...] = ()
 
     # KV after this position is not exact, or was computed after KV that is not.
     approximate_after: int | None = None

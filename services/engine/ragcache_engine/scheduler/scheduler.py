@@ -228,8 +228,8 @@ class ConnectorScheduler:
                 if request.left_to_recompute:
                     runs, request.left_to_recompute = request.left_to_recompute, ()
                     blocks = tuple(blocks_of(request_id))
-                    chunks = request.loaded_chunks
-                    joint.append(JointRecomputeJob(request.token_ids, blocks, runs, chunks))
+                    shift = request.loaded_chunks, request.next_runs
+                    joint.append(JointRecomputeJob(request.token_ids, blocks, runs, *shift))
                     recompute_tokens += sum(map(len, runs))
                     attended += sum(map(sum, runs))
                     request.record.joint_tokens = sum(map(len, runs))

@@ -210,22 +210,6 @@ def test_blocks_that_cannot_be_cut_are_refused() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("start", "count"), [(0, 5 * BLOCK), (3, 1), (17, 40), (30, 100), (64, 32)]
-)
-def test_tokens_are_added_to_in_place(order: str, start: int, count: int) -> None:
-    cache = PagedCache({"layer": FakeLayer(ORDERS[order], torch.float32)}, torch.device("cpu"))
-    blocks = [6, 7, 2, 3, 4]
-    value = torch.randn(1, 2, 5 * BLOCK, HEADS, DIM)
-    cache.write(value, cache.slots(blocks, 0, 5 * BLOCK))
-    added = torch.randn(2, count, HEADS, DIM)
-    cache.add(0, blocks, start, added[0], added[1])
-    expected = value.clone()
-    expected[0, :, start : start + count] += added
-    assert torch.equal(cache.read(blocks, 0, 5 * BLOCK), expected)
-
-
-@pytest.mark.parametrize("order", ORDERS)
 def test_single_tokens_are_read(order: str) -> None:
     cache = PagedCache({"layer": FakeLayer(ORDERS[order], torch.float32)}, torch.device("cpu"))
     blocks = [6, 1, 4]
