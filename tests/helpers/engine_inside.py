@@ -112,7 +112,9 @@ def shift_chunk(
     cache.write(moved, cache.slots(blocks, 0, count))
     recomputer.chunk_shift = ChunkShift(cache, rope)
     other = PromptSlice(token_ids[:50], [6 * BLOCKS_APART], [range(50)])
-    recomputer.recompute_slices([PromptSlice(token_ids, blocks, recomputed, [chunk]), other])
+    recomputer.recompute_slices(
+        [PromptSlice(token_ids, blocks, recomputed, [chunk], [chunk]), other]
+    )
     recomputer.chunk_shift = None
     after = cache.read(blocks, 0, count)[0].float()
     shifted = [p for p in chunk if not any(p in run for run in recomputed)]
