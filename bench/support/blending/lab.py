@@ -93,15 +93,17 @@ class Lab:
         token_ids: Sequence[int],
         table: Sequence[int],
         runs: Sequence[range],
-        shifted: Sequence[range] = (),
+        chunks: Sequence[range] = (),
+        next_runs: Sequence[range] = (),
     ) -> Any:
         """Compute runs of positions in as few passes as possible; return the last hidden states.
 
-        The other tokens of shifted chunks are shifted by what the pass changes.
+        The tokens of next_runs are shifted by what the pass changes in their chunks.
         """
         passes, hidden = self.recomputer, None
         for one in split_into_passes(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
-            hidden = passes.recompute_slices([PromptSlice(token_ids, table, one, shifted)])
+            part = PromptSlice(token_ids, table, one, chunks, next_runs)
+            hidden = passes.recompute_slices([part])
         return hidden
 
     def capture(

@@ -34,6 +34,7 @@ SHARE = 0.2
 CURVE = (0.05, 0.1, 0.15, 0.2, 0.3)
 
 METHODS: Mapping[str, Choose] = {
+    "ours without influence": Trial.unobserved,
     "random": Trial.random,
     "Cache-Craft": Trial.cache_craft,
     "EPIC": Trial.epic,
@@ -119,7 +120,8 @@ class _Asked:
         self._reuse(figures[f"ours, no shift {SHARE:.0%}"], trial, runs, decodes=not self.quick)
         for name, choose in METHODS.items():
             runs = self._chosen(trial, choose, SHARE)
-            self._reuse(figures[f"{name} {SHARE:.0%}"], trial, runs, decodes=not self.quick)
+            one, shifts = figures[f"{name} {SHARE:.0%}"], choose is Trial.unobserved
+            self._reuse(one, trial, runs, shifts=shifts, decodes=not self.quick)
         # Computed ahead: in sequences, and each chunk alone after the template.
         for way, ahead in (
             (AHEAD, [self._ahead(sequences.prefix_of(ids), ids) for ids in chunks]),

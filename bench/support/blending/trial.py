@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from bench.support.blending.context_attention import ContextAttention
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
+from ragcache_core.blend.chunk_shift import SHIFTED_PER_RECOMPUTED
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.focused_chunks import Cut, FocusedChunks
 from ragcache_core.blend.prefix_chunks import PrefixChunk
@@ -98,8 +99,10 @@ class Trial:
         if self.full is not None:
             return self._answer(table)
         answer = self.lab.answer(self.token_ids, table, self.end, self.most)
+        # In a pass with the answer's tokens rounding differs, so it may decode another answer.
         given = answer.token_ids
-        self.full = self.lab.answer(self.token_ids, table, self.end, self.most, given)
+        again = self.lab.answer(self.token_ids, table, self.end, 0, given)
+        self.full = replace(again, token_ids=given)
         return self.full
 
     def answer_with(
@@ -109,12 +112,13 @@ class Trial:
 
         Args:
             runs: Positions to recompute.
-            shifts: Whether the other tokens of their chunks are shifted, as the engine does.
+            shifts: Whether the tokens that rank next are shifted, as the engine does.
             decodes: Whether to decode an answer.
         """
         table = self.placed()
         if runs:
-            self.lab.compute(self.token_ids, table, runs, self.inexact_chunks if shifts else ())
+            next_runs = self._next_runs(runs) if shifts else ()
+            self.lab.compute(self.token_ids, table, runs, self.inexact_chunks, next_runs)
         return self._answer(table, decodes=decodes)
 
     def placed(self) -> list[int]:
@@ -134,7 +138,20 @@ class Trial:
 
     def ours(self, budget: int) -> Sequence[range]:
         """Select tokens as the engine does."""
-        return select_tokens(rank_tokens(self._chunks(), self.question_attention), budget).runs
+        return select_tokens(self._order(), budget).runs
+
+    def unobserved(self, budget: int) -> Sequence[range]:
+        """Select tokens as the engine does in chunks that it has not observed."""
+        taken = dict(enumerate(self.question_attention))
+        return self._highest(taken, budget)
+
+    def _next_runs(self, runs: Sequence[range]) -> Sequence[range]:
+        """Return the tokens that the engine shifts while it recomputes these."""
+        budget = SHIFTED_PER_RECOMPUTED * sum(map(len, runs))
+        return select_tokens(self._order(), budget, already_selected=runs).runs
+
+    def _order(self) -> list[int]:
+        return rank_tokens(self._chunks(), self.question_attention)
 
     def influenced(self, budget: int) -> Sequence[range]:
         """Select tokens by the influence of other chunks at capture."""
