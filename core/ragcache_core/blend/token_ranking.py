@@ -9,7 +9,8 @@ chunk that was not observed.
 
 On real text nothing chose better (``bench/blend_quality.py``). Compared were Cache-Craft's
 attention to the chunks before (eq. 14), CacheBlend's deviation of KV at an early layer, and EPIC's
-first tokens of each chunk. Influence makes no difference there. It helps the bundled model, whose
+first tokens of each chunk. Influence makes a difference in few questions: those whose answer goes
+on with text that the question itself does not attend to. It also helps the bundled model, whose
 answers hang on what a few heads read from another chunk. Neighbours of attended tokens, whole
 sentences, a second measurement after half of the budget, and more tokens in lower layers brought
 nothing.
