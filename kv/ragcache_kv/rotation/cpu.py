@@ -66,7 +66,7 @@ def _kernel(name: str, pairing: Pairing, half: int, dim: int, in_place: bool) ->
 
 
 def _halves_kernel(number: Number, half: int, dim: int, in_place: bool) -> Kernel:
-    load, store = _load(number), _store(number)
+    load, store = number_loader(number), number_storer(number)
     bits = (u32 if number.num_bytes == 4 else u16)[::1]
 
     @inlined
@@ -104,7 +104,7 @@ def _halves_kernel(number: Number, half: int, dim: int, in_place: bool) -> Kerne
 
 
 def _neighbours_kernel(number: Number, half: int, row_pairs: int, in_place: bool) -> Kernel:
-    load, store = _load(number), _store(number)
+    load, store = number_loader(number), number_storer(number)
     bits, pair = (u32, u64) if number.num_bytes == 4 else (u16, u32)
     width = 8 * number.num_bytes
 
@@ -139,11 +139,13 @@ def _neighbours_kernel(number: Number, half: int, row_pairs: int, in_place: bool
     return rotate_into
 
 
-def _load(number: Number) -> Any:
+def number_loader(number: Number) -> Any:
+    """Return a function for kernels that converts a bit pattern to a float32."""
     return inlined(_from_float16) if number is FLOAT16 else loader(number.num_bytes == 4)
 
 
-def _store(number: Number) -> Any:
+def number_storer(number: Number) -> Any:
+    """Return a function for kernels that rounds a float32 to a bit pattern, ties to even."""
     if number is BFLOAT16:
         return inlined(_to_bfloat16)
     return inlined(_to_float16 if number is FLOAT16 else _to_float32)

@@ -7,21 +7,43 @@ their rotation, because the change does not depend on the position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ragcache_core.blend.chunk_shift import ShiftPlan, plan_shift
 from ragcache_engine.blend.prompt_slice import PromptSlice
+from ragcache_engine.blend.shift_kernel import shift_kernel
+from ragcache_engine.kv_cache.packed_cache import Offsets, PackedCache
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_kv.codecs.kernels import Kernel
+from ragcache_kv.codecs.numbers import NUMBERS, Bits, Floats
 from ragcache_kv.rotation import Pairing, Rope
 
 _UPDATE = "do_kv_cache_update"
 """The method of an attention backend that writes a layer's KV into the paged cache."""
+
+_Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys and values of a layer to slots."""
+
+
+class _SliceShift(Protocol):
+    """The shift of one slice's chunks."""
+
+    def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
+        """Shift a layer's tokens, just before a pass writes its new ones.
+
+        Args:
+            index: The layer.
+            key: New keys of all rows of the pass.
+            value: New values.
+            write: Writes to the layer's cache.
+        """
 
 
 class ChunkShift:
@@ -35,6 +57,12 @@ class ChunkShift:
     def __init__(self, cache: PagedCache, rope: Rope) -> None:
         self._cache = cache
         self._rope = rope
+        self._packed = cache.packed() if cache.device.type == "cpu" else None
+
+    def warm_up(self) -> None:
+        """Compile what the device needs. It takes a second or two."""
+        if self._packed is not None:
+            self._kernel()
 
     @contextmanager
     def attached(self, slices: Sequence[PromptSlice]) -> Iterator[None]:
@@ -55,8 +83,36 @@ class ChunkShift:
         for one in slices:
             plan = plan_shift(one.chunks, one.runs, one.next_runs)
             if plan is not None:
-                yield _SliceShift.of(one, plan, rows, self._cache, self._rope)
+                of_pass = slice(-rows, one.num_tokens - rows or None)
+                yield self._slice_shift(one, plan, of_pass)
             rows -= one.num_tokens
+
+    def _slice_shift(self, one: PromptSlice, plan: ShiftPlan, rows: slice) -> _SliceShift:
+        if self._packed is None:
+            return _TorchShift.of(one, plan, rows, self._cache, self._rope)
+        recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
+
+        def offsets(positions: torch.Tensor) -> tuple[Offsets, Offsets]:
+            assert self._packed is not None
+            blocks, places = self._cache.kernel_slots(one.blocks, positions)
+            return self._packed.offsets(blocks.numpy(), places.numpy())
+
+        return _CompiledShift(
+            kernel=self._kernel(),
+            packed=self._packed,
+            rows=rows,
+            weights=plan.weights,
+            chunk_of=plan.chunk_of,
+            recomputed=offsets(recomputed),
+            shifted=offsets(torch.from_numpy(plan.positions)),
+            recomputed_angles=_cos_sin(recomputed.numpy(), self._rope),
+            shifted_angles=_cos_sin(plan.positions, self._rope),
+            pairs=_pairs(self._rope),
+        )
+
+    def _kernel(self) -> Kernel:
+        number = NUMBERS[str(self._cache.shape.dtype).removeprefix("torch.")]
+        return shift_kernel(number, self._rope.rotary_dim // 2, self._rope.head_dim)
 
     @contextmanager
     def _attached_to(self, index: int, impl: Any, shifts: Sequence[_SliceShift]) -> Iterator[None]:
@@ -65,10 +121,12 @@ class ChunkShift:
         def shift_and_update(
             layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slots: torch.Tensor
         ) -> None:
-            shifted = [one.shifted(index, key, value) for one in shifts]
-            update(layer, key, value, kv_cache, slots)
-            for one, (keys, values) in zip(shifts, shifted, strict=True):
-                update(layer, keys, values, kv_cache, one.slots)
+            def write(keys: torch.Tensor, values: torch.Tensor, to: torch.Tensor) -> None:
+                update(layer, keys, values, kv_cache, to)
+
+            for one in shifts:
+                one.shift(index, key, value, write)
+            write(key, value, slots)
 
         setattr(impl, _UPDATE, shift_and_update)
         try:
@@ -81,8 +139,60 @@ class ChunkShift:
 
 
 @dataclass(frozen=True, slots=True)
-class _SliceShift:
-    """The shift of one slice's chunks.
+class _CompiledShift:
+    """The shift of one slice's chunks in a packed cache.
+
+    Attributes:
+        rows: The slice's rows of the pass, counted from its end.
+        weights: See ``ShiftPlan``.
+        chunk_of: See ``ShiftPlan``.
+        recomputed: Offsets of the recomputed tokens' keys and values.
+        shifted: Offsets of the shifted tokens' keys and values.
+        recomputed_angles: float32 [recomputed, 2, rotary_dim / 2].
+        shifted_angles: float32 [shifted, 2, rotary_dim / 2].
+        pairs: int64 [2, rotary_dim / 2].
+    """
+
+    kernel: Kernel
+    packed: PackedCache
+    rows: slice
+    weights: Floats
+    chunk_of: NDArray[np.int64]
+    recomputed: tuple[Offsets, Offsets]
+    shifted: tuple[Offsets, Offsets]
+    recomputed_angles: Floats
+    shifted_angles: Floats
+    pairs: NDArray[np.int64]
+
+    def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
+        """See ``_SliceShift``. The kernel writes to the cache itself."""
+        self.kernel(
+            self.packed.layers[index],
+            *self.recomputed,
+            self._bits(key),
+            self._bits(value),
+            self.weights,
+            self.recomputed_angles,
+            *self.shifted,
+            self.chunk_of,
+            self.shifted_angles,
+            self.pairs,
+            *self.packed.dims,
+            self.packed.head_stride,
+        )
+
+    def _bits(self, rows: torch.Tensor) -> Bits:
+        """Return the slice's rows as bit patterns [recomputed, heads, head_dim]."""
+        dim = len(self.packed.dims[0])
+        unsigned = self.packed.layers[0].dtype
+        integer = torch.int32 if unsigned.itemsize == 4 else torch.int16
+        of_slice = rows[self.rows].reshape(self.weights.shape[1], -1, dim).contiguous()
+        return of_slice.view(integer).numpy().view(unsigned)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchShift:
+    """The shift of one slice's chunks on a GPU.
 
     Attributes:
         rows: The slice's rows of the pass, counted from its end.
@@ -105,9 +215,9 @@ class _SliceShift:
 
     @classmethod
     def of(
-        cls, one: PromptSlice, plan: ShiftPlan, rows: int, cache: PagedCache, rope: Rope
-    ) -> _SliceShift:
-        """Prepare the shift of a slice whose first row is ``rows`` before the pass's end."""
+        cls, one: PromptSlice, plan: ShiftPlan, rows: slice, cache: PagedCache, rope: Rope
+    ) -> _TorchShift:
+        """Prepare the shift of a slice."""
         device, size = cache.device, cache.shape.block_size
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
         shifted = torch.from_numpy(plan.positions)
@@ -115,7 +225,7 @@ class _SliceShift:
         return cls(
             cache=cache,
             blocks=one.blocks,
-            rows=slice(-rows, one.num_tokens - rows or None),
+            rows=rows,
             positions=torch.cat([recomputed, shifted]),
             chunk_of=torch.from_numpy(plan.chunk_of).to(device),
             weights=torch.from_numpy(plan.weights).to(device),
@@ -124,10 +234,8 @@ class _SliceShift:
             angles_shifted=_Angles.of(shifted, rope, device),
         )
 
-    def shifted(
-        self, index: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's shifted keys and values, just before a pass writes its new ones."""
+    def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
+        """See ``_SliceShift``."""
         count = self.weights.shape[1]
         keys, values = self.cache.tokens_at(index, self.blocks, self.positions)
         keys, values = keys.float(), values.float()
@@ -139,9 +247,10 @@ class _SliceShift:
             torch.einsum("cn,nhd->chd", self.weights, changes)[self.chunk_of]
             for changes in (key_changes, value_changes)
         )
-        return (
+        write(
             (keys[count:] + self.angles_shifted.rotated(key_shift)).to(key.dtype),
             (values[count:] + value_shift).to(value.dtype),
+            self.slots,
         )
 
 
@@ -152,45 +261,49 @@ class _Angles:
     Attributes:
         cos: Factor of each dimension; float32 [positions, 1, head_dim].
         sin: Factor of each dimension's partner, with its sign.
-        partner: The other dimension of each one's pair; int64 [head_dim]. None: half of the
-            dimensions away.
+        partner: The other dimension of each one's pair; int64 [head_dim].
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
-    partner: torch.Tensor | None
+    partner: torch.Tensor
 
     @classmethod
     def of(cls, positions: torch.Tensor, rope: Rope, device: torch.device) -> _Angles:
-        """Compute the angles in float64, as ``ragcache_kv.rotation`` does."""
-        half = rope.rotary_dim // 2
-        if rope.pairing is Pairing.HALVES:
-            one, other = np.arange(half), np.arange(half, 2 * half)
-        else:
-            one, other = np.arange(0, 2 * half, 2), np.arange(1, 2 * half, 2)
-        angles = np.outer(positions.numpy(), np.array(rope.frequencies))
+        """Compute the angles of positions."""
+        one, other = _pairs(rope)
+        cosines, sines = _cos_sin(positions.numpy(), rope).transpose(1, 0, 2)
         cos = np.ones((len(positions), 1, rope.head_dim), dtype=np.float32)
         sin = np.zeros_like(cos)
         partner = np.arange(rope.head_dim)
-        cos[:, 0, one] = cos[:, 0, other] = np.cos(angles)
-        sin[:, 0, other] = np.sin(angles)
-        sin[:, 0, one] = -sin[:, 0, other]
+        cos[:, 0, one] = cos[:, 0, other] = cosines
+        sin[:, 0, other] = sines
+        sin[:, 0, one] = -sines
         partner[one], partner[other] = other, one
-        arrays = (torch.from_numpy(array).to(device) for array in (cos, sin, partner))
-        cosines, sines, partners = arrays
-        is_half_away = rope.pairing is Pairing.HALVES and rope.rotary_dim == rope.head_dim
-        return cls(cosines, sines, None if is_half_away else partners)
+        return cls(*(torch.from_numpy(array).to(device) for array in (cos, sin, partner)))
 
     def rotated(self, keys: torch.Tensor) -> torch.Tensor:
         """Rotate keys, float32 [positions, heads, head_dim], to their positions."""
-        return torch.addcmul(keys * self.cos, self._partners(keys), self.sin)
+        return torch.addcmul(keys * self.cos, keys.index_select(-1, self.partner), self.sin)
 
     def unrotated(self, keys: torch.Tensor) -> torch.Tensor:
         """Rotate keys back to position 0."""
-        return torch.addcmul(keys * self.cos, self._partners(keys), self.sin, value=-1)
+        partners = keys.index_select(-1, self.partner)
+        return torch.addcmul(keys * self.cos, partners, self.sin, value=-1)
 
-    def _partners(self, keys: torch.Tensor) -> torch.Tensor:
-        if self.partner is not None:
-            return keys.index_select(-1, self.partner)
-        one, other = keys.chunk(2, dim=-1)
-        return torch.cat((other, one), dim=-1)
+
+def _pairs(rope: Rope) -> NDArray[np.int64]:
+    """Return the dimensions of each pair that the model rotates; int64 [2, rotary_dim / 2]."""
+    half = rope.rotary_dim // 2
+    if rope.pairing is Pairing.HALVES:
+        return np.stack([np.arange(half), np.arange(half, 2 * half)])
+    return np.stack([np.arange(0, 2 * half, 2), np.arange(1, 2 * half, 2)])
+
+
+def _cos_sin(positions: NDArray[np.int64], rope: Rope) -> Floats:
+    """Return cosines and sines of positions; float32 [positions, 2, rotary_dim / 2].
+
+    The angles are float64, as in ``ragcache_kv.rotation``.
+    """
+    angles = np.outer(positions, np.array(rope.frequencies))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)

@@ -64,6 +64,14 @@ class BlockPacking:
         counts, strides = zip(*loops, strict=True)
         return kv_cache.as_strided(counts, strides, kv_cache.storage_offset() + self.first)
 
+    def offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the offsets of a block's tokens and, relative to them, of a token's dimensions.
+
+        Returns:
+            int64 [block_size] and int64 [head_dim], in elements from the start of a (block, head).
+        """
+        return self.first + _offsets(self.tokens), _offsets(self.dims)
+
     def read(
         self, kv_cache: torch.Tensor, blocks: list[int], start: int, end: int, out: torch.Tensor
     ) -> None:
@@ -109,6 +117,14 @@ class BlockPacking:
             offsets = offsets // count
         tokens = self.view_tokens(kv_cache)[(blocks, *index)]
         return tokens.reshape(len(blocks), num_kv_heads, -1)
+
+
+def _offsets(loops: Loops) -> torch.Tensor:
+    """Return the offsets that a nest of loops produces; the inverse of ``_loops``."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for count, stride in loops:
+        offsets = (offsets[:, None] + stride * torch.arange(count)).reshape(-1)
+    return offsets
 
 
 def _loops(offsets: torch.Tensor) -> Loops:

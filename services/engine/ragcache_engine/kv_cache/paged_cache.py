@@ -18,6 +18,7 @@ import torch
 
 from ragcache_engine.kv_cache.block_packing import BlockPacking
 from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.packed_cache import PackedCache
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -174,13 +175,34 @@ class PagedCache:
             Two tensors [len(positions), num_kv_heads, head_dim].
         """
         cache, dim = self.layers[index].kv_cache, self.shape.head_dim
-        table = torch.tensor(self._kernel_blocks(blocks))
-        of_block, offsets = table[positions // self._kernel_size], positions % self._kernel_size
+        of_block, offsets = self.kernel_slots(blocks, positions)
         if self._packings is None:
             tokens = cache[of_block.to(self.device), :, offsets.to(self.device)]
             return tokens[..., :dim], tokens[..., dim:]
         keys, values = (p.tokens_at(cache, of_block, offsets) for p in self._packings)
         return keys, values
+
+    def packed(self) -> PackedCache:
+        """Return the elements of all layers, for compiled code.
+
+        Raises:
+            ValueError: If the cache is not on the CPU.
+        """
+        if self._packings is None:
+            raise ValueError("only a CPU's cache is packed")
+        return PackedCache.of([layer.kv_cache for layer in self.layers], self._packings)
+
+    def kernel_slots(
+        self, blocks: Sequence[int], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block that the layers present, and the offset in it, of each position.
+
+        Args:
+            blocks: The request's block table.
+            positions: int64, on the CPU.
+        """
+        table = torch.tensor(self._kernel_blocks(blocks))
+        return table[positions // self._kernel_size], positions % self._kernel_size
 
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)

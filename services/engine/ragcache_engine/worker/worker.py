@@ -36,7 +36,6 @@ from ragcache_engine.worker.loader import ValueLoader
 from ragcache_engine.worker.pass_timer import PassTimer
 from ragcache_engine.worker.saver import Saver
 from ragcache_engine.worker.value_exporter import ValueExporter
-from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import Tracer
@@ -95,7 +94,7 @@ class ConnectorWorker:
         self._loader = ValueLoader(
             Fetcher(client, space, self._tiers, rotation, cache.device),
             self._tiers,
-            _warm_up_steps(client, settings.load_deadline_s, rotation, cache.device),
+            _warm_up_steps(client, settings.load_deadline_s, blend, cache.device),
             tracer,
         )
         self._writer = BlockWriter(cache, rotation)
@@ -311,11 +310,13 @@ def _failed(job: LoadJob, reason: str) -> LoadOutcome:
 
 
 def _warm_up_steps(
-    client: ShardedStore, timeout_s: float, rotation: KeyRotation | None, device: torch.device
+    client: ShardedStore, timeout_s: float, blend: BlendComponents | None, device: torch.device
 ) -> list[Callable[[], None]]:
     steps: list[Callable[[], None]] = [partial(_connect, client, timeout_s)]
-    if rotation is not None and device.type == "cpu":  # a GPU needs no compiled rotation
-        steps.append(rotation.warm_up)
+    if blend is not None and device.type == "cpu":  # a GPU needs no compiled loops
+        steps.append(blend.rotation.warm_up)
+        if blend.recomputer.chunk_shift is not None:
+            steps.append(blend.recomputer.chunk_shift.warm_up)
     return steps
 
 

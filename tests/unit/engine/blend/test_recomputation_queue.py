@@ -66,6 +66,7 @@ class FakeModel:
     passes: list[tuple[range, ...]] = field(default_factory=list)
     questions: list[tuple[range, tuple[int, ...]]] = field(default_factory=list)
     attended: tuple[int, ...] = ()
+    chunk_shift: None = None
     error: Exception | None = None
 
     def recompute_slices(self, slices: Sequence[PromptSlice]) -> None:
