@@ -94,15 +94,15 @@ class Lab:
         table: Sequence[int],
         runs: Sequence[range],
         chunks: Sequence[range] = (),
-        next_runs: Sequence[range] = (),
+        shifted_runs: Sequence[range] = (),
     ) -> Any:
         """Compute runs of positions in as few passes as possible; return the last hidden states.
 
-        The tokens of next_runs are shifted by what the pass changes in their chunks.
+        The tokens of shifted_runs are shifted by what the pass changes in their chunks.
         """
         passes, hidden = self.recomputer, None
         for one in split_into_passes(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
-            part = PromptSlice(token_ids, table, one, chunks, next_runs)
+            part = PromptSlice(token_ids, table, one, chunks, shifted_runs)
             hidden = passes.recompute_slices([part])
         return hidden
 

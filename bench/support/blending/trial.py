@@ -9,11 +9,11 @@ from random import Random
 from bench.support.blending.context_attention import ContextAttention
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
-from ragcache_core.blend.chunk_shift import SHIFTED_PER_RECOMPUTED
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.focused_chunks import Cut, FocusedChunks
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
+from ragcache_core.blend.slices import runs_outside
 from ragcache_core.blend.token_ranking import InfluencedChunk, rank_tokens
 from ragcache_core.blend.token_selection import TokenSelection, select_tokens
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
@@ -112,13 +112,13 @@ class Trial:
 
         Args:
             runs: Positions to recompute.
-            shifts: Whether the tokens that rank next are shifted, as the engine does.
+            shifts: Whether the chunks' other tokens are shifted, as the engine does.
             decodes: Whether to decode an answer.
         """
         table = self.placed()
         if runs:
-            next_runs = self._next_runs(runs) if shifts else ()
-            self.lab.compute(self.token_ids, table, runs, self.inexact_chunks, next_runs)
+            shifted_runs = runs_outside(self.inexact_chunks, runs) if shifts else ()
+            self.lab.compute(self.token_ids, table, runs, self.inexact_chunks, shifted_runs)
         return self._answer(table, decodes=decodes)
 
     def placed(self) -> list[int]:
@@ -144,11 +144,6 @@ class Trial:
         """Select tokens as the engine does in chunks that it has not observed."""
         taken = dict(enumerate(self.question_attention))
         return self._highest(taken, budget)
-
-    def _next_runs(self, runs: Sequence[range]) -> Sequence[range]:
-        """Return the tokens that the engine shifts while it recomputes these."""
-        budget = SHIFTED_PER_RECOMPUTED * sum(map(len, runs))
-        return select_tokens(self._order(), budget, already_selected=runs).runs
 
     def _order(self) -> list[int]:
         return rank_tokens(self._chunks(), self.question_attention)

@@ -42,6 +42,25 @@ def split_into_passes(runs: Sequence[range], *, max_tokens: int, max_runs: int) 
         yield taken
 
 
+def runs_outside(runs: Sequence[range], excluded: Sequence[range]) -> Runs:
+    """Return the positions of runs that are in none of the excluded ones.
+
+    Args:
+        runs: Ascending, disjoint.
+        excluded: Ascending, disjoint.
+    """
+    left: list[range] = []
+    for run in runs:
+        start = run.start
+        for one in excluded:
+            if one.stop <= start or one.start >= run.stop:
+                continue
+            left.append(range(start, one.start))
+            start = one.stop
+        left.append(range(start, run.stop))
+    return tuple(one for one in left if one)
+
+
 def merge_runs(runs: Sequence[range]) -> Runs:
     """Return the positions of all runs, which may overlap, as ascending disjoint runs."""
     joined: list[range] = []

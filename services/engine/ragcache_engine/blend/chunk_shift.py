@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from ragcache_core.blend.chunk_shift import ShiftPlan, plan_shift
 from ragcache_engine.blend.prompt_slice import PromptSlice
-from ragcache_engine.blend.shift_kernel import shift_kernel
 from ragcache_engine.kv_cache.packed_cache import Offsets, PackedCache
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_kv.codecs.kernels import Kernel
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Floats
 from ragcache_kv.rotation import Pairing, Rope
 
 _UPDATE = "do_kv_cache_update"
 """The method of an attention backend that writes a layer's KV into the paged cache."""
+
+_Kernel = Callable[..., None]
 
 _Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values of a layer to slots."""
@@ -81,7 +81,7 @@ class ChunkShift:
     def _shifts(self, slices: Sequence[PromptSlice]) -> Iterator[_SliceShift]:
         rows = sum(one.num_tokens for one in slices)
         for one in slices:
-            plan = plan_shift(one.chunks, one.runs, one.next_runs)
+            plan = plan_shift(one.chunks, one.runs, one.shifted_runs)
             if plan is not None:
                 of_pass = slice(-rows, one.num_tokens - rows or None)
                 yield self._slice_shift(one, plan, of_pass)
@@ -110,7 +110,11 @@ class ChunkShift:
             pairs=_pairs(self._rope),
         )
 
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> _Kernel:
+        # Imported here: vLLM 0.32 looks through all loaded modules when it starts a worker, and
+        # stumbles over llvmlite's.
+        from ragcache_engine.blend.shift_kernel import shift_kernel  # noqa: PLC0415
+
         number = NUMBERS[str(self._cache.shape.dtype).removeprefix("torch.")]
         return shift_kernel(number, self._rope.rotary_dim // 2, self._rope.head_dim)
 
@@ -153,7 +157,7 @@ class _CompiledShift:
         pairs: int64 [2, rotary_dim / 2].
     """
 
-    kernel: Kernel
+    kernel: _Kernel
     packed: PackedCache
     rows: slice
     weights: Floats

@@ -19,14 +19,15 @@ class PromptSlice:
         blocks: Its block table.
         runs: Ascending, each of maximal length.
         chunks: Ranges whose KV was loaded and is not exact, ascending.
-        next_runs: Tokens of the chunks that are shifted (``ChunkShift``), ascending.
+        shifted_runs: Tokens of the chunks that are shifted (``ChunkShift``), ascending. Tokens that
+            other passes recompute are not among them.
     """
 
     token_ids: Sequence[int]
     blocks: Sequence[int]
     runs: Sequence[range]
     chunks: Sequence[range] = ()
-    next_runs: Sequence[range] = ()
+    shifted_runs: Sequence[range] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.blend.chunk_shift import SHIFTED_PER_RECOMPUTED
-from ragcache_core.blend.slices import merge_runs, split_first_pass
+from ragcache_core.blend.slices import merge_runs, runs_outside, split_first_pass
 from ragcache_core.blend.token_ranking import rank_tokens
 from ragcache_core.blend.token_selection import select_tokens
 from ragcache_engine.blend.prompt_slice import PromptSlice
@@ -49,7 +48,7 @@ class _RecomputationTask:
 
     Attributes:
         runs: Positions left to recompute. None: not selected yet.
-        next_runs: Positions that rank next, which are shifted.
+        shifted_runs: Positions of the loaded chunks that are shifted.
     """
 
     job: LoadJob
@@ -58,7 +57,7 @@ class _RecomputationTask:
     started: float
     trace: Span
     runs: tuple[range, ...] | None = None
-    next_runs: tuple[range, ...] = ()
+    shifted_runs: tuple[range, ...] = ()
     recomputed_tokens: int = 0
     select_s: float = 0.0
     cancelled: bool = False
@@ -97,7 +96,7 @@ class _RecomputationTask:
             select_s=self.select_s,
             left_to_recompute=self.runs or (),
             loaded_chunks=self.loaded_chunks if self.runs else (),
-            next_runs=self.next_runs if self.runs else (),
+            shifted_runs=self.shifted_runs if self.runs else (),
         )
 
 
@@ -220,7 +219,7 @@ class RecomputationQueue:
     ) -> list[_RecomputationTask]:
         """Recompute runs of several loads in one pass; return the tasks that failed."""
         slices = [
-            PromptSlice(t.recompute.token_ids, t.job.blocks, runs, t.loaded_chunks, t.next_runs)
+            PromptSlice(t.recompute.token_ids, t.job.blocks, runs, t.loaded_chunks, t.shifted_runs)
             for t, runs in taken
         ]
         if not slices:
@@ -260,12 +259,7 @@ class RecomputationQueue:
             order, recompute.recompute_tokens, exact_head=job.first, already_selected=missing
         )
         task.runs = merge_runs([*selected.runs, *missing])
-        task.next_runs = select_tokens(
-            order,
-            SHIFTED_PER_RECOMPUTED * recompute.recompute_tokens,
-            exact_head=job.first,
-            already_selected=task.runs,
-        ).runs
+        task.shifted_runs = runs_outside(task.loaded_chunks, task.runs)
         task.select_s = time.monotonic() - began
         return len(question)
 

@@ -150,7 +150,7 @@ class JointRecomputeJob:
     runs: tuple[range, ...]
     # Loaded ranges that are not exact, and tokens of them to shift, ascending.
     chunks: tuple[range, ...] = ()
-    next_runs: tuple[range, ...] = ()
+    shifted_runs: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class LoadOutcome:
     # If that pass has to recompute any positions: the loaded ranges that are not exact, and tokens
     # of them that it shifts.
     loaded_chunks: tuple[range, ...] = ()
-    next_runs: tuple[range, ...] = ()
+    shifted_runs: tuple[range, ...] = ()
     # Number of values behind missing_ranges, by reason.
     missing_reasons: Mapping[str, int] = field(default_factory=dict)
     # The load's whole deadline passed before the worker stopped waiting.

@@ -69,7 +69,7 @@ class LoadTracker:
             self._observe_costs(request, outcome)
         request.enter(RequestPhase.WAITING)
         request.left_to_recompute = outcome.left_to_recompute
-        request.loaded_chunks, request.next_runs = outcome.loaded_chunks, outcome.next_runs
+        request.loaded_chunks, request.shifted_runs = outcome.loaded_chunks, outcome.shifted_runs
         if not request.recorded:
             missing = () if outcome.reason else (*request.missing_ranges, *outcome.missing_ranges)
             request.record.end_load(outcome, request.overlapping_segments(missing))

@@ -84,7 +84,7 @@ class RequestState:
     left_to_recompute: tuple[range, ...] = ()
     # Loaded ranges that are not exact, and tokens of them that this pass shifts.
     loaded_chunks: tuple[range, ...] = ()
-    next_runs: tuple[range, ...] = ()
+    shifted_runs: tuple[range, ...] = ()
 
     # KV after this position is not exact, or was computed after KV that is not.
     approximate_after: int | None = None

@@ -228,7 +228,7 @@ class ConnectorScheduler:
                 if request.left_to_recompute:
                     runs, request.left_to_recompute = request.left_to_recompute, ()
                     blocks = tuple(blocks_of(request_id))
-                    shift = request.loaded_chunks, request.next_runs
+                    shift = request.loaded_chunks, request.shifted_runs
                     joint.append(JointRecomputeJob(request.token_ids, blocks, runs, *shift))
                     recompute_tokens += sum(map(len, runs))
                     attended += sum(map(sum, runs))

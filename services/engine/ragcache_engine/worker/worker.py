@@ -158,7 +158,7 @@ class ConnectorWorker:
         self._exporter.begin_pass(jobs.saves)
         if self._joint_pass is not None:
             slices = [
-                PromptSlice(j.token_ids, j.blocks, j.runs, j.chunks, j.next_runs)
+                PromptSlice(j.token_ids, j.blocks, j.runs, j.chunks, j.shifted_runs)
                 for j in jobs.joint_recomputes
             ]
             self._joint_pass.prepare(slices)

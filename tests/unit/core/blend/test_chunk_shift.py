@@ -35,14 +35,14 @@ def prompts(draw: st.DrawFn) -> Prompts:
 def test_a_shifted_token_is_of_a_chunk_and_not_recomputed(
     prompt: Prompts,
 ) -> None:
-    chunks, runs, next_runs = prompt
+    chunks, runs, shifted_runs = prompt
     recomputed = {p for run in runs for p in run}
-    plan = plan_shift(chunks, runs, next_runs)
+    plan = plan_shift(chunks, runs, shifted_runs)
     wanted = {
         p
         for chunk in chunks
         if len(recomputed & set(chunk)) >= MIN_RECOMPUTED
-        for p in set(chunk) & {p for run in next_runs for p in run} - recomputed
+        for p in set(chunk) & {p for run in shifted_runs for p in run} - recomputed
     }
     assert set(plan.positions.tolist() if plan else []) == wanted
     assert plan is None or (np.diff(plan.positions) > 0).all()
@@ -52,8 +52,8 @@ def test_a_shifted_token_is_of_a_chunk_and_not_recomputed(
 def test_a_chunk_is_shifted_by_the_mean_of_its_own_recomputed_tokens(
     prompt: Prompts,
 ) -> None:
-    chunks, runs, next_runs = prompt
-    plan = plan_shift(chunks, runs, next_runs)
+    chunks, runs, shifted_runs = prompt
+    plan = plan_shift(chunks, runs, shifted_runs)
     if plan is None:
         return
     recomputed = np.asarray([p for run in runs for p in run])

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.slices import merge_runs, split_first_pass, split_into_passes
+from ragcache_core.blend.slices import (
+    merge_runs,
+    runs_outside,
+    split_first_pass,
+    split_into_passes,
+)
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=20)
 """Of the gap before a run, and of the run."""
@@ -105,3 +110,14 @@ def test_merged_runs_are_all_positions_as_maximal_runs(runs: list[range]) -> Non
 def test_disjoint_runs_stay_unchanged(lengths: list[tuple[int, int]]) -> None:
     runs = runs_of(lengths)
     assert merge_runs(runs[::-1]) == tuple(runs)
+
+
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
+def test_runs_outside_of_others_are_the_difference_of_their_positions(
+    positions: set[int], excluded: set[int]
+) -> None:
+    def runs(chosen: set[int]) -> tuple[range, ...]:
+        return merge_runs([range(p, p + 1) for p in sorted(chosen)])
+
+    left = runs_outside(runs(positions), runs(excluded))
+    assert left == runs(positions - excluded)
