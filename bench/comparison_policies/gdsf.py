@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
+from ragcache_core.store_api import VariantUse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -36,7 +37,7 @@ class GreedyDualSizeFrequency(RankedPolicy[K, _ClockedUses]):
         return _ClockedUses(1, self._clock)
 
     def _count_use(
-        self, state: _ClockedUses, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: _ClockedUses, candidate: EvictionCandidate[K], now: float, use: VariantUse
     ) -> None:
         state.uses += 1
         state.clock = self._clock

@@ -25,6 +25,7 @@ from ragcache_core.eviction.policy import (
     EvictionPolicy,
 )
 from ragcache_core.eviction.resident_children import ResidentChildren
+from ragcache_core.store_api import REUSE, VariantUse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -80,7 +81,7 @@ class S3Fifo(EvictionPolicy[K]):
         self._count_bytes(entry, 1)
         self._children.add(candidate.parent)
 
-    def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
+    def touch(self, key: K, now: float, use: VariantUse = REUSE) -> None:
         """See EvictionPolicy.touch."""
         entry = self._entries.get(key)
         if entry is not None:

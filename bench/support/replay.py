@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bench.support.traces import Access, Trace
 from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.admission import Admission
+from ragcache_core.store_api import VariantUse
 
 CONTEXT_IMPACT = 0.7
 """Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks get the same."""
@@ -58,7 +59,7 @@ class Replay:
                     tally.hit_tokens += access.num_tokens
                     tally.saved_s += access.cost_s
                     fix = 0.0 if trace.exact else self._fix_overhead(access.key, before)
-                    self._policy.touch(access.key, request.time_s, fix)
+                    self._policy.touch(access.key, request.time_s, VariantUse(fix))
                 else:
                     missing.append((access, frozenset() if trace.exact else frozenset(before)))
                 before.append(access.key)
@@ -101,7 +102,7 @@ class Replay:
         return True
 
     def _fix_overhead(self, key: int, before: list[int]) -> float:
-        """Return the CFO (Cache-Craft eq. 12, alpha 1) from the missing part of its prefix."""
+        """Return the CFO (Cache-Craft section 3.3) from the missing part of its prefix."""
         prefix = self._prefixes[key]
         if not prefix:
             return CONTEXT_IMPACT if before else 0.0

@@ -81,6 +81,30 @@ class LookupKey:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantUse:
+    """How one request used a variant.
+
+    Attributes:
+        fix_overhead: Cache-Craft's CFO of this use, CCI * (1 - beta') in [0, 1]. 0: the prefix
+            matches.
+        token_s: The request computed the tokens although the variant is stored, and its prefill was
+            predicted to take this many seconds per token. 0: the request reused the variant, or the
+            time is not known.
+    """
+
+    fix_overhead: float = 0.0
+    token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.fix_overhead <= 1.0 and 0.0 <= self.token_s < float("inf")):
+            raise ValueError(f"not a use: CFO {self.fix_overhead}, {self.token_s} s per token")
+
+
+REUSE = VariantUse()
+"""A use after the same prefix, for which nothing was computed."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredVariant:
     """A stored variant, as a lookup returns it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -147,7 +147,13 @@ class FakeStoreClient:
         return tensors
 
     def get(
-        self, keys: Sequence[VariantKey], timeout_s: float, *, exact: bool, domain: str
+        self,
+        keys: Sequence[VariantKey],
+        timeout_s: float,
+        *,
+        exact: bool,
+        domain: str,
+        fix_overheads: Mapping[VariantKey, float],
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
         self.requested.append(list(keys))
         self.requested_exact.append(exact)

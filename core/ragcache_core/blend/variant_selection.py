@@ -57,6 +57,7 @@ class BlendSource:
         influence: Per token, scaled by the share of the prefix that has changed. None where no
             token needs recomputation.
         recompute_tokens: Number of tokens that its CFO (eq. 12) asks for, before the blend's limit.
+        mismatch: CCI * (1 - beta'), the CFO of section 3.3.
     """
 
     variant: VariantKey | None
@@ -65,6 +66,7 @@ class BlendSource:
     base_position: int
     influence: tuple[float, ...] | None = None
     recompute_tokens: int = 0
+    mismatch: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -230,7 +232,8 @@ def _best_source(
             else ()
         )
     recompute_tokens = wanted_tokens(fit.fix_overhead(alpha), end - start)
-    return BlendSource(best.key, start, end, best.info.base_position, influence, recompute_tokens)
+    base = best.info.base_position
+    return BlendSource(best.key, start, end, base, influence, recompute_tokens, fit.mismatch)
 
 
 def _fit(

@@ -188,6 +188,19 @@ class ReuseCosts:
         """Return the predicted seconds to compute tokens after cached ones. None: not known yet."""
         return self._passes_s(cached, computed, recomputed=False)
 
+    def prefill_token_s(self, cached: int, computed: int) -> float:
+        """Return T(cached, computed) / computed of the profile, in seconds; 0 without a profile.
+
+        Args:
+            cached: Tokens of a prompt that are not computed.
+            computed: Tokens of it that are computed.
+
+        Source: RAGCache section 5.1, formula 4 and Algorithm 1, lines 6 to 8.
+        """
+        if self.profile is None or computed < 1:
+            return 0.0
+        return self.profile.predict(max(0, cached), computed) / computed
+
     def predict_s(self, option: ReuseOption, length: int) -> float | None:
         """Return the predicted seconds until a prompt is computed; see ``predict``."""
         predicted = self.predict(option, length)

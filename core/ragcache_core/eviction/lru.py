@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
+from ragcache_core.store_api import VariantUse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -24,7 +25,7 @@ class LeastRecentlyUsed(RankedPolicy[K, _LastUse]):
         return _LastUse(self._uses)
 
     def _count_use(
-        self, state: _LastUse, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: _LastUse, candidate: EvictionCandidate[K], now: float, use: VariantUse
     ) -> None:
         state.number = self._uses
 

@@ -5,9 +5,11 @@ Priority = Clock + Frequency * Cost / Size, where
 - Clock belongs to the tier (one policy object each) and rises to the priority of each victim. An
   entry gets its clock and priority when it is retrieved.
 - Frequency counts retrievals in a time window, across the entry's stays in the tier.
-- Cost / Size is the mean of the seconds per token that requests spent on computing the entry.
-  ``EvictionCandidate.cost_s / num_tokens`` is one sample: the engine divides T(cached, uncached) of
-  a request by its uncached tokens.
+- Cost / Size is the mean, over the requests that computed the entry, of T(cached, computed) /
+  computed: the seconds of a request's prefill, divided by the tokens that it computed. T is the
+  engine's prefill profile (``cost.prefill_profile``), interpolated bilinearly. Engines send this
+  quotient as ``token_s`` with each put, and with each use for which they computed a stored entry. A
+  reuse adds no sample. Without a profile, the measured ``cost_s / num_tokens`` of the entry counts.
 
 The paper's knowledge tree remembers nodes that no tier stores. Here ghost entries do, within a
 bound.
@@ -24,6 +26,7 @@ from typing import TypeVar
 from ragcache_core.eviction.ghosts import GhostEntries
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
+from ragcache_core.store_api import REUSE, VariantUse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -80,13 +83,15 @@ class PrefixAwareGreedyDualSizeFrequency(RankedPolicy[K, _TreeNode]):
 
     def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _TreeNode:
         node = self._ghosts.pop(key) or _TreeNode(window=int(now // self._window_s))
-        node.add_cost(candidate.cost_s / candidate.num_tokens)
-        self._count_use(node, candidate, now, 0.0)
+        node.add_cost(candidate.token_s or candidate.cost_s / candidate.num_tokens)
+        self._count_use(node, candidate, now, REUSE)
         return node
 
     def _count_use(
-        self, state: _TreeNode, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: _TreeNode, candidate: EvictionCandidate[K], now: float, use: VariantUse
     ) -> None:
+        if use.token_s > 0:
+            state.add_cost(use.token_s)
         state.retrieve(now, self._window_s)
         state.priority = self._clock + state.mean_cost * state.frequency(now, self._window_s)
 

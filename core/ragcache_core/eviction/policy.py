@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ragcache_core.store_api import REUSE, VariantUse
+
 K = TypeVar("K", bound=Hashable)
 
 MAX_PROTECTED_PER_SEARCH = 256
@@ -26,18 +28,20 @@ class EvictionCandidate(Generic[K]):
         cost_s: Seconds that computing it took. 0: unknown.
         parent: The entry before it in its prompt, which ``exact`` reuse needs too. None: the first
             one.
+        token_s: Predicted seconds per token of the prefill that computed it. 0: unknown.
     """
 
     num_bytes: int
     num_tokens: int
     cost_s: float
     parent: K | None = None
+    token_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1 or self.num_tokens < 1:
             raise ValueError("an entry has at least one byte and one token")
-        if not 0.0 <= self.cost_s < float("inf"):
-            raise ValueError("cost_s is a finite number of seconds, at least 0")
+        if not (0.0 <= self.cost_s < float("inf") and 0.0 <= self.token_s < float("inf")):
+            raise ValueError("cost_s and token_s are finite numbers of seconds, at least 0")
 
 
 class EvictionPolicy(ABC, Generic[K]):
@@ -63,15 +67,8 @@ class EvictionPolicy(ABC, Generic[K]):
         """
 
     @abstractmethod
-    def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
-        """Record a use of key, if it is stored.
-
-        Args:
-            key: The entry.
-            now: Seconds.
-            fix_overhead: Cache-Craft's CFO of this use: the share of the tokens that is recomputed,
-                in [0, 1]. Only ``cachecraft`` uses it.
-        """
+    def touch(self, key: K, now: float, use: VariantUse = REUSE) -> None:
+        """Record a use of key, if it is stored."""
 
     @abstractmethod
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:

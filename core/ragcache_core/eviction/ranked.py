@@ -23,6 +23,7 @@ from ragcache_core.eviction.policy import (
     EvictionPolicy,
 )
 from ragcache_core.eviction.resident_children import ResidentChildren
+from ragcache_core.store_api import REUSE, VariantUse
 
 K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
@@ -68,7 +69,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
 
     @abstractmethod
     def _count_use(
-        self, state: S, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: S, candidate: EvictionCandidate[K], now: float, use: VariantUse
     ) -> None:
         """Count another use."""
 
@@ -89,17 +90,19 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         else:
             self._remove_child(entry.candidate.parent)
             entry.candidate = candidate
-            self._count_use(entry.state, candidate, now, 0.0)
+            # A full computation: its CFO is 1.
+            use = VariantUse(fix_overhead=1.0, token_s=candidate.token_s)
+            self._count_use(entry.state, candidate, now, use)
             entry.rank = self._rank(entry.state, candidate)
         self._children.add(candidate.parent)
         self._push(key, entry)
 
-    def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
+    def touch(self, key: K, now: float, use: VariantUse = REUSE) -> None:
         """See EvictionPolicy.touch."""
         entry = self._entries.get(key)
         if entry is None:
             return
-        self._count_use(entry.state, entry.candidate, now, fix_overhead)
+        self._count_use(entry.state, entry.candidate, now, use)
         entry.rank = self._rank(entry.state, entry.candidate)
         if entry.queued is not None and entry.rank < entry.queued:
             self._push(key, entry)

@@ -25,6 +25,7 @@ from typing import TypeVar
 from ragcache_core.eviction.ghosts import GhostEntries
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
+from ragcache_core.store_api import VariantUse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -97,7 +98,7 @@ class ScorePolicy(RankedPolicy[K, _Uses]):
         return state
 
     def _count_use(
-        self, state: _Uses, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: _Uses, candidate: EvictionCandidate[K], now: float, use: VariantUse
     ) -> None:
         self._use(state, now)
 

@@ -126,6 +126,8 @@ class Origin:
         domain: Access domain of its keys.
         document: Id of the document, or "".
         cost_s: Seconds that computing it took. 0: unknown.
+        token_s: Predicted seconds per token of the prefill that computed it, T(cached, computed) /
+            computed of its request. 0: unknown.
     """
 
     prefix_chunks: tuple[ChunkKey, ...] = ()
@@ -133,6 +135,7 @@ class Origin:
     domain: str = "public"
     document: str = ""
     cost_s: float = 0.0
+    token_s: float = 0.0
 
 
 class Tier(StrEnum):

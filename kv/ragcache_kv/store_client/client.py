@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -150,6 +150,7 @@ class StoreClient:
         exact: bool = False,
         domain: str = "",
         allocate: Allocate | None = None,
+        fix_overheads: Mapping[VariantKey, float] | None = None,
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
         """Send the request now, and return the values in the order of keys.
 
@@ -164,6 +165,7 @@ class StoreClient:
             domain: Read only variants of this domain; "" for any.
             allocate: Returns the memory of a value; None for new memory. It is called in any order
                 of the keys, and again if a value has another size than before.
+            fix_overheads: Cache-Craft's CFO of the use of each key; 0 for a key that it lacks.
 
         Raises:
             Unavailable: The store stopped, or the time ended before the last value.
@@ -172,7 +174,9 @@ class StoreClient:
         if not keys:
             return iter(())
         deadline = time.monotonic() + timeout_s
-        request = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
+        request = ValueRequest(
+            keys, deadline, exact, domain, allocate, traceparent(), fix_overheads or {}
+        )
         answers = self._carry(request.deadline, lambda transport: transport.get(request))
         return self._noting(zip(keys, answers, strict=True))
 
@@ -183,13 +187,16 @@ class StoreClient:
         exact: bool = False,
         domain: str = "",
         allocate: Allocate | None = None,
+        fix_overheads: Mapping[VariantKey, float] | None = None,
     ) -> LayeredValues:
         """As get, but layer by layer over all keys, in the order in which an engine computes."""
         keys = list(keys)
         if not keys:
             return LayeredValues([], iter(()))
         deadline = time.monotonic() + timeout_s
-        request = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
+        request = ValueRequest(
+            keys, deadline, exact, domain, allocate, traceparent(), fix_overheads or {}
+        )
         return self._carry(request.deadline, lambda transport: transport.get_layers(request))
 
     def put(

@@ -118,6 +118,7 @@ class ShardedStore:
         exact: bool = False,
         domain: str = "",
         allocate: Allocate | None = None,
+        fix_overheads: Mapping[VariantKey, float] | None = None,
     ) -> Iterator[KeyedValue]:
         """Yield values in the order of keys, each when it is complete; a Miss where there is none.
 
@@ -133,12 +134,18 @@ class ShardedStore:
             domain: Read only variants of this domain; "" for any.
             allocate: Returns the memory of a value. If several shards are read, other threads
                 call it.
+            fix_overheads: Cache-Craft's CFO of the use of each key; 0 for a key that it lacks.
 
         Raises:
             Unavailable: No shard can be asked.
         """
         deadline = time.monotonic() + timeout_s
-        options: dict[str, Any] = {"exact": exact, "domain": domain, "allocate": allocate}
+        options: dict[str, Any] = {
+            "exact": exact,
+            "domain": domain,
+            "allocate": allocate,
+            "fix_overheads": fix_overheads,
+        }
         with (
             self._router.candidates([key.chunk for key in keys], keys) as candidates,
             contextlib.ExitStack() as stack,

@@ -56,7 +56,9 @@ class GrpcTransport(Transport):
 
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
-        message = to_get_request(request.keys, request.exact, request.domain)
+        message = to_get_request(
+            request.keys, request.exact, request.domain, fix_overheads=request.fix_overheads
+        )
         timeout_s = max(0.0, request.deadline - time.monotonic())
         call = self._get(message, timeout=timeout_s, metadata=metadata(request.traceparent))
         return _values(request, call)

@@ -29,7 +29,7 @@ class LivenessConnection:
         self._lock = threading.Lock()
         self._connection: FramedConnection | None = None
         self._closed = False
-        self._reads: list[tuple[VariantKey, float]] = []
+        self._reads: list[tuple[VariantKey, float, float]] = []
         self._has_reads = threading.Event()
         self._reporter: threading.Thread | None = None
 
@@ -58,9 +58,9 @@ class LivenessConnection:
         finally:
             self._lock.release()
 
-    def note_read(self, key: VariantKey, seconds: float) -> None:
+    def note_read(self, key: VariantKey, fix_overhead: float, seconds: float) -> None:
         """Report a read of a value to the store, soon."""
-        self._reads.append((key, seconds))  # atomic: a lock would delay every read
+        self._reads.append((key, fix_overhead, seconds))  # atomic: a lock would delay every read
         if self._reporter is None:
             with self._lock:
                 if self._reporter is None and not self._closed:

@@ -223,12 +223,16 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         """See Transport."""
         self._liveness.require(deadline)
         for key in keys:
-            self._liveness.note_read(key, 0.0)
+            self._liveness.note_read(key, 0.0, 0.0)
 
     def _call(self, request: ValueRequest, start: int, count: int) -> GetCall:
         keys = request.keys[start : start + count]
         message = to_get_request(
-            keys, request.exact, request.domain, traceparent=request.traceparent
+            keys,
+            request.exact,
+            request.domain,
+            traceparent=request.traceparent,
+            fix_overheads=request.fix_overheads,
         )
         call = self.call(FrameKind.GET, message, FrameKind.GOT, pb.DataGetReply, request.deadline)
         if len(call.reply.values) != len(keys):
@@ -339,7 +343,8 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
             or not extents.is_valid(self._withdrawals)
         ):
             return False
-        self._liveness.note_read(key, time.monotonic() - began)
+        fix_overhead = request.fix_overheads.get(key, 0.0)
+        self._liveness.note_read(key, fix_overhead, time.monotonic() - began)
         return True
 
     def _open(self, deadline: float) -> SharedMemoryConnection:

@@ -91,7 +91,14 @@ class TcpTransport(FramedTransport[FramedConnection]):
 
     def _call(self, request: ValueRequest, start: int, count: int, by_layer: bool) -> GetCall:
         keys = request.keys[start : start + count]
-        message = to_get_request(keys, request.exact, request.domain, by_layer, request.traceparent)
+        message = to_get_request(
+            keys,
+            request.exact,
+            request.domain,
+            by_layer,
+            request.traceparent,
+            request.fix_overheads,
+        )
         call = self.call(FrameKind.GET, message, FrameKind.GOT, pb.DataGetReply, request.deadline)
         if len(call.reply.values) != len(keys):
             raise ConnectionBroken(f"{len(call.reply.values)} values arrived for {len(keys)} keys")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -28,6 +28,7 @@ class ValueRequest:
         domain: Read only variants of this domain; "" for any.
         allocate: Returns the memory of each value; None for new memory.
         traceparent: The calling span. It may have ended when the last values are requested.
+        fix_overheads: Cache-Craft's CFO of the use of each key; 0 for a key that it lacks.
     """
 
     keys: Sequence[VariantKey]
@@ -36,6 +37,7 @@ class ValueRequest:
     domain: str = ""
     allocate: Allocate | None = None
     traceparent: str = ""
+    fix_overheads: Mapping[VariantKey, float] = field(default_factory=dict)
 
 
 class Transport(ABC):

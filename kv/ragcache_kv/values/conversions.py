@@ -7,7 +7,7 @@ field, which begins with the argument ``field``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, TooLarge
@@ -30,6 +30,7 @@ from ragcache_core.store_api import (
     MAX_PARTS,
     MAX_PREFIX_CHUNKS,
     MAX_TOKENS,
+    REUSE,
     Ack,
     AsOf,
     ChunkVariants,
@@ -43,6 +44,7 @@ from ragcache_core.store_api import (
     PutCompletion,
     PutOutcome,
     StoredVariant,
+    VariantUse,
 )
 from ragcache_kv.codecs import encoded_part_bytes
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -231,6 +233,7 @@ def to_origin(origin: Origin) -> pb.Origin:
         parent=None if origin.parent is None else to_key(origin.parent),
         domain=origin.domain,
         document=origin.document,
+        token_s=origin.token_s,
     )
 
 
@@ -238,6 +241,8 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
     """Read the origin of a variant. Raises InvalidInput, TooLarge."""
     if not message.domain:
         raise InvalidInput(f"{field}.domain", "is missing", 'send the access domain ("public")')
+    if not 0 <= message.token_s < math.inf:
+        raise InvalidInput(f"{field}.token_s", f"is {message.token_s}", "send seconds, or 0")
     return Origin(
         prefix_chunks=from_chunks(
             f"{field}.prefix_chunks", message.prefix_chunks, MAX_PREFIX_CHUNKS
@@ -245,6 +250,7 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
         parent=from_key(f"{field}.parent", message.parent) if message.HasField("parent") else None,
         domain=from_name(f"{field}.domain", message.domain),
         document=from_name(f"{field}.document", message.document),
+        token_s=message.token_s,
     )
 
 
@@ -363,16 +369,18 @@ def from_miss(number: pb.Miss.ValueType) -> Miss | None:
     return _MISSES_BACK.get(number, Miss.NEVER_STORED)
 
 
-def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.ReadReport:
-    """Convert reads without a request, with the seconds that each took."""
-    reads_by_key: dict[VariantKey, tuple[int, float]] = {}
-    for key, seconds in reads:
-        times, before = reads_by_key.get(key, (0, 0.0))
-        reads_by_key[key] = times + 1, before + seconds
+def to_reads(reads: Iterable[tuple[VariantKey, float, float]]) -> pb.ReadReport:
+    """Convert reads without a request, with the CFO of each and the seconds that it took."""
+    alike: dict[tuple[VariantKey, float], tuple[int, float]] = {}
+    for key, fix_overhead, seconds in reads:
+        times, before = alike.get((key, fix_overhead), (0, 0.0))
+        alike[key, fix_overhead] = times + 1, before + seconds
     return pb.ReadReport(
         reads=[
-            pb.ReadReport.Read(key=to_key(key), times=times, seconds=seconds)
-            for key, (times, seconds) in reads_by_key.items()
+            pb.ReadReport.Read(
+                key=to_key(key), times=times, seconds=seconds, fix_overhead=fix_overhead
+            )
+            for (key, fix_overhead), (times, seconds) in alike.items()
         ]
     )
 
@@ -383,20 +391,45 @@ def to_get_request(
     domain: str,
     by_layer: bool = False,
     traceparent: str = "",
+    fix_overheads: Mapping[VariantKey, float] | None = None,
 ) -> pb.GetRequest:
-    """Convert the arguments of a get."""
+    """Convert the arguments of a get. fix_overheads: the CFO of each use; 0 where it has no key."""
+    keys = list(keys)
     return pb.GetRequest(
         keys=[pb.VariantKey(chunk=key.chunk, prefix=key.prefix) for key in keys],
         exact=exact,
         domain=domain,
         by_layer=by_layer,
         traceparent=traceparent,
+        fix_overheads=[fix_overheads.get(key, 0.0) for key in keys] if fix_overheads else (),
     )
 
 
-def from_get_request(message: pb.GetRequest) -> tuple[list[VariantKey], bool, str]:
-    """Read keys, exact and domain. Raises InvalidInput, TooLarge."""
-    return from_keys("keys", message.keys), message.exact, from_name("domain", message.domain)
+def from_get_request(
+    message: pb.GetRequest,
+) -> tuple[list[VariantKey], bool, str, list[VariantUse]]:
+    """Read keys, exact, domain and the use of each key. Raises InvalidInput, TooLarge."""
+    keys = from_keys("keys", message.keys)
+    uses = [REUSE] * len(keys)
+    if message.fix_overheads:
+        if len(message.fix_overheads) != len(keys):
+            raise InvalidInput(
+                "fix_overheads",
+                f"has {len(message.fix_overheads)} entries",
+                f"send one for each of the {len(keys)} keys, or none",
+            )
+        uses = [from_use(f"fix_overheads[{i}]", fix) for i, fix in enumerate(message.fix_overheads)]
+    return keys, message.exact, from_name("domain", message.domain), uses
+
+
+def from_use(field: str, fix_overhead: float, token_s: float = 0.0) -> VariantUse:
+    """Read how a request used a variant. Raises InvalidInput."""
+    try:
+        return VariantUse(fix_overhead, token_s)
+    except ValueError as error:
+        raise InvalidInput(
+            field, str(error), "send a CFO in [0, 1], and seconds that are finite and not negative"
+        ) from error
 
 
 def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:

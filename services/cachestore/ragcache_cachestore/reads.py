@@ -10,7 +10,7 @@ from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreState, refusal
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.store_api import AsOf, LookupAnswer, LookupKey
+from ragcache_core.store_api import REUSE, AsOf, LookupAnswer, LookupKey, VariantUse
 
 REREADS_PER_LOCK = 32
 """Number of repeated reads that are counted while the lock is held, so that no call waits long."""
@@ -57,16 +57,22 @@ class Reads:
         tier, copy = self._state.fastest_copy(variant)
         return self._state.leases.grant(variant, tier, copy, now)
 
-    def note_opened(self, answers: Sequence[ReadLease | Miss]) -> None:
-        """Count what ``open`` returned, and queue the promotions that follow from it."""
+    def note_opened(
+        self, answers: Sequence[ReadLease | Miss], uses: Sequence[VariantUse] = ()
+    ) -> None:
+        """Count what ``open`` returned, and queue the promotions that follow from it.
+
+        Args:
+            uses: How the caller uses each value. Empty: each is REUSE.
+        """
         now = self._state.clock()
         to_promote: list[CatalogVariant] = []
         with self._state.lock:
-            for one in answers:
+            for one, use in zip(answers, uses or [REUSE] * len(answers), strict=True):
                 if isinstance(one, Miss):
                     self._state.counters.misses[one] += 1
                 elif self._state.catalog.get(one.key) is one.variant:  # not deleted meanwhile
-                    self._note_read(one.variant, one.tier, now)
+                    self._note_read(one.variant, one.tier, now, use)
                     if one.on_disk and self._state.should_promote(one.variant):
                         to_promote.append(one.variant)
         for variant in to_promote:
@@ -75,11 +81,11 @@ class Reads:
             if isinstance(one, Miss):
                 self._state.telemetry.miss(one)
 
-    def _note_read(self, variant: CatalogVariant, tier: Tier, now: float) -> None:
+    def _note_read(self, variant: CatalogVariant, tier: Tier, now: float, use: VariantUse) -> None:
         key = variant.key
         variant.note_read(now)
-        self._state.memory.policy.touch(key, now)
-        self._state.disk.policy.touch(key, now)
+        self._state.memory.policy.touch(key, now, use)
+        self._state.disk.policy.touch(key, now, use)
         self._state.counters.hits[tier] += 1
         served = self._state.served
         if key in served or len(served) < SERVED_CAPACITY:
@@ -114,7 +120,7 @@ class Reads:
             lease = self._state.leases.get(lease_id)
             return lease is not None and lease.expires_at > self._state.clock()
 
-    def note_reread(self, key: VariantKey, times: int) -> int:
+    def note_reread(self, key: VariantKey, times: int, use: VariantUse = REUSE) -> int:
         """Count reads that a client made from memory without asking.
 
         Returns the bytes of the value, or 0 if it is not stored any more.
@@ -127,7 +133,7 @@ class Reads:
                     return 0
                 num_bytes = variant.info.num_bytes
                 for _ in range(min(REREADS_PER_LOCK, times - start)):
-                    self._note_read(variant, Tier.MEMORY, now)
+                    self._note_read(variant, Tier.MEMORY, now, use)
         return num_bytes
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:

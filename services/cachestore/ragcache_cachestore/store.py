@@ -23,6 +23,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Precision, Tier, ValuePart
 from ragcache_core.store_api import (
+    REUSE,
     Ack,
     Deletion,
     Event,
@@ -31,6 +32,7 @@ from ragcache_core.store_api import (
     LookupKey,
     NewVariant,
     PutOutcome,
+    VariantUse,
 )
 from ragcache_kv.values.outgoing_value import ReadyValue
 
@@ -130,9 +132,11 @@ class Store:
         """Grant a lease for each value that is stored and may serve. The caller releases it."""
         return self._reads.open(keys, exact, domain)
 
-    def note_opened(self, answers: Sequence[ReadLease | Miss]) -> None:
+    def note_opened(
+        self, answers: Sequence[ReadLease | Miss], uses: Sequence[VariantUse] = ()
+    ) -> None:
         """Count what ``open`` returned, and queue the promotions that follow from it."""
-        self._reads.note_opened(answers)
+        self._reads.note_opened(answers, uses)
 
     def release(self, lease_ids: Iterable[int], corrupt: Iterable[int] = ()) -> None:
         """End leases."""
@@ -142,9 +146,9 @@ class Store:
         """Return whether a lease has not ended, so that what was read until now is valid."""
         return self._reads.is_leased(lease_id)
 
-    def note_reread(self, key: VariantKey, times: int) -> int:
+    def note_reread(self, key: VariantKey, times: int, use: VariantUse = REUSE) -> int:
         """Count reads that a client made from memory without asking."""
-        return self._reads.note_reread(key, times)
+        return self._reads.note_reread(key, times, use)
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Queue promotions of values on disk. Return how many were queued."""

@@ -189,8 +189,13 @@ class Origin(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
     domain: _builtins.str
     document: _builtins.str
+    token_s: _builtins.float
+    """Predicted seconds per token of the prefill that computed the variant: T(cached, computed) /
+    computed of its request; 0: unknown.
+    """
     @_builtins.property
     def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, first to last"""
@@ -204,10 +209,11 @@ class Origin(_message.Message):
         parent: Global___VariantKey | None = ...,
         domain: _builtins.str = ...,
         document: _builtins.str = ...,
+        token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,6 +406,7 @@ class GetRequest(_message.Message):
     DOMAIN_FIELD_NUMBER: _builtins.int
     BY_LAYER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    FIX_OVERHEADS_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
     """serve only variants that equal a full computation"""
     domain: _builtins.str
@@ -410,6 +417,10 @@ class GetRequest(_message.Message):
     """W3C trace context of the calling span, for the transports without metadata; empty: no trace."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
+    @_builtins.property
+    def fix_overheads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Cache-Craft's CFO of the use of each key, in [0, 1]. Empty: every prefix matches."""
+
     def __init__(
         self,
         *,
@@ -418,10 +429,11 @@ class GetRequest(_message.Message):
         domain: _builtins.str = ...,
         by_layer: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        fix_overheads: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "fix_overheads", b"fix_overheads", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1131,9 +1143,12 @@ class ReadReport(_message.Message):
         KEY_FIELD_NUMBER: _builtins.int
         TIMES_FIELD_NUMBER: _builtins.int
         SECONDS_FIELD_NUMBER: _builtins.int
+        FIX_OVERHEAD_FIELD_NUMBER: _builtins.int
         times: _builtins.int
         seconds: _builtins.float
         """time that all the reads took together; 0: the client read its own copy"""
+        fix_overhead: _builtins.float
+        """of each of the reads, as in GetRequest"""
         @_builtins.property
         def key(self) -> Global___VariantKey: ...
         def __init__(
@@ -1142,10 +1157,11 @@ class ReadReport(_message.Message):
             key: Global___VariantKey | None = ...,
             times: _builtins.int = ...,
             seconds: _builtins.float = ...,
+            fix_overhead: _builtins.float = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "seconds", b"seconds", "times", b"times"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["fix_overhead", b"fix_overhead", "key", b"key", "seconds", b"seconds", "times", b"times"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

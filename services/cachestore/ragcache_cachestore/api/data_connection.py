@@ -51,6 +51,7 @@ from ragcache_kv.values.conversions import (
     from_get_request,
     from_key,
     from_put_header,
+    from_use,
     to_hello,
     to_miss,
     to_outcome,
@@ -204,7 +205,7 @@ class DataConnection(threading.Thread):
 
     def _get(self, request: pb.GetRequest) -> None:
         with self._span("Get", request) as span:
-            keys, exact, domain = from_get_request(request)
+            keys, exact, domain, uses = from_get_request(request)
             if len(self._leases) > MAX_KEYS:
                 raise ConnectionBroken("the client does not release its leases")
             now = time.monotonic()
@@ -223,7 +224,7 @@ class DataConnection(threading.Thread):
                 self._add_answer(reply, one)
             pieces = iter(()) if self._shared else self._pieces(leases, request.by_layer)
             rest = self._send_reply(reply, pieces)
-            self._store.note_opened(answers)  # now, while the client reads the answer
+            self._store.note_opened(answers, uses)  # now, while the client reads the answer
             self._send(rest)
 
     def _add_answer(self, reply: pb.DataGetReply, answer: ReadLease | Miss) -> None:
@@ -312,7 +313,8 @@ class DataConnection(threading.Thread):
         self._reads_reported_at = now
         for read in message.reads:
             times = min(read.times, MAX_REREADS)
-            num_bytes = self._store.note_reread(from_key("reads.key", read.key), times)
+            use = from_use("reads.fix_overhead", read.fix_overhead)
+            num_bytes = self._store.note_reread(from_key("reads.key", read.key), times, use)
             if num_bytes and read.seconds != 0:  # 0: the value went over no transport
                 reported_s = read.seconds if math.isfinite(read.seconds) else 0.0
                 seconds = min(max(0.0, reported_s / times), now - since)

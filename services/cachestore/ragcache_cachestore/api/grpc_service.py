@@ -261,13 +261,13 @@ class CacheStoreService:
         self._check_open()
         _require_deadline(context)
         with self._span("Get", context, transport=TRANSPORT, keys=len(request.keys)) as span:
-            keys, exact, domain = from_get_request(request)
+            keys, exact, domain, uses = from_get_request(request)
             async with SendSlot(self._gets) as slot:
-                for index, key in enumerate(keys):
+                for index, (key, use) in enumerate(zip(keys, uses, strict=True)):
                     began = time.monotonic()
                     slot.ends_in(LEASE_S)
                     (lease,) = opened = self._store.open([key], exact, domain)
-                    self._store.note_opened(opened)
+                    self._store.note_opened(opened, [use])
                     if isinstance(lease, Miss):
                         count_miss(span, lease)
                         header = to_miss_header(index, lease)

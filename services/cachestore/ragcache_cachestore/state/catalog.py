@@ -83,8 +83,9 @@ class CatalogVariant:
     @property
     def eviction_candidate(self) -> EvictionCandidate[VariantKey]:
         """The properties that an eviction policy needs."""
+        info, origin = self.info, self.origin
         return EvictionCandidate(
-            self.info.num_bytes, self.info.num_tokens, self.origin.cost_s, self.origin.parent
+            info.num_bytes, info.num_tokens, origin.cost_s, origin.parent, origin.token_s
         )
 
     def note_read(self, now: float) -> None:

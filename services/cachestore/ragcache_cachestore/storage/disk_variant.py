@@ -17,10 +17,10 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.storage.extents import Extent
 
-VERSION = 1
+VERSION = 2
 """First byte of the metadata. The store drops a variant with another version."""
 
-_HEAD = struct.Struct("<BBQQIIQIdIHI")
+_HEAD = struct.Struct("<BBQQIIQIddIHI")
 _SHAPE = struct.Struct("<III")
 _PAIR = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
@@ -67,6 +67,7 @@ class DiskVariant:
                 self.info.num_bytes,
                 self.info.base_position,
                 self.origin.cost_s,
+                self.origin.token_s,
                 len(self.extents),
                 len(self.parts),
                 len(self.origin.prefix_chunks),
@@ -107,6 +108,7 @@ class DiskVariant:
             num_bytes,
             base_position,
             cost_s,
+            token_s,
             num_extents,
             num_parts,
             num_chunks,
@@ -135,7 +137,7 @@ class DiskVariant:
             ),
             shape,
             parts,
-            Origin(prefix_chunks, parent, domain, document, cost_s),
+            Origin(prefix_chunks, parent, domain, document, cost_s, token_s),
             value_format,
             delete_sequence,
             put_order,

@@ -36,6 +36,8 @@ class VariantSpan:
     end: int
     # Position of the variant's first token when it was computed. None: the same as start.
     base_position: int | None = None
+    # CCI * (1 - beta') of this use of the variant; 0: its prefix matches (Cache-Craft section 3.3).
+    fix_overhead: float = 0.0
 
     @property
     def position_shift(self) -> int:

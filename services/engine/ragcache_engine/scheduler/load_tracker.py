@@ -134,7 +134,7 @@ def _exact_spans(request: RequestState, first: int, end: int) -> tuple[VariantSp
 
 def _blend_spans(blend: Blend, first: int, end: int) -> tuple[VariantSpan, ...]:
     return tuple(
-        VariantSpan(source.variant, source.start, source.end, source.base_position)
+        VariantSpan(source.variant, source.start, source.end, source.base_position, source.mismatch)
         for source in blend.sources
         if source.variant is not None and source.end > first and source.start < end
     )

@@ -91,6 +91,9 @@ class RequestState:
     # The same, before the load in flight.
     previous_approximate_after: int | None = None
 
+    # T(cached, computed) / computed of its prefill; 0: unknown. None: the prefill has not begun.
+    token_s: float | None = None
+
     # By index of their segment.
     saved: dict[int, SaveJob] = field(default_factory=dict)
 

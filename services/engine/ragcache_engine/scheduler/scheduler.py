@@ -307,6 +307,7 @@ class ConnectorScheduler:
     def _loadable_tokens(self, request: RequestState, num_local: int) -> int | None:
         if request.phase is RequestPhase.PREFILL:  # vLLM preempted it
             request.enter(RequestPhase.WAITING)
+            request.token_s = None
         if not request.recorded:
             request.record.count_local(num_local)
         if request.load_failed or request.lookup is None:
@@ -358,6 +359,10 @@ class ConnectorScheduler:
         """Move a running request, whose first ``computed`` tokens have KV, to its phase."""
         if request.phase is RequestPhase.WAITING:
             request.enter(RequestPhase.PREFILL)
+        if request.token_s is None:
+            cached = computed - request.record.recomputed_tokens
+            to_compute = len(request.token_ids) - cached
+            request.token_s = self._costs.prefill_token_s(cached, to_compute)
         if request.phase is RequestPhase.PREFILL and computed >= len(request.token_ids):
             request.enter(RequestPhase.DECODE)
             self._finish_record(request)

@@ -35,8 +35,8 @@ class _TimedRange:
 class ComputeCosts:
     """Compute cost of the prompt tokens of running requests.
 
-    All tokens of one pass get an equal share of its time. At the lengths of chunks, the difference
-    between tokens (attention to what is before) is small compared with what they have in common.
+    All tokens of one pass get an equal share of its time. PGDSF has costs of its own, predicted
+    from cached and computed tokens (``ReuseCosts.prefill_token_s``).
     """
 
     def __init__(self) -> None:

@@ -138,10 +138,20 @@ class Fetcher:
             for span, read in zip(job.spans, reads_of_job, strict=True)
             if read is None
         )
+        fix_overheads = {
+            span.variant: span.fix_overhead
+            for job in jobs
+            for span in job.spans
+            if span.fix_overhead
+        }
         answers = _StoreAnswers(
             wanted,
             self._client.get(
-                list(wanted), timeout_s, exact=jobs[0].recompute is None, domain=jobs[0].domain
+                list(wanted),
+                timeout_s,
+                exact=jobs[0].recompute is None,
+                domain=jobs[0].domain,
+                fix_overheads=fix_overheads,
             )
             if wanted
             else iter(()),

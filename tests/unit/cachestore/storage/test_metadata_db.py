@@ -105,6 +105,7 @@ def any_record(draw: st.DrawFn) -> DiskVariant:
             draw(names),
             draw(names),
             draw(st.floats(0, allow_infinity=False)),
+            draw(st.floats(0, allow_infinity=False)),
         ),
         draw(u32),
         draw(u64),

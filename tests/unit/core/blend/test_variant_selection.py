@@ -280,7 +280,13 @@ def test_influence_is_scaled_by_the_changed_share_of_the_prefix() -> None:
     # Attention of 1 to what was before and of 1/4 within; ceil(sigmoid(4) * 3/4 * 4).
     variant = VariantKey(key(2), key(50))
     assert found.sources[2] == BlendSource(
-        variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), recompute_tokens=3
+        variant,
+        6,
+        10,
+        50,
+        (3.0, 0.0, 1.5, 6.0),
+        recompute_tokens=3,
+        mismatch=observation.cci * 0.75,
     )
     assert observation.cci == pytest.approx(1 / (1 + math.exp(-4)))
     assert found.recompute_tokens == 3

@@ -261,3 +261,13 @@ def test_the_chosen_option_is_near_the_fastest(
     }
     takes[first] = 1e-3 * (LENGTH - first)
     assert takes[chosen.end if chosen else first] <= 1.02 * TIE_RATIO * min(takes.values())
+
+
+@given(st.integers(0, 4000), st.integers(1, 4000))
+def test_the_cost_per_token_of_a_prefill_is_that_of_the_profile(cached: int, computed: int) -> None:
+    costs = ReuseCosts()
+    assert costs.prefill_token_s(cached, computed) == 0.0
+    costs.use_profile(PROFILE)
+    costs.observe_compute(1.0, 5.0)  # corrects predictions, and not the offline profile
+    expected_s = PROFILE.predict(cached, computed) / computed
+    assert costs.prefill_token_s(cached, computed) == expected_s

@@ -16,6 +16,7 @@ from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPo
 from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
 from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
 from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, ScorePolicy
+from ragcache_core.store_api import VariantUse
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
 """Policies under which a use never lowers a priority.
@@ -370,10 +371,10 @@ def test_cachecraft_ranks_by_the_savings_of_each_use() -> None:
     policy: EvictionPolicy[str] = make_policy("cachecraft", leaves_only=False)
     for key in ("fits", "needs much fixing", "matches"):
         policy.add(key, candidate(), 0.0)
-    policy.touch("fits", 1.0, fix_overhead=0.25)
-    policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
-    policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
-    policy.touch("matches", 1.0, fix_overhead=0.0)
+    policy.touch("fits", 1.0, VariantUse(0.25))
+    policy.touch("needs much fixing", 1.0, VariantUse(1.0))
+    policy.touch("needs much fixing", 1.0, VariantUse(1.0))
+    policy.touch("matches", 1.0, VariantUse(0.0))
     assert policy.priority("fits", 1.0) == 5.0  # 1 + 1 / 0.25
     assert policy.priority("matches", 1.0) == 21.0  # the floor of 0.05
     assert victims(policy) == ["needs much fixing", "fits", "matches"]
@@ -442,3 +443,27 @@ def test_the_half_life_follows_the_traffic() -> None:
             now += gap_s
         score.check()
         assert 2.0 * gap_s / 1.5 < score.half_life_s < 2.0 * gap_s * 1.5
+
+
+def test_a_full_computation_adds_one_to_the_frequency_of_reuse() -> None:
+    policy: EvictionPolicy[str] = make_policy("cachecraft", leaves_only=False)
+    policy.add("a", candidate(), 0.0)
+    policy.add("a", candidate(), 1.0)
+    assert policy.priority("a", 1.0) == 2.0
+
+
+@given(
+    samples=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), max_size=8),
+    first=st.sampled_from([0.0, 0.5, 2.0]),
+)
+def test_pgdsf_averages_over_the_requests_that_computed_an_entry(
+    samples: list[float], first: float
+) -> None:
+    """Formula 4. A reuse counts as a retrieval and adds no sample."""
+    policy: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False)
+    policy.add("a", EvictionCandidate(1, 1, cost_s=7.0, token_s=first), 0.0)
+    for token_s in samples:
+        policy.touch("a", 1.0, VariantUse(token_s=token_s))
+    costs = [first or 7.0, *filter(None, samples)]
+    mean = sum(costs) / len(costs)
+    assert policy.priority("a", 1.0) == pytest.approx((1 + len(samples)) * mean)

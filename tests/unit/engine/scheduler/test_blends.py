@@ -83,6 +83,9 @@ def test_chunks_are_loaded_from_other_positions_and_prefixes(warm: BlendHarness)
         (50, 90, 20),
         (90, 140, 60),
     ]
+    # The store learns how well each variant fits.
+    assert job.spans[0].fix_overhead == 0.0
+    assert all(0.0 < span.fix_overhead <= 1.0 for span in job.spans[1:])
     assert job.recompute is not None
     assert (job.recompute.exact_end, job.recompute.missing, job.recompute.recompute_tokens) == (
         20,

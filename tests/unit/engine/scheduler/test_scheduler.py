@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Provenance, Tier
 from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
@@ -198,6 +199,27 @@ def test_a_save_names_its_origin_and_the_deletes_it_knows_of(engine: SchedulerHa
     # So that the save does not undo a delete since the gateway chose the chunks.
     as_of = {shard: replace(one, planned_at_ms=123) for shard, one in AS_OF.items()}
     assert all(job.as_of == as_of for job in saves)
+
+
+def test_the_last_chunk_of_a_long_prompt_costs_more_per_token(engine: SchedulerHarness) -> None:
+    """Every save carries T(cached, computed) / computed of its request."""
+    profile = PrefillProfile((0, 100), (1, 200), ((0.001, 0.2), (0.003, 0.6)), 2048)
+    engine.scheduler.on_profile(profile, joins_passes=False)
+    engine.arrive("first")
+    engine.scheduler.loadable_tokens("first", 0)
+    engine.scheduler.on_allocated("first", BLOCKS, 0)
+    *before, last = engine.saves("first", pieces=2)
+    whole_s = profile.predict(0, LENGTH) / LENGTH
+    assert {job.origin.token_s for job in (*before, last)} == {whole_s}
+    del engine.store.stored[last.span.variant]
+    engine.arrive("again")
+    cached = engine.loaded("again")
+    assert cached == last.span.start
+    engine.scheduler.step([], lambda _: BLOCKS)
+    engine.scheduler.on_outcomes([LoadOutcome("again", cached, 4096, 0.01, None, "")])
+    (again,) = engine.saves("again", computed=cached)
+    assert again.origin.token_s == profile.predict(cached, LENGTH - cached) / (LENGTH - cached)
+    assert again.origin.token_s > whole_s
 
 
 def test_a_step_lists_computed_ranges_of_variants_to_save(warm: SchedulerHarness) -> None:

@@ -71,6 +71,7 @@ origins = st.builds(
     parent=st.none() | keys,
     domain=st.text(min_size=1, max_size=20),
     document=names,
+    token_s=seconds,
 )
 parts = st.lists(
     st.builds(ValuePart, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
@@ -196,11 +197,16 @@ def test_an_event_round_trips(event: store_api.Event) -> None:
     assert conversions.from_event(pb.Event.FromString(raw)) == event
 
 
-@given(st.lists(keys, max_size=4), st.booleans(), names)
-def test_a_get_round_trips(wanted: list[VariantKey], exact: bool, domain: str) -> None:
-    raw = conversions.to_get_request(wanted, exact, domain).SerializeToString()
-    request = pb.GetRequest.FromString(raw)
-    assert conversions.from_get_request(request) == (wanted, exact, domain)
+@given(st.dictionaries(keys, st.floats(0.0, 1.0, width=32), max_size=4), st.booleans(), names)
+def test_a_get_round_trips(used: dict[VariantKey, float], exact: bool, domain: str) -> None:
+    wanted = list(used)
+    for overheads in ({}, used):
+        raw = conversions.to_get_request(
+            wanted, exact, domain, fix_overheads=overheads
+        ).SerializeToString()
+        uses = [store_api.VariantUse(overheads.get(one, 0.0)) for one in wanted]
+        request = pb.GetRequest.FromString(raw)
+        assert conversions.from_get_request(request) == (wanted, exact, domain, uses)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple), seconds)
