@@ -105,6 +105,15 @@ REUSE = VariantUse()
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedUses:
+    """Uses of one variant that needed no read from the store. All of them are alike."""
+
+    key: VariantKey
+    use: VariantUse = REUSE
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StoredVariant:
     """A stored variant, as a lookup returns it.
 

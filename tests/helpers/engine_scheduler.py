@@ -17,7 +17,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
-from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
 from ragcache_engine.protocol.messages import (
     LoadJob,
     SaveJob,
@@ -52,6 +52,7 @@ class FakeLookupStore:
         self.misses: dict[VariantKey, Miss] = {}
         self.outage: Exception | None = None
         self.prefetched: list[list[VariantKey]] = []
+        self.reported: list[ReportedUses] = []
 
     def lookup(
         self, wants: Sequence[LookupKey], timeout_s: float = 1.0, *, exact: bool, domain: str
@@ -72,6 +73,10 @@ class FakeLookupStore:
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float) -> int:
         self.prefetched.append(list(keys))
         return len(keys)
+
+    def report_uses(self, reports: Sequence[ReportedUses]) -> int:
+        self.reported += reports
+        return len(reports)
 
     def connect(self, timeout_s: float) -> None:
         pass
@@ -184,6 +189,11 @@ class FakeBlendStore:
         self.stored: dict[VariantKey, StoredVariant] = {}
         self.seen: dict[VariantKey, bytes] = {}
         self.get_outage: Exception | None = None
+        self.reported: list[ReportedUses] = []
+
+    def report_uses(self, reports: Sequence[ReportedUses]) -> int:
+        self.reported += reports
+        return len(reports)
 
     def lookup(
         self,

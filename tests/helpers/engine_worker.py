@@ -19,7 +19,7 @@ from ragcache_core.identity.variant import (
     ValuePart,
     VariantInfo,
 )
-from ragcache_core.store_api import AsOf, NewVariant, PutOutcome
+from ragcache_core.store_api import AsOf, NewVariant, PutOutcome, ReportedUses
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
@@ -128,7 +128,7 @@ class FakeStoreClient:
         self.requested: list[list[VariantKey]] = []
         self.requested_exact: list[bool] = []
         self.was_read_to_end = False
-        self.noted_reads: list[VariantKey] = []
+        self.reported: list[ReportedUses] = []
         self.as_of: list[object] = []
         self.connects: Callable[[], object] = lambda: None
 
@@ -188,8 +188,9 @@ class FakeStoreClient:
             self.puts.append(variant)
         return PutOutcome.STORED
 
-    def note_reads(self, keys: Sequence[VariantKey]) -> None:
-        self.noted_reads += keys
+    def report_uses(self, reports: Sequence[ReportedUses]) -> int:
+        self.reported += reports
+        return len(reports)
 
     def connect(self, timeout_s: float) -> None:
         self.connects()

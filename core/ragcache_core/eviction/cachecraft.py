@@ -5,9 +5,9 @@ what each use saves. Section 3.3 defines it as CCI * (1 - beta'). The alpha of e
 all uses alike, and above 1 it would make most of them equal. Engines send the CFO of each use. It
 is 0 where the prefix matches.
 
-The paper's N x M variants are one budget for all chunks and not a bound per chunk: "from one
-popular chunk with N x M variants to N x M chunks, each with a single variant". Here the budget is
-the capacity of the tier, and each variant is one entry.
+The paper's N x M variants are one budget for all chunks and not a bound per chunk. It allows "one
+popular chunk with N x M variants" and "N x M chunks, each with a single variant". Here the budget
+is the capacity of the tier, and each variant is one entry.
 
 1 / 0 would fix all ranks for ever, so CFO has a lower bound (``blend.fix_overhead``).
 

@@ -32,6 +32,7 @@ from ragcache_core.store_api import (
     LookupKey,
     NewVariant,
     PutOutcome,
+    ReportedUses,
 )
 from ragcache_kv.transport.framed_transport import FramedTransport
 from ragcache_kv.transport.framing import ConnectionBroken, TimedOut
@@ -47,6 +48,7 @@ from ragcache_kv.values.conversions import (
     to_deletion,
     to_key,
     to_lookup_request,
+    to_use_report,
 )
 from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, LayeredValues, StoredValue
@@ -212,13 +214,18 @@ class StoreClient:
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
 
-    def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
-        """Report reads of the caller's own copies, so that the variants stay hot in the store.
+    def report_uses(
+        self, reports: Sequence[ReportedUses], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> int:
+        """Report uses that needed no read, so that the variants stay hot in the store.
 
-        Only a store on the same machine accepts such reports. Raises Unavailable.
+        Returns:
+            How many uses the store counted: those of variants that it has.
+
+        Raises:
+            Unavailable: The store does not answer in time.
         """
-        deadline = time.monotonic() + timeout_s
-        self._carry(deadline, lambda transport: transport.note_reads(keys, deadline))
+        return self._call(self._stub.ReportUses, to_use_report(reports), timeout_s).counted
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """Bring values from disk into memory, in the background.

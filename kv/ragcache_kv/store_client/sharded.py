@@ -31,6 +31,7 @@ from ragcache_core.store_api import (
     LookupKey,
     NewVariant,
     PutOutcome,
+    ReportedUses,
 )
 from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, LOOKUP_TIMEOUT_S, SERVICE
 from ragcache_kv.store_client.shard import Shard, lost_error
@@ -214,18 +215,24 @@ class ShardedStore:
                 self._router.note_failure(shard, error, timeout_s)
                 raise
 
-    def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
-        """Report reads of the client's own copies to their owners; see StoreClient. Never raises.
+    def report_uses(
+        self, reports: Sequence[ReportedUses], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> int:
+        """Report uses that needed no read to the owners of the variants. Never raises.
 
-        Reads of a lost owner's variants are not reported.
+        Uses of a lost owner's variants are not reported.
+
+        Returns:
+            How many uses the shards counted: those of variants that they have.
         """
-        with self._router.candidates([key.chunk for key in keys]) as candidates:
+        with self._router.candidates([one.key.chunk for one in reports]) as candidates:
             owners = [one.owner if one.owner.is_available else None for one in candidates]
             calls = {
-                shard: partial(shard.client.note_reads, group, timeout_s)
-                for shard, group in group_by_shard(keys, owners).items()
+                shard: partial(shard.client.report_uses, group, timeout_s)
+                for shard, group in group_by_shard(reports, owners).items()
             }
-            self._call(calls, timeout_s)
+            counts = self._call(calls, timeout_s).values()
+            return sum(count for count in counts if isinstance(count, int))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """Bring variants from disk into memory, except those of lost shards.

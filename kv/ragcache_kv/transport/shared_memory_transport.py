@@ -219,12 +219,6 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
                 call.connection.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=written))
         call.connection.send(FrameKind.COMMIT, to_completion(runs.completion()))
 
-    def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
-        """See Transport."""
-        self._liveness.require(deadline)
-        for key in keys:
-            self._liveness.note_read(key, 0.0, 0.0)
-
     def _call(self, request: ValueRequest, start: int, count: int) -> GetCall:
         keys = request.keys[start : start + count]
         message = to_get_request(

@@ -63,9 +63,6 @@ class Transport(ABC):
     ) -> PutOutcome:
         """Store a value. Each part goes out as soon as it is ready. Raises IncompleteValue."""
 
-    def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:  # noqa: B027
-        """Report reads of the client's own copies, which a store on the same machine accepts."""
-
     @abstractmethod
     def close(self) -> None:
         """Close every connection and end running calls."""

@@ -43,6 +43,7 @@ from ragcache_core.store_api import (
     NewVariant,
     PutCompletion,
     PutOutcome,
+    ReportedUses,
     StoredVariant,
     VariantUse,
 )
@@ -430,6 +431,30 @@ def from_use(field: str, fix_overhead: float, token_s: float = 0.0) -> VariantUs
         raise InvalidInput(
             field, str(error), "send a CFO in [0, 1], and seconds that are finite and not negative"
         ) from error
+
+
+def to_use_report(reports: Iterable[ReportedUses]) -> pb.UseReport:
+    """Convert uses that needed no read."""
+    return pb.UseReport(
+        uses=[
+            pb.UseReport.Use(
+                key=to_key(one.key),
+                times=one.times,
+                fix_overhead=one.use.fix_overhead,
+                token_s=one.use.token_s,
+            )
+            for one in reports
+        ]
+    )
+
+
+def from_use_report(message: pb.UseReport) -> list[ReportedUses]:
+    """Read uses that needed no read. Raises InvalidInput, TooLarge."""
+    keys = from_keys("uses", [one.key for one in message.uses])
+    return [
+        ReportedUses(key, from_use(f"uses[{i}]", one.fix_overhead, one.token_s), one.times)
+        for i, (key, one) in enumerate(zip(keys, message.uses, strict=True))
+    ]
 
 
 def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:

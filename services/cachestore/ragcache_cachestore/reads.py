@@ -10,10 +10,13 @@ from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreState, refusal
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.store_api import REUSE, AsOf, LookupAnswer, LookupKey, VariantUse
+from ragcache_core.store_api import REUSE, AsOf, LookupAnswer, LookupKey, ReportedUses, VariantUse
 
 REREADS_PER_LOCK = 32
 """Number of repeated reads that are counted while the lock is held, so that no call waits long."""
+
+MAX_REPORTED_TIMES = REREADS_PER_LOCK
+"""Bound of the uses of one variant that one report may count. Engines report once a second."""
 
 SERVED_CAPACITY = 65_536
 """Bound of the keys whose served bytes are counted until the replicator takes them."""
@@ -84,12 +87,15 @@ class Reads:
     def _note_read(self, variant: CatalogVariant, tier: Tier, now: float, use: VariantUse) -> None:
         key = variant.key
         variant.note_read(now)
-        self._state.memory.policy.touch(key, now, use)
-        self._state.disk.policy.touch(key, now, use)
         self._state.counters.hits[tier] += 1
         served = self._state.served
         if key in served or len(served) < SERVED_CAPACITY:
             served[key] = served.get(key, 0) + variant.info.num_bytes
+        self._note_use(variant, now, use)
+
+    def _note_use(self, variant: CatalogVariant, now: float, use: VariantUse) -> None:
+        self._state.memory.policy.touch(variant.key, now, use)
+        self._state.disk.policy.touch(variant.key, now, use)
         if variant.disk is None and variant.job is None and self._state.admit_to_disk(variant, now):
             variant.job = self._mover.writer.submit(variant, urgent=False)
 
@@ -135,6 +141,27 @@ class Reads:
                 for _ in range(min(REREADS_PER_LOCK, times - start)):
                     self._note_read(variant, Tier.MEMORY, now, use)
         return num_bytes
+
+    def note_uses(self, reports: Sequence[ReportedUses]) -> int:
+        """Count uses that needed no read. They count neither as hits nor for promotion.
+
+        Returns how many uses of stored variants there were, MAX_REPORTED_TIMES of each at most.
+        """
+        now, counted, unknown = self._state.clock(), 0, 0
+        for one in reports:
+            times = min(one.times, MAX_REPORTED_TIMES)
+            with self._state.lock:
+                variant = self._state.catalog.get(one.key)
+                if variant is None:
+                    unknown += times
+                    continue
+                self._state.counters.reported_uses += times
+                for _ in range(times):
+                    variant.note_use(now)
+                    self._note_use(variant, now, one.use)
+            counted += times
+        self._state.telemetry.reported_uses(counted, unknown)
+        return counted
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Queue promotions of values on disk. Return how many were queued."""

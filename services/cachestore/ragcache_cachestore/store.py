@@ -32,6 +32,7 @@ from ragcache_core.store_api import (
     LookupKey,
     NewVariant,
     PutOutcome,
+    ReportedUses,
     VariantUse,
 )
 from ragcache_kv.values.outgoing_value import ReadyValue
@@ -149,6 +150,10 @@ class Store:
     def note_reread(self, key: VariantKey, times: int, use: VariantUse = REUSE) -> int:
         """Count reads that a client made from memory without asking."""
         return self._reads.note_reread(key, times, use)
+
+    def note_uses(self, reports: Sequence[ReportedUses]) -> int:
+        """Count uses that needed no read. Return how many were of stored variants."""
+        return self._reads.note_uses(reports)
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Queue promotions of values on disk. Return how many were queued."""

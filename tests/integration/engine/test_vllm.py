@@ -297,6 +297,14 @@ def test_a_shared_prefix_comes_from_vllms_cache_and_the_rest_from_the_store(
     assert record.local_tokens > 0
     assert record.local_tokens + record.loaded_tokens == prompt.chunk_ends[-1]
     assert loaded.token_ids == platform.compute(prompt).token_ids
+    # The store learns of the chunks that it did not serve.
+    assert platform.counted("ragcache_engine_reported_uses") > 0
+    client = StoreClient(platform.store.address)
+    deadline = time.monotonic() + 30
+    while not client.stats().reported_uses:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    client.close()
 
 
 def test_loaded_kv_equals_the_saved_kv(platform: Platform) -> None:

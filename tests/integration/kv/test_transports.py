@@ -29,12 +29,22 @@ from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.reads import MAX_REPORTED_TIMES
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
-from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, PutOutcome
+from ragcache_core.store_api import (
+    Ack,
+    AsOf,
+    Deletion,
+    LookupKey,
+    NewVariant,
+    PutOutcome,
+    ReportedUses,
+    VariantUse,
+)
 from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
@@ -1287,19 +1297,19 @@ def test_reported_reads_are_bounded(served: Served) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_reads_of_own_copies_are_reported_where_the_store_accepts_them(
+def test_uses_without_a_read_are_reported_over_any_transport(
     served: Served, transport: str
 ) -> None:
     with client_of(served.address, transport) as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
         before = served.store.stats()
-        client.note_reads([key(1), key(1), key(2)])
-        wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (transport == "shared")
-        eventually(lambda: served.store.stats().hits.get(Tier.MEMORY, 0) == wanted)
-        assert served.store.stats().bytes_by_transport == before.bytes_by_transport, (
-            "no transport carried them"
-        )
+        reports = [ReportedUses(key(1), times=2), ReportedUses(key(2), VariantUse(0.5))]
+        assert client.report_uses(reports) == 2
+        assert client.report_uses([ReportedUses(key(1), times=1 << 30)]) == MAX_REPORTED_TIMES
+        after = served.store.stats()
+        assert after.hits == before.hits
+        assert after.bytes_by_transport == before.bytes_by_transport
         assert isinstance(only(client, 1), StoredValue)
 
 

@@ -651,6 +651,76 @@ class LookupReply(_message.Message):
 Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
+class UseReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Use(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        TIMES_FIELD_NUMBER: _builtins.int
+        FIX_OVERHEAD_FIELD_NUMBER: _builtins.int
+        TOKEN_S_FIELD_NUMBER: _builtins.int
+        times: _builtins.int
+        fix_overhead: _builtins.float
+        """of each use, as in GetRequest"""
+        token_s: _builtins.float
+        """The engine computed the variant although it is stored: T(cached, computed) / computed of the
+        request, as in Origin. 0: the engine had the KV, or the time is unknown.
+        """
+        @_builtins.property
+        def key(self) -> Global___VariantKey: ...
+        def __init__(
+            self,
+            *,
+            key: Global___VariantKey | None = ...,
+            times: _builtins.int = ...,
+            fix_overhead: _builtins.float = ...,
+            token_s: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["fix_overhead", b"fix_overhead", "key", b"key", "times", b"times", "token_s", b"token_s"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    USES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___UseReport.Use]: ...
+    def __init__(
+        self,
+        *,
+        uses: _abc.Iterable[Global___UseReport.Use] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UseReport: _TypeAlias = UseReport  # noqa: Y015
+
+@_typing.final
+class UseReportReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTED_FIELD_NUMBER: _builtins.int
+    counted: _builtins.int
+    def __init__(
+        self,
+        *,
+        counted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted", b"counted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UseReportReply: _TypeAlias = UseReportReply  # noqa: Y015
+
+@_typing.final
 class PrefetchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,7 +1216,7 @@ class ReadReport(_message.Message):
         FIX_OVERHEAD_FIELD_NUMBER: _builtins.int
         times: _builtins.int
         seconds: _builtins.float
-        """time that all the reads took together; 0: the client read its own copy"""
+        """time that all the reads took together"""
         fix_overhead: _builtins.float
         """of each of the reads, as in GetRequest"""
         @_builtins.property
@@ -1330,6 +1400,7 @@ class StatsReply(_message.Message):
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     SCORE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     UNWRITTEN_FIELD_NUMBER: _builtins.int
+    REPORTED_USES_FIELD_NUMBER: _builtins.int
     variants: _builtins.int
     disk_bytes: _builtins.int
     disk_capacity_bytes: _builtins.int
@@ -1344,6 +1415,8 @@ class StatsReply(_message.Message):
     tombstones: _builtins.int
     unwritten: _builtins.int
     """values that the store has yet to write to disk"""
+    reported_uses: _builtins.int
+    """uses of stored variants that needed no Get"""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1381,10 +1454,11 @@ class StatsReply(_message.Message):
         tombstones: _builtins.int = ...,
         score_histogram: _abc.Iterable[_builtins.int] | None = ...,
         unwritten: _builtins.int = ...,
+        reported_uses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "reported_uses", b"reported_uses", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

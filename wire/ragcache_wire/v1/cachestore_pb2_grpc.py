@@ -59,6 +59,11 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.FromString,
                 _registered_method=True)
+        self.ReportUses = channel.unary_unary(
+                '/ragcache.v1.CacheStore/ReportUses',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UseReport.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UseReportReply.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/ragcache.v1.CacheStore/Prefetch',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.SerializeToString,
@@ -128,6 +133,13 @@ class CacheStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportUses(self, request, context):
+        """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prefetch(self, request, context):
         """Brings variants from disk into memory, in the background.
         """
@@ -192,6 +204,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.SerializeToString,
+            ),
+            'ReportUses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportUses,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UseReport.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UseReportReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -337,6 +354,33 @@ class CacheStore:
             '/ragcache.v1.CacheStore/Get',
             ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportUses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/ReportUses',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.UseReport.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.UseReportReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,8 @@ class CacheStoreStub:
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
     """Returns the values of many variants in the order asked, each as a header and then its data."""
+    ReportUses: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]
+    """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]
     """Brings variants from disk into memory, in the background."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]
@@ -82,6 +84,8 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
     """Returns the values of many variants in the order asked, each as a header and then its data."""
+    ReportUses: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]  # type: ignore[assignment]
+    """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]  # type: ignore[assignment]
     """Brings variants from disk into memory, in the background."""
     Delete: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]  # type: ignore[assignment]
@@ -137,6 +141,14 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.GetPart], _abc.AsyncIterator[_cachestore_pb2.GetPart]]:
         """Returns the values of many variants in the order asked, each as a header and then its data."""
+
+    @_abc_1.abstractmethod
+    def ReportUses(
+        self,
+        request: _cachestore_pb2.UseReport,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.UseReportReply, _abc.Awaitable[_cachestore_pb2.UseReportReply]]:
+        """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
 
     @_abc_1.abstractmethod
     def Prefetch(

@@ -315,7 +315,7 @@ class DataConnection(threading.Thread):
             times = min(read.times, MAX_REREADS)
             use = from_use("reads.fix_overhead", read.fix_overhead)
             num_bytes = self._store.note_reread(from_key("reads.key", read.key), times, use)
-            if num_bytes and read.seconds != 0:  # 0: the value went over no transport
+            if num_bytes:
                 reported_s = read.seconds if math.isfinite(read.seconds) else 0.0
                 seconds = min(max(0.0, reported_s / times), now - since)
                 for _ in range(times):

@@ -48,6 +48,7 @@ from ragcache_kv.values.conversions import (
     from_keys,
     from_lookup_request,
     from_put_header,
+    from_use_report,
     to_deletion,
     to_event,
     to_hello,
@@ -140,6 +141,9 @@ class CacheStoreService:
                 self._put, None, pb.PutReply.SerializeToString
             ),
             "Get": stream(self._get, pb.GetRequest.FromString),
+            "ReportUses": unary(
+                self._report_uses, pb.UseReport.FromString, pb.UseReportReply.SerializeToString
+            ),
             "Prefetch": unary(
                 self._prefetch, pb.PrefetchRequest.FromString, pb.PrefetchReply.SerializeToString
             ),
@@ -310,6 +314,13 @@ class CacheStoreService:
 
         return await self._run_in(self._reads, read)
 
+    async def _report_uses(self, request: pb.UseReport, context: Context) -> pb.UseReportReply:
+        """Count uses that needed no Get."""
+        self._check_open()
+        reports = from_use_report(request)
+        counted = await self._run_in(self._slow, lambda: self._store.note_uses(reports))
+        return pb.UseReportReply(counted=counted)
+
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
         """Queue promotions of values on disk."""
         self._check_open()
@@ -400,6 +411,7 @@ class CacheStoreService:
             misses_by_reason=stats.misses_by_reason,
             corrupt=stats.corrupt,
             puts=stats.puts,
+            reported_uses=stats.reported_uses,
             evictions={tier.value: count for tier, count in stats.evictions.items()},
             bytes_by_precision=stats.bytes_by_precision,
             bytes_by_transport=stats.bytes_by_transport,

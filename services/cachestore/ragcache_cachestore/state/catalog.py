@@ -89,10 +89,14 @@ class CatalogVariant:
         )
 
     def note_read(self, now: float) -> None:
-        """Count a read."""
+        """Count a read, which is a use."""
+        self.note_use(now)
+        self.reads += 1
+
+    def note_use(self, now: float) -> None:
+        """Count a use in the score."""
         self._uses = self._decayed_uses(now) + 1.0
         self._uses_at = now
-        self.reads += 1
 
     @property
     def deserves_memory(self) -> bool:

@@ -42,6 +42,7 @@ class StatsReader:
                 misses_by_reason={f"{miss}": n for miss, n in counters.misses.items()},
                 corrupt=counters.corrupt,
                 puts=counters.puts,
+                reported_uses=counters.reported_uses,
                 evictions=dict(counters.evictions),
                 bytes_by_precision={f"{name}": size for name, size in by_precision.items()},
                 bytes_by_transport=dict(counters.bytes_by_transport),

@@ -23,6 +23,7 @@ class Counters:
     bytes_by_transport: Counter[str] = field(default_factory=Counter)
     corrupt: int = 0
     puts: int = 0
+    reported_uses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Stats:
     misses_by_reason: dict[str, int]
     corrupt: int
     puts: int
+    reported_uses: int
     evictions: dict[Tier, int]
     bytes_by_precision: dict[str, int]
     bytes_by_transport: dict[str, int]

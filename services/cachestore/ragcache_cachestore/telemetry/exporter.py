@@ -76,6 +76,9 @@ class Telemetry:
     def miss(self, reason: Miss) -> None:
         """Count a variant that was asked for and not served."""
 
+    def reported_uses(self, counted: int, unknown: int) -> None:
+        """Count uses that engines reported, of variants that are stored and of others."""
+
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
     ) -> None:
@@ -117,6 +120,7 @@ class ExportingTelemetry(Telemetry):
         self._hits = _Sum("tier", "transport")
         self._read_bytes = _Sum("tier", "transport")
         self._misses = _Sum("reason")
+        self._reported_uses = _Sum("outcome")
         self._puts = _Sum("outcome", "ack", "transport")
         self._written_bytes = _Sum("outcome", "transport")
         self._evictions = _Sum("tier", "policy")
@@ -126,6 +130,7 @@ class ExportingTelemetry(Telemetry):
             ("hits", "{value}", "Values served", self._hits),
             ("read.size", "By", "Bytes of values served", self._read_bytes),
             ("misses", "{value}", "Variants asked for and not served", self._misses),
+            ("uses.reported", "{use}", "Uses that engines reported", self._reported_uses),
             ("puts", "{value}", "Puts that have ended", self._puts),
             ("write.size", "By", "Bytes of values put", self._written_bytes),
             ("evictions", "{value}", "Evicted values", self._evictions),
@@ -180,6 +185,11 @@ class ExportingTelemetry(Telemetry):
     def miss(self, reason: Miss) -> None:
         """Count a variant that was asked for and not served."""
         self._misses.add(1, reason.value)
+
+    def reported_uses(self, counted: int, unknown: int) -> None:
+        """Count uses that engines reported, of variants that are stored and of others."""
+        self._reported_uses.add(counted, "stored")
+        self._reported_uses.add(unknown, "not_stored")
 
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float

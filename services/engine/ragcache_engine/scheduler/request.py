@@ -91,8 +91,12 @@ class RequestState:
     # The same, before the load in flight.
     previous_approximate_after: int | None = None
 
-    # T(cached, computed) / computed of its prefill; 0: unknown. None: the prefill has not begun.
-    token_s: float | None = None
+    # How many tokens vLLM's own prefix cache had when the prefill began. None: it has not begun.
+    local_tokens: int | None = None
+    # The first position that the prefill computes. None: it has not begun, or begins again.
+    computed_from: int | None = None
+    # T(cached, computed) / computed of the prefill; 0: unknown.
+    token_s: float = 0.0
 
     # By index of their segment.
     saved: dict[int, SaveJob] = field(default_factory=dict)
@@ -170,6 +174,30 @@ class RequestState:
             named.segment.end > computed and (index in self.saved or self._should_save(index))
             for index, named in enumerate(self.segments)
         )
+
+    def begin_prefill(self, computed: int, token_s: float) -> None:
+        """Record that the prefill begins after the first ``computed`` tokens, or begins again."""
+        if self.local_tokens is None:
+            # After a preemption the prefix cache also has what this request has computed.
+            self.local_tokens = self.record.local_tokens
+        self.computed_from, self.token_s = computed, token_s
+
+    def variants_in_prefix_cache(self) -> list[VariantKey]:
+        """Return the variants whose KV was in vLLM's own prefix cache when the prefill began."""
+        cached = self.local_tokens or 0
+        return [named.variant for named in self.segments if named.segment.end <= cached]
+
+    def variants_computed_again(self) -> list[VariantKey]:
+        """Return the variants that the request computed and did not save: they are stored."""
+        if self.computed_from is None:
+            return []
+        return [
+            named.variant
+            for index, named in enumerate(self.segments)
+            if named.segment.start >= self.computed_from
+            and index not in self.saved
+            and named.variant in (self.stored or {})
+        ]
 
     def mark_missing_from(self, missing: VariantKey) -> None:
         """Treat a variant and all after it as not stored, so that this request saves them again."""

@@ -58,7 +58,7 @@ class SavePlanner:
             parent=before[-1].variant if before else None,
             domain=request.plan.domain,
             document=named.segment.document,
-            token_s=request.token_s or 0.0,
+            token_s=request.token_s,
         )
         span = VariantSpan(named.variant, start, end)
         return SaveJob(request_id, span, info, origin, request.as_of, blocks, request.traceparent)

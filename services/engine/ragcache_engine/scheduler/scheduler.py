@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     ComputedRange,
@@ -32,6 +34,7 @@ from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.telemetry.request_records import RequestRecords
+from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE, UseReporter
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
@@ -75,6 +78,7 @@ class ConnectorScheduler:
         self._load_planner = LoadPlanner(settings, costs, self._tiers)
         self._load_tracker = LoadTracker(settings, costs, self._tiers, self._load_planner)
         self._save_planner = SavePlanner(space)
+        self._uses = UseReporter(client)
         self._reservation: BlockReservation | None = None
         self._arrivals = arrival_counter()
         self._requests: dict[str, RequestState] = {}
@@ -296,18 +300,23 @@ class ConnectorScheduler:
                 self._reservation.release(request_id)
 
     def take_counts(self) -> LoadCounts:
-        """Return what this half counted since the last call: refused plans and predictions."""
+        """Return what this half counted since the last call."""
         ratios, self._prediction_ratios = self._prediction_ratios, {}
-        return LoadCounts(prediction_ratios=ratios, refused_plans=self._intake.take_refused())
+        return LoadCounts(
+            prediction_ratios=ratios,
+            refused_plans=self._intake.take_refused(),
+            uses=Counter(self._uses.take_counts()),
+        )
 
     def close(self) -> None:
-        """Stop the lookups."""
+        """Stop the lookups and the reports of uses."""
+        self._uses.close()
         self._lookups.close()
 
     def _loadable_tokens(self, request: RequestState, num_local: int) -> int | None:
         if request.phase is RequestPhase.PREFILL:  # vLLM preempted it
             request.enter(RequestPhase.WAITING)
-            request.token_s = None
+            request.computed_from = None
         if not request.recorded:
             request.record.count_local(num_local)
         if request.load_failed or request.lookup is None:
@@ -359,10 +368,10 @@ class ConnectorScheduler:
         """Move a running request, whose first ``computed`` tokens have KV, to its phase."""
         if request.phase is RequestPhase.WAITING:
             request.enter(RequestPhase.PREFILL)
-        if request.token_s is None:
+        if request.computed_from is None:
             cached = computed - request.record.recomputed_tokens
-            to_compute = len(request.token_ids) - cached
-            request.token_s = self._costs.prefill_token_s(cached, to_compute)
+            token_s = self._costs.prefill_token_s(cached, len(request.token_ids) - cached)
+            request.begin_prefill(computed, token_s)
         if request.phase is RequestPhase.PREFILL and computed >= len(request.token_ids):
             request.enter(RequestPhase.DECODE)
             self._finish_record(request)
@@ -375,6 +384,16 @@ class ConnectorScheduler:
                 for stage, ratio in request.record.prediction_ratios().items():
                     self._prediction_ratios.setdefault(stage, []).append(ratio)
             self._records.put(request.plan.request, request.record)
+            self._report_uses(request)
+
+    def _report_uses(self, request: RequestState) -> None:
+        """Report the uses of a request that the store has not seen."""
+        if request.plan.trial or request.local_tokens is None:
+            return
+        again = VariantUse(fix_overhead=1.0, token_s=request.token_s)
+        cached = [(key, REUSE) for key in request.variants_in_prefix_cache()]
+        self._uses.note(PREFIX_CACHE, cached)
+        self._uses.note(COMPUTED, [(key, again) for key in request.variants_computed_again()])
 
     def _prefetch_for_queued(self) -> None:
         """Ask the store to promote what queued requests will load from its disk.

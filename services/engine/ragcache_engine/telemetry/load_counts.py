@@ -49,6 +49,8 @@ class LoadCounts:
     # As in TierCounts.
     evicted: Counter[str] = field(default_factory=Counter)
     held_bytes: dict[str, int] = field(default_factory=dict)
+    # Uses that are reported to the store, by source, and those that were dropped (``UseReporter``).
+    uses: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
         return any(self.to_dict().values())
@@ -89,6 +91,7 @@ class LoadCounts:
             self.bytes_by_tier + other.bytes_by_tier,
             self.evicted + other.evicted,
             self.held_bytes | other.held_bytes,
+            self.uses + other.uses,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class LoadCounts:
             "bytes_by_tier": dict(self.bytes_by_tier),
             "evicted": dict(self.evicted),
             "held_bytes": dict(self.held_bytes),
+            "uses": dict(self.uses),
         }
 
     @classmethod
@@ -120,6 +124,7 @@ class LoadCounts:
             Counter(value.get("bytes_by_tier", {})),
             Counter(value.get("evicted", {})),
             dict(value.get("held_bytes", {})),
+            Counter(value.get("uses", {})),
         )
 
     def summary(self) -> dict[str, int | float]:

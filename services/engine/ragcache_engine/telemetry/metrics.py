@@ -112,6 +112,13 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Values evicted from the engine's own tiers.",
             labelnames=[*labelnames, "tier"],
         )
+        self._uses = counter(
+            name="ragcache_engine_reported_uses",
+            documentation="Uses of variants that needed no read from the store and are reported to "
+            "it, by source: vLLM's prefix cache, the engine's own tiers, or computed although "
+            "stored. Dropped: too many at once.",
+            labelnames=[*labelnames, "source"],
+        )
         self._held_bytes = metric_types[Gauge](
             name="ragcache_engine_tier_bytes",
             documentation="Bytes of values in the engine's own tiers.",
@@ -142,5 +149,7 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         ):
             for tier, count in by_tier.items():
                 metric.labels(*labels, tier).inc(count)
+        for source, times in counts.uses.items():
+            self._uses.labels(*labels, source).inc(times)
         for tier, held_bytes in counts.held_bytes.items():
             self._held_bytes.labels(*labels, tier).set(held_bytes)

@@ -23,6 +23,7 @@ import torch
 
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import make_tier_policy
 from ragcache_engine.kv_cache.chunk_pool import ChunkPool
@@ -49,8 +50,8 @@ class LocalTiers:
     Args:
         pools: The pool of each tier. Empty: no value is stored.
         policy: Name of the tier policy.
-        on_reads: Called with the keys that were read here, on the background thread. Without it,
-            the store would not learn that these keys are hot.
+        on_reads: Called with the variants that were read here and how they were used, on the
+            background thread. Without it, the store would not learn that these variants are hot.
         clock: Returns seconds.
     """
 
@@ -58,7 +59,7 @@ class LocalTiers:
         self,
         pools: Mapping[Placement, ChunkPool],
         policy: str,
-        on_reads: Callable[[Sequence[VariantKey]], None] = lambda keys: None,
+        on_reads: Callable[[Sequence[tuple[VariantKey, VariantUse]]], None] = lambda uses: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = {tier: pool for tier, pool in pools.items() if pool.capacity_bytes}
@@ -73,7 +74,7 @@ class LocalTiers:
         self._values: dict[bytes, TierValue] = {}
         self._offers: list[OfferedValue] = []
         self._queued_bytes = 0
-        self._reads: list[VariantKey] = []
+        self._reads: list[tuple[VariantKey, VariantUse]] = []
         self._evicted: Counter[str] = Counter()
         self._reported_bytes: dict[str, int] = {}
         self._changes: dict[VariantKey, str | None] = {}
@@ -89,7 +90,14 @@ class LocalTiers:
         return bool(self._pools)
 
     def read(
-        self, key: VariantKey, num_tokens: int, base_position: int, domain: str, *, exact: bool
+        self,
+        key: VariantKey,
+        num_tokens: int,
+        base_position: int,
+        domain: str,
+        *,
+        exact: bool,
+        use: VariantUse = REUSE,
     ) -> TierRead | None:
         """Start a read of a value.
 
@@ -99,6 +107,7 @@ class LocalTiers:
             base_position: Position of its first token when it was computed.
             domain: The reader's access domain.
             exact: Whether the value must serve ``exact`` reuse.
+            use: How the reader uses the variant.
 
         Returns:
             None if no tier has such a value; the caller asks the store.
@@ -113,7 +122,7 @@ class LocalTiers:
             if offer.domain != domain or (exact and not offer.serves_exact):
                 return None
             value.readers += 1
-            self._reads.append(key)
+            self._reads.append((key, use))
         return TierRead(self._pools[value.tier], value, self._closed_reads.put)
 
     def offer(self, offers: Iterable[OfferedValue]) -> None:
@@ -202,9 +211,11 @@ class LocalTiers:
             with self._lock:
                 self._rebalancing = False
 
-    def _rebalance_once(self, offers: Sequence[OfferedValue], reads: Sequence[VariantKey]) -> None:
+    def _rebalance_once(
+        self, offers: Sequence[OfferedValue], reads: Sequence[tuple[VariantKey, VariantUse]]
+    ) -> None:
         now = self._clock()
-        for key in reads:
+        for key, _ in reads:
             self._policy.record_use(key.to_bytes(), now)
         largest = max(self._pools.values(), key=lambda pool: pool.capacity_bytes)
         offered: dict[bytes, OfferedValue] = {}
@@ -329,7 +340,7 @@ def make_local_tiers(
     settings: EngineSettings,
     space: KVSpace,
     device: torch.device,
-    on_reads: Callable[[Sequence[VariantKey]], None],
+    on_reads: Callable[[Sequence[tuple[VariantKey, VariantUse]]], None],
 ) -> LocalTiers:
     """Build the configured tiers. A tier without enough memory is off, with a warning."""
     configured = {

@@ -12,6 +12,7 @@ import torch
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Codec, Miss
+from ragcache_core.store_api import VariantUse
 from ragcache_engine.kv_cache.chunk_pool import concatenate_pieces
 from ragcache_engine.kv_cache.incoming_value import (
     EncodedValue,
@@ -186,7 +187,9 @@ class Fetcher:
         # After its own prefix a chunk has the position at which it was computed.
         base = span.start if span.base_position is None else span.base_position
         exact = not job.can_recompute(span)
-        return self._tiers.read(span.variant, span.end - span.start, base, job.domain, exact=exact)
+        use = VariantUse(fix_overhead=span.fix_overhead)
+        num_tokens = span.end - span.start
+        return self._tiers.read(span.variant, num_tokens, base, job.domain, exact=exact, use=use)
 
     def _from_tier(self, span: VariantSpan, read: TierRead) -> IncomingValue:
         num_tokens = span.end - span.start

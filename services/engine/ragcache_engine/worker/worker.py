@@ -29,6 +29,7 @@ from ragcache_engine.protocol.messages import (
 from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.tiers.local_tiers import make_local_tiers
+from ragcache_engine.use_reporter import LOCAL_TIER, UseReporter
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.load_results import LoadResults
@@ -89,8 +90,9 @@ class ConnectorWorker:
         rotation = blend.rotation if blend else None
         self._cache = cache
         self._client = client
-        # A store that does not learn of reads in these tiers would think their values cold.
-        self._tiers = make_local_tiers(settings, space, cache.device, client.note_reads)
+        self._uses = UseReporter(client)
+        note_reads = partial(self._uses.note, LOCAL_TIER)
+        self._tiers = make_local_tiers(settings, space, cache.device, note_reads)
         self._loader = ValueLoader(
             Fetcher(client, space, self._tiers, rotation, cache.device),
             self._tiers,
@@ -267,6 +269,7 @@ class ConnectorWorker:
         """Return the counts since the last call, for metrics."""
         counts = self._results.take_counts()
         counts.add_tiers(self._tiers.take_counts())
+        counts.uses.update(self._uses.take_counts())
         return counts
 
     def close(self) -> None:
@@ -274,6 +277,7 @@ class ConnectorWorker:
         self._exporter.close()
         self._loader.close()
         self._tiers.close()
+        self._uses.close()
         self._client.close()
 
     def _on_loaded(self, job: LoadJob, outcome: LoadOutcome) -> None:

@@ -19,6 +19,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces
@@ -59,7 +60,7 @@ class TiersHarness:
     device_pages: int = 0
     host_pages: int = 0
     policy: str = "score"
-    noted_reads: list[VariantKey] = field(default_factory=list)
+    noted_reads: list[tuple[VariantKey, VariantUse]] = field(default_factory=list)
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -244,7 +245,7 @@ def test_used_values_are_promoted_and_unused_ones_demoted(
     assert [tiers.where(n) for n in (1, 2, 3)] == ["device", "host", "host"]
     assert torch.equal(whole(tiers.read(1)), value(1, PAGE_TOKENS))
     assert torch.equal(whole(tiers.read(3)), value(3, PAGE_TOKENS))
-    assert set(tiers.noted_reads) == {key(1)}
+    assert set(tiers.noted_reads) == {(key(1), REUSE)}
     assert tiers.tiers.take_counts().evicted == {}
 
 

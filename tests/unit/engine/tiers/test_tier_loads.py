@@ -24,6 +24,7 @@ from ragcache_core.identity.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
+from ragcache_core.store_api import ReportedUses  # noqa: E402
 from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
 from ragcache_engine.kv_cache.incoming_value import EncodedValue, IncomingValue  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
@@ -120,9 +121,8 @@ def test_a_loaded_value_is_loaded_again_while_the_store_is_silent(pool: str) -> 
         read = worker.cache.read(BLOCKS, span.start, span.end)
         assert torch.equal(read, tensors[span.variant])
     deadline = time.monotonic() + TIMEOUT_S
-    while worker.store.noted_reads != [
-        span.variant for span in wanted
-    ]:  # so that they stay hot in the store
+    # So that they stay hot in the store.
+    while worker.store.reported != [ReportedUses(span.variant) for span in wanted]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     counts = worker.connector.take_counts()
