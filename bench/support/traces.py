@@ -33,13 +33,15 @@ class Access:
     """One chunk of a request.
 
     key: of the chunk in ``blend``, of the chunk after its prefix in ``exact``. parent: key of the
-    access before it (``exact`` only). cost_s: computing it after everything before it.
+    access before it (``exact`` only). cost_s: computing it after everything before it. chunk:
+    number of the chunk.
     """
 
     key: int
     parent: int | None
     num_tokens: int
     cost_s: float
+    chunk: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +105,7 @@ def load_traces(data: Path, quick: bool, profile: ComputedProfile) -> list[Trace
 
 def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: ComputedProfile) -> Trace:
     numbers: dict[object, int] = {}
+    chunks: dict[str, int] = {}
     requests = []
     for prompt in prompts:
         accesses: dict[int, Access] = {}
@@ -113,7 +116,8 @@ def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: Computed
             key = numbers.setdefault(name_of, len(numbers))
             if key not in accesses:
                 cost_s = profile.seconds(position, num_tokens)
-                accesses[key] = Access(key, parent, num_tokens, cost_s)
+                number = chunks.setdefault(chunk, len(chunks))
+                accesses[key] = Access(key, parent, num_tokens, cost_s, number)
             position += num_tokens
             parent = key if exact else None
         requests.append(Request(prompt.time_s, tuple(accesses.values())))

@@ -45,6 +45,7 @@ from ragcache_kv.values.conversions import (
     from_event,
     from_hello,
     from_lookup_reply,
+    from_miss,
     to_deletion,
     to_key,
     to_lookup_request,
@@ -213,6 +214,20 @@ class StoreClient:
         """
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
+
+    def find_misses(
+        self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> Sequence[Miss | None]:
+        """Return why each variant is not stored, or None if it is. This counts no misses.
+
+        Raises:
+            Unavailable: The store does not answer in time.
+        """
+        request = pb.FindMissesRequest(keys=map(to_key, keys))
+        reply = self._call(self._stub.FindMisses, request, timeout_s)
+        if len(reply.misses) != len(keys):
+            raise RagCacheError(f"the {SERVICE} answered {len(reply.misses)} of {len(keys)} keys")
+        return [from_miss(miss) for miss in reply.misses]
 
     def report_uses(
         self, reports: Sequence[ReportedUses], timeout_s: float = LOOKUP_TIMEOUT_S

@@ -13,6 +13,7 @@ from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
+from ragcache_cachestore.cluster.orphan_collector import OrphanCollector
 from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
@@ -48,6 +49,7 @@ class ShardProcess:
     data_server: DataServer
     catch_up: CatchUp
     replicator: Replicator
+    orphan_collector: OrphanCollector
 
 
 async def serve(config: CacheStoreSettings) -> None:
@@ -102,7 +104,11 @@ def _open(
     resources.callback(catch_up.close)
     replicator = Replicator(store, members if config.replication else None, own_address)
     resources.callback(replicator.close)
-    return ShardProcess(store, data_server, catch_up, replicator)
+    # Under `blend` a variant is of use without the ones before it.
+    chained = members if config.reuse == "exact" else None
+    orphan_collector = OrphanCollector(store, chained, own_address)
+    resources.callback(orphan_collector.close)
+    return ShardProcess(store, data_server, catch_up, replicator, orphan_collector)
 
 
 async def _serve(config: CacheStoreSettings, shard: ShardProcess, health: HealthServer) -> None:
@@ -124,6 +130,7 @@ async def _serve(config: CacheStoreSettings, shard: ShardProcess, health: Health
         service.open()
         shard.data_server.start()
         shard.replicator.start()
+        shard.orphan_collector.start()
         await server.set_ready()
         log.info("cachestore: serving variants=%d port=%d", len(shard.store), server.port)
         await stopped

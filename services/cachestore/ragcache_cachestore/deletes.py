@@ -104,9 +104,21 @@ class Deletes:
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant without a tombstone. Return whether it was stored."""
-        with self._state.lock:
-            variant = self._state.catalog.get(key)
-            if variant is not None:
-                self._state.drop(variant, Miss.EVICTED)
+        return self._discard([key]) > 0
+
+    def discard_orphans(self, keys: Sequence[VariantKey]) -> int:
+        """Drop variants that no prompt can reach. Return how many were stored."""
+        num_dropped = self._discard(keys)
+        self._state.telemetry.orphans_dropped(num_dropped)
+        return num_dropped
+
+    def _discard(self, keys: Sequence[VariantKey]) -> int:
+        num_dropped = 0
+        for key in keys:
+            with self._state.lock:
+                variant = self._state.catalog.get(key)
+                if variant is not None:
+                    self._state.drop(variant, Miss.EVICTED)
+                    num_dropped += 1
         self._mover.try_free_dropped_copies()
-        return variant is not None
+        return num_dropped

@@ -15,6 +15,9 @@ from ragcache_core.store_api import REUSE, AsOf, LookupAnswer, LookupKey, Report
 REREADS_PER_LOCK = 32
 """Number of repeated reads that are counted while the lock is held, so that no call waits long."""
 
+KEYS_PER_LOCK = 256
+"""Number of keys that ``find_misses`` checks while the lock is held."""
+
 MAX_REPORTED_TIMES = REREADS_PER_LOCK
 """Bound of the uses of one variant that one report may count. Engines report once a second."""
 
@@ -141,6 +144,17 @@ class Reads:
                 for _ in range(min(REREADS_PER_LOCK, times - start)):
                     self._note_read(variant, Tier.MEMORY, now, use)
         return num_bytes
+
+    def find_misses(self, keys: Sequence[VariantKey]) -> list[Miss | None]:
+        """Return why each variant is not stored, or None if it is. This counts no misses."""
+        misses: list[Miss | None] = []
+        for start in range(0, len(keys), KEYS_PER_LOCK):
+            with self._state.lock:
+                misses += [
+                    None if self._state.catalog.get(key) else self._state.miss_reason(key)
+                    for key in keys[start : start + KEYS_PER_LOCK]
+                ]
+        return misses
 
     def note_uses(self, reports: Sequence[ReportedUses]) -> int:
         """Count uses that needed no read. They count neither as hits nor for promotion.

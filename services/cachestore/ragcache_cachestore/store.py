@@ -151,6 +151,10 @@ class Store:
         """Count reads that a client made from memory without asking."""
         return self._reads.note_reread(key, times, use)
 
+    def find_misses(self, keys: Sequence[VariantKey]) -> list[Miss | None]:
+        """Return why each variant is not stored, or None if it is. This counts no misses."""
+        return self._reads.find_misses(keys)
+
     def note_uses(self, reports: Sequence[ReportedUses]) -> int:
         """Count uses that needed no read. Return how many were of stored variants."""
         return self._reads.note_uses(reports)
@@ -203,6 +207,10 @@ class Store:
         """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""
         return self._deletes.discard(key)
 
+    def discard_orphans(self, keys: Sequence[VariantKey]) -> int:
+        """Drop variants that no prompt can reach. Return how many were stored."""
+        return self._deletes.discard_orphans(keys)
+
     # Events
 
     def snapshot(self) -> tuple[int, list[Event]]:
@@ -235,6 +243,10 @@ class Store:
     def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
         """Yield every stored variant, as it is when the iterator reaches it."""
         return self._variants.candidates(now)
+
+    def children(self, min_age_s: float) -> Iterator[tuple[VariantKey, VariantKey]]:
+        """Yield each variant of this age that has a parent, with the parent."""
+        return self._variants.children(min_age_s)
 
     def read(self, key: VariantKey, identity: int) -> bytearray | None:
         """Return a copy of a value, or None if the variant was replaced or is corrupt."""

@@ -36,6 +36,13 @@ class VariantAccess:
                 wants_higher_precision=variant.wants_higher_precision,
             )
 
+    def children(self, min_age_s: float) -> Iterator[tuple[VariantKey, VariantKey]]:
+        """Yield each variant of this age that has a parent, with the parent."""
+        put_before = self._state.clock() - min_age_s
+        for variant in self._state.in_batches():
+            if variant.origin.parent is not None and variant.put_at <= put_before:
+                yield variant.key, variant.origin.parent
+
     def read(self, key: VariantKey, identity: int) -> bytearray | None:
         """Return a copy of a value, or None if the variant was replaced or is corrupt."""
         with self._state.lock:

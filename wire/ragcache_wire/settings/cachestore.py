@@ -92,8 +92,8 @@ class CacheStoreSettings(ServiceSettings):
     ] = setting(NATIVE, spec="spec.cacheStore.precision")
     """Codecs of keys and values that all values are held in, or the policy that chooses them."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
-    """What the store is used for. exact: a variant outlives the variants after it. blend: each is
-    worth something by itself."""
+    """What the store is used for. exact: a variant outlives the variants after it on its shard.
+    blend: each is worth something by itself."""
     cachestore: ShardMembers | None = setting(
         None, internal="The operator mounts the file with the shards."
     )

@@ -651,6 +651,46 @@ class LookupReply(_message.Message):
 Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
+class FindMissesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___VariantKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindMissesRequest: _TypeAlias = FindMissesRequest  # noqa: Y015
+
+@_typing.final
+class FindMissesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MISSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedScalarFieldContainer[Global___Miss.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        misses: _abc.Iterable[Global___Miss.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["misses", b"misses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindMissesReply: _TypeAlias = FindMissesReply  # noqa: Y015
+
+@_typing.final
 class UseReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

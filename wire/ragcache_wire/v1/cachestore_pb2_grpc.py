@@ -59,6 +59,11 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.FromString,
                 _registered_method=True)
+        self.FindMisses = channel.unary_unary(
+                '/ragcache.v1.CacheStore/FindMisses',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesReply.FromString,
+                _registered_method=True)
         self.ReportUses = channel.unary_unary(
                 '/ragcache.v1.CacheStore/ReportUses',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UseReport.SerializeToString,
@@ -128,6 +133,13 @@ class CacheStoreServicer:
 
     def Get(self, request, context):
         """Returns the values of many variants in the order asked, each as a header and then its data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindMisses(self, request, context):
+        """Tells why variants are not stored. Shards ask it about the parents of their variants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +216,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.SerializeToString,
+            ),
+            'FindMisses': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindMisses,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesReply.SerializeToString,
             ),
             'ReportUses': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportUses,
@@ -354,6 +371,33 @@ class CacheStore:
             '/ragcache.v1.CacheStore/Get',
             ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindMisses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/FindMisses',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.FindMissesReply.FromString,
             options,
             channel_credentials,
             insecure,

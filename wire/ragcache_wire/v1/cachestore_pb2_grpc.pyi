@@ -48,6 +48,8 @@ class CacheStoreStub:
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
     """Returns the values of many variants in the order asked, each as a header and then its data."""
+    FindMisses: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.FindMissesRequest, _cachestore_pb2.FindMissesReply]
+    """Tells why variants are not stored. Shards ask it about the parents of their variants."""
     ReportUses: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]
     """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]
@@ -84,6 +86,8 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
     """Returns the values of many variants in the order asked, each as a header and then its data."""
+    FindMisses: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.FindMissesRequest, _cachestore_pb2.FindMissesReply]  # type: ignore[assignment]
+    """Tells why variants are not stored. Shards ask it about the parents of their variants."""
     ReportUses: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]  # type: ignore[assignment]
     """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]  # type: ignore[assignment]
@@ -141,6 +145,14 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.GetPart], _abc.AsyncIterator[_cachestore_pb2.GetPart]]:
         """Returns the values of many variants in the order asked, each as a header and then its data."""
+
+    @_abc_1.abstractmethod
+    def FindMisses(
+        self,
+        request: _cachestore_pb2.FindMissesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.FindMissesReply, _abc.Awaitable[_cachestore_pb2.FindMissesReply]]:
+        """Tells why variants are not stored. Shards ask it about the parents of their variants."""
 
     @_abc_1.abstractmethod
     def ReportUses(

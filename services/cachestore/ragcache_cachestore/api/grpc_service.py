@@ -53,6 +53,7 @@ from ragcache_kv.values.conversions import (
     to_event,
     to_hello,
     to_lookup_reply,
+    to_miss,
     to_miss_header,
     to_outcome,
     to_value_header,
@@ -141,6 +142,11 @@ class CacheStoreService:
                 self._put, None, pb.PutReply.SerializeToString
             ),
             "Get": stream(self._get, pb.GetRequest.FromString),
+            "FindMisses": unary(
+                self._find_misses,
+                pb.FindMissesRequest.FromString,
+                pb.FindMissesReply.SerializeToString,
+            ),
             "ReportUses": unary(
                 self._report_uses, pb.UseReport.FromString, pb.UseReportReply.SerializeToString
             ),
@@ -313,6 +319,17 @@ class CacheStoreService:
             return encode_data(piece)
 
         return await self._run_in(self._reads, read)
+
+    async def _find_misses(
+        self, request: pb.FindMissesRequest, context: Context
+    ) -> pb.FindMissesReply:
+        """Tell why variants are not stored."""
+        self._check_open()
+        keys = from_keys("keys", request.keys)
+        misses = await self._run_in(self._slow, lambda: self._store.find_misses(keys))
+        return pb.FindMissesReply(
+            misses=[pb.MISS_UNSPECIFIED if miss is None else to_miss(miss) for miss in misses]
+        )
 
     async def _report_uses(self, request: pb.UseReport, context: Context) -> pb.UseReportReply:
         """Count uses that needed no Get."""

@@ -76,6 +76,9 @@ class Telemetry:
     def miss(self, reason: Miss) -> None:
         """Count a variant that was asked for and not served."""
 
+    def orphans_dropped(self, count: int) -> None:
+        """Count variants that were dropped because their parent is gone."""
+
     def reported_uses(self, counted: int, unknown: int) -> None:
         """Count uses that engines reported, of variants that are stored and of others."""
 
@@ -121,6 +124,7 @@ class ExportingTelemetry(Telemetry):
         self._read_bytes = _Sum("tier", "transport")
         self._misses = _Sum("reason")
         self._reported_uses = _Sum("outcome")
+        self._orphans = _Sum()
         self._puts = _Sum("outcome", "ack", "transport")
         self._written_bytes = _Sum("outcome", "transport")
         self._evictions = _Sum("tier", "policy")
@@ -131,6 +135,7 @@ class ExportingTelemetry(Telemetry):
             ("read.size", "By", "Bytes of values served", self._read_bytes),
             ("misses", "{value}", "Variants asked for and not served", self._misses),
             ("uses.reported", "{use}", "Uses that engines reported", self._reported_uses),
+            ("orphans", "{variant}", "Variants dropped without their parent", self._orphans),
             ("puts", "{value}", "Puts that have ended", self._puts),
             ("write.size", "By", "Bytes of values put", self._written_bytes),
             ("evictions", "{value}", "Evicted values", self._evictions),
@@ -190,6 +195,10 @@ class ExportingTelemetry(Telemetry):
         """Count uses that engines reported, of variants that are stored and of others."""
         self._reported_uses.add(counted, "stored")
         self._reported_uses.add(unknown, "not_stored")
+
+    def orphans_dropped(self, count: int) -> None:
+        """Count variants that were dropped because their parent is gone."""
+        self._orphans.add(count)
 
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
