@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,13 @@ from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_retriever.documents.outbox import (
+    OUTBOX_SCHEMA,
+    Outbox,
+    OutboxDelete,
+    last_sequence,
+    removals_after,
+)
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -49,7 +58,7 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
 
 
 class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
-    """Returns fixed hits; keeps documents in a dict, each as one chunk, and reports by name.
+    """Returns fixed hits; keeps documents in a dict, each as one chunk, and has a real outbox.
 
     Args:
         token_digest: Returns the digest of a chunk's tokens.
@@ -64,6 +73,9 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             retriever_pb2.Hit(chunk=chunk("search.md", 0), score=0.5),
         ]
         self.documents: dict[str, retriever_pb2.Document] = {}
+        self.sqlite = sqlite3.connect(":memory:", isolation_level=None)
+        self.sqlite.executescript(OUTBOX_SCHEMA)
+        self.outbox = Outbox(self.sqlite)
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
         self.reports: dict[str, bytes] = {}
         self.similar: dict[str, list[float]] = {}  # scores, by document
@@ -104,16 +116,53 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         return retriever_pb2.UpsertDocumentReply(
             document=stored,
             changed=changed,
-            removed_token_digests=removed,
+            deletes=self._add_to_outbox(document.collection, document.id, removed, False),
+            sequence=last_sequence(self.sqlite),
             chunks=[document.text] if changed else [],
         )
 
     async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = self._document(request)
         del self.documents[request.id]
+        digests = [self.token_digest(document.text)]
         return retriever_pb2.DeleteDocumentReply(
-            removed_token_digests=[self.token_digest(document.text)]
+            deletes=self._add_to_outbox(request.collection, request.id, digests, True)
         )
+
+    def _add_to_outbox(
+        self, collection: str, document: str, digests: list[bytes], names_document: bool
+    ) -> list[retriever_pb2.OutboxDelete]:
+        added = self.outbox.add(
+            collection,
+            document,
+            digests,
+            names_document=names_document,
+            now_ms=_now_ms(),
+            claim=True,
+        )
+        return list(map(_delete_message, added))
+
+    async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
+        last = last_sequence(self.sqlite)
+        return retriever_pb2.ListRemovalsReply(
+            removals=[
+                retriever_pb2.Removal(
+                    sequence=one.sequence, collection=one.collection, document_id=one.document
+                )
+                for one in removals_after(self.sqlite, request.after, 1000)
+            ],
+            last_sequence=last,
+        )
+
+    async def ClaimDeletes(self, request: Any, context: Any) -> Any:  # noqa: N802
+        claim = self.outbox.claim(request.limit, _now_ms())
+        return retriever_pb2.ClaimDeletesReply(
+            deletes=map(_delete_message, claim.deletes), unacknowledged=claim.num_unacknowledged
+        )
+
+    async def AcknowledgeDeletes(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.outbox.acknowledge(request.complete, request.partial, _now_ms())
+        return retriever_pb2.AcknowledgeDeletesReply()
 
     async def GetDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         if not request.id:
@@ -165,6 +214,22 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         if request.id not in self.documents:
             raise NotFound("document", request.id, "see GET /v1/documents")
         return self.documents[request.id]
+
+
+def _delete_message(delete: OutboxDelete) -> retriever_pb2.OutboxDelete:
+    return retriever_pb2.OutboxDelete(
+        id=delete.id,
+        collection=delete.collection,
+        document_id=delete.document,
+        names_document=delete.names_document,
+        token_digests=delete.token_digests,
+        everything=delete.everything,
+        acknowledged_unix_ms=delete.acknowledged_unix_ms,
+    )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):

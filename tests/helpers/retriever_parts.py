@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +58,7 @@ def make_knowledge_base(
     defaults: CollectionDefaults = DEFAULTS,
     probing: Probing | None = None,
     now: float = 1_700_000_000.0,
+    clock: Callable[[], float] | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
         DocumentStore(folder),
@@ -66,7 +67,7 @@ def make_knowledge_base(
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
         probing=probing,
-        clock=lambda: now,
+        clock=clock or (lambda: now),
     )
 
 

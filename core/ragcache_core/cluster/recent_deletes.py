@@ -28,6 +28,10 @@ class RecentDeletes:
             oldest = next(iter(self._deleted_at_ms))
             self._unknown_until_ms = max(self._unknown_until_ms, self._deleted_at_ms.pop(oldest))
 
+    def record_all(self, at_ms: int) -> None:
+        """Record that any document may have been deleted or changed."""
+        self._unknown_until_ms = max(self._unknown_until_ms, at_ms)
+
     def may_include(self, documents: Iterable[str], planned_at_ms: int) -> bool:
         """Whether one of these documents may have been deleted since planned_at_ms."""
         return planned_at_ms <= self._unknown_until_ms or any(

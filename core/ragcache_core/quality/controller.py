@@ -169,6 +169,11 @@ class QualityController:
         self._reservoir.forget_document(document, now_ms)
         self._abandon_expired(now_ms)
 
+    def forget_all(self, now_ms: int) -> None:
+        """Remove every question, as any document may have been deleted or changed."""
+        self._reservoir.forget_all(now_ms)
+        self._abandon_expired(now_ms)
+
     def begin_replay(self, now_ms: int) -> QuestionReplay | None:
         """Return the replay to ask now, or None.
 

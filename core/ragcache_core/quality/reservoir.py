@@ -13,10 +13,7 @@ from ragcache_core.plan.prompt import Prompt
 
 MAX_QUESTIONS = 16
 MAX_AGE_MS = 600_000
-"""Ten minutes, after which a question is forgotten.
-
-This gateway does not know of deletes that another gateway received, and the text of a deleted
-document must not stay for long.
+"""Ten minutes, after which a question is forgotten: what clients ask changes.
 """
 
 
@@ -60,6 +57,11 @@ class QuestionReservoir:
     def forget_document(self, document: str, now_ms: int) -> None:
         """Remove the questions about a document that was deleted or changed."""
         self._deletes.record(document, now_ms)
+        self.remove_expired(now_ms)
+
+    def forget_all(self, now_ms: int) -> None:
+        """Remove every question, as any document may have been deleted or changed."""
+        self._deletes.record_all(now_ms)
         self.remove_expired(now_ms)
 
     def remove_expired(self, now_ms: int) -> None:

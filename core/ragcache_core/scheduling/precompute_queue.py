@@ -45,8 +45,6 @@ If the value stays, questions find it. If it is computed and missed again, the s
 
 MAX_AGE_MS = 86_400_000
 """One day, in which an idle hour is likely. An older prefill is dropped.
-
-This gateway does not know of deletes that another gateway received.
 """
 
 FULL_SHARE = 0.5
@@ -305,6 +303,17 @@ class PrecomputeQueue:
             self._remove(name)
             self._demand.pop(name, None)
         return len(names)
+
+    def forget_all(self, at_ms: int) -> None:
+        """Remove every prefill, as any document may have been deleted or replaced.
+
+        Args:
+            at_ms: Unix time. A prefill that was planned until then is not queued again.
+        """
+        self._deletes.record_all(at_ms)
+        for name in tuple(self._queued):
+            self._remove(name)
+            self._demand.pop(name, None)
 
     def check(self) -> None:
         """Raise AssertionError if the internal state is inconsistent."""

@@ -14,9 +14,8 @@ from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.chat.pipeline import ChatServices
-from ragcache_gateway.documents.deletions import DeletionDelivery
-from ragcache_gateway.documents.events import DocumentEvents
-from ragcache_gateway.documents.invalidation import VariantInvalidation
+from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import EnginePool
@@ -73,16 +72,20 @@ async def connect_services(
             plan_keys=settings.signing_key_file,
         )
         clients = _connect_clients(settings, stack)
-        deletions = _start_deletions(clients.store, metrics, stack)
         tokenizing = ThreadPoolExecutor(1, "tokenizing")
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
         tools = _Tools(settings, model, prompts, tokenizing, metrics, tracer, stack)
+        removals = RemovalFeed(clients.retriever)
+        deletes = _start_deletes(tools, clients)
         template = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
         engines = await _start_engines(tools, template)
         idle = IdleWindows(engines, metrics)
-        precomputer = _start_precomputer(tools, template, engines, idle, clients)
-        trials = _start_trials(tools, engines, idle)
+        precomputer = _start_precomputer(tools, template, engines, idle, clients, removals)
+        trials = _start_trials(tools, engines, idle, removals)
         gate = _start_gate(tools, template, clients, trials)
+        writer = _document_writer(clients, removals, deletes, precomputer, trials)
+        await removals.start()
+        stack.push_async_callback(removals.close)
         yield GatewayServices(
             settings=settings,
             metrics=metrics,
@@ -100,7 +103,7 @@ async def connect_services(
                 metrics=metrics,
                 tracer=tracer,
             ),
-            documents=_document_writer(tools, clients, deletions, precomputer, trials),
+            documents=writer,
             retriever=clients.retriever,
             store=clients.store,
             readiness=Readiness(engines, clients.retriever_health),
@@ -117,13 +120,13 @@ def _connect_clients(settings: GatewaySettings, stack: AsyncExitStack) -> _Clien
     return _Clients(retriever, health, store)
 
 
-def _start_deletions(
-    store: AsyncShardedStore, metrics: Metrics, stack: AsyncExitStack
-) -> DeletionDelivery:
-    deletions = DeletionDelivery(store, metrics)
-    deletions.start()
-    stack.push_async_callback(deletions.close)
-    return deletions
+def _start_deletes(tools: _Tools, clients: _Clients) -> DeleteSender:
+    deletes = DeleteSender(
+        tools.model, retriever=clients.retriever, store=clients.store, metrics=tools.metrics
+    )
+    deletes.start()
+    tools.stack.push_async_callback(deletes.close)
+    return deletes
 
 
 async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
@@ -141,6 +144,7 @@ def _start_precomputer(
     engines: EnginePool,
     idle: IdleWindows,
     clients: _Clients,
+    removals: RemovalFeed,
 ) -> Precomputer | None:
     if not tools.settings.precompute:
         return None
@@ -154,6 +158,7 @@ def _start_precomputer(
         idle=idle,
         store=clients.store,
         retriever=clients.retriever,
+        removals=removals,
         metrics=tools.metrics,
     )
     precomputer.start()
@@ -161,7 +166,9 @@ def _start_precomputer(
     return precomputer
 
 
-def _start_trials(tools: _Tools, engines: EnginePool, idle: IdleWindows) -> QualityTrials | None:
+def _start_trials(
+    tools: _Tools, engines: EnginePool, idle: IdleWindows, removals: RemovalFeed
+) -> QualityTrials | None:
     if tools.settings.quality is None:
         return None
     trials = QualityTrials(
@@ -170,6 +177,7 @@ def _start_trials(tools: _Tools, engines: EnginePool, idle: IdleWindows) -> Qual
         max_recompute_share=tools.settings.max_recompute_share,
         engines=engines,
         idle=idle,
+        removals=removals,
         metrics=tools.metrics,
     )
     trials.start()
@@ -194,17 +202,17 @@ def _start_gate(
 
 
 def _document_writer(
-    tools: _Tools,
     clients: _Clients,
-    deletions: DeletionDelivery,
+    removals: RemovalFeed,
+    deletes: DeleteSender,
     precomputer: Precomputer | None,
     trials: QualityTrials | None,
 ) -> DocumentWriter:
     """Build the writer, and subscribe what a changed document concerns."""
-    events = DocumentEvents()
     if trials is not None:
-        events.subscribe(trials.document_changed)
+        removals.subscribe(trials.text_removed)
+    written = []
     if precomputer is not None:
-        events.subscribe(precomputer.document_changed)
-    events.subscribe(VariantInvalidation(deletions).invalidate)
-    return DocumentWriter(clients.retriever, events, tools.model.space, tools.model.domain)
+        removals.subscribe(precomputer.text_removed)
+        written.append(precomputer.document_written)
+    return DocumentWriter(clients.retriever, removals, deletes, written)

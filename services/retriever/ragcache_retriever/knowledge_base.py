@@ -18,9 +18,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from ragcache_retriever.documents.document_store import (
     Recipe,
     StoredDocument,
 )
+from ragcache_retriever.documents.outbox import OutboxClaim, OutboxDelete, Removal
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors
 from ragcache_retriever.preparer import DocumentPreparer, PreparedDocument, embedded_text
@@ -70,13 +71,15 @@ class CollectionInfo:
 class UpsertResult:
     """Result of an upsert.
 
-    ``stored`` is the document after the upsert. ``removed_digests`` are the token digests of
-    chunks that are no longer in the collection. ``texts`` are the document's chunks, if it changed.
+    ``stored`` is the document after the upsert. ``deletes`` are those that the caller is to send,
+    which include pending ones of earlier upserts. ``sequence`` is that of the last removal before
+    or by a change. ``texts`` are the document's chunks, if it changed.
     """
 
     stored: StoredDocument
     changed: bool
-    removed_digests: tuple[bytes, ...]
+    deletes: tuple[OutboxDelete, ...]
+    sequence: int = 0
     texts: tuple[str, ...] = ()
 
 
@@ -243,20 +246,49 @@ class KnowledgeBase:
         self._collection(collection)
         content_hash = await run(self._readers, document.content_hash)
         async with self._document_lock(collection, document.id):
-            return await self._put(collection, document, content_hash)
+            result = await self._put(collection, document, content_hash, claim=True)
+        if not result.changed:
+            # The gateway of the first attempt may have ended before it sent the deletes.
+            pending = await run(self._writer, self._claim_of, collection, document.id)
+            result = replace(result, deletes=pending or ())
+        return result
 
-    async def delete(self, collection: str, document_id: str) -> tuple[bytes, ...]:
-        """Delete a document. Raises NotFound.
+    async def delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...]:
+        """Delete a document.
+
+        A repeated delete succeeds while the outbox knows of the first one, and returns what is
+        pending of it.
 
         Returns:
-            The token digests of chunks that are no longer in the collection.
+            The deletes that the caller is to send.
+
+        Raises:
+            NotFound: There is no such collection or document.
         """
         self._collection(collection)
         async with self._document_lock(collection, document_id):
-            change = await run(self._writer, self._delete, collection, document_id)
-        if change is None:
+            deletes = await run(self._writer, self._delete, collection, document_id)
+        if deletes is None:
             raise _document_not_found(document_id, collection)
-        return change.removed_digests
+        return deletes
+
+    # Outbox. It also serves while the indexes are loaded, which may remove text.
+
+    async def removals(self, after: int, limit: int) -> tuple[list[Removal], int]:
+        """Return the removals after a sequence, oldest first, and the sequence of the last one."""
+        return await run(self._readers, self._store.removals, after, limit)
+
+    async def claim_deletes(self, limit: int) -> OutboxClaim:
+        """Return pending deletes that no other caller is sending."""
+        return await run(self._writer, self._claim, limit)
+
+    async def acknowledge_deletes(
+        self, complete: Sequence[bytes], partial: Sequence[bytes]
+    ) -> None:
+        """Record which deletes every shard, or at least one, has acknowledged."""
+        await run(self._writer, self._acknowledge, complete, partial)
+
+    # Documents, read
 
     async def document(self, collection: str, document_id: str) -> StoredDocument:
         """Return a document with its text. Raises NotFound."""
@@ -389,24 +421,27 @@ class KnowledgeBase:
 
     # Writes
 
-    async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
+    async def _put(
+        self, collection: str, document: Document, content_hash: str, *, claim: bool
+    ) -> UpsertResult:
         """Upsert a document. The caller holds the document's lock."""
         while True:
             # The writer thread reads: a write whose caller was cancelled may still be running.
             present = await run(self._writer, self._store.get, collection, document.id)
-            updated_unix_ms = int(self._clock() * 1000)
+            updated_unix_ms = self._now_ms()
             if present is not None and present.content_hash == content_hash:
                 if present.recipe == self._recipe(collection):
-                    return UpsertResult(present, changed=False, removed_digests=())
+                    return UpsertResult(present, changed=False, deletes=())
                 updated_unix_ms = present.updated_unix_ms
             prepared = await self._prepare(collection, document, present)
             stored = StoredDocument(
                 document, content_hash, prepared.recipe, len(prepared.chunks), updated_unix_ms
             )
-            change = await run(self._writer, self._write, collection, stored, prepared)
+            write = functools.partial(self._write, collection, stored, prepared, claim=claim)
+            change = await run(self._writer, write)
             if change is not None:
                 texts = tuple(chunk.text for chunk in prepared.chunks)
-                return UpsertResult(stored, True, change.removed_digests, texts)
+                return UpsertResult(stored, True, change.deletes, change.sequence, texts)
 
     async def _prepare(
         self, collection: str, document: Document, present: StoredDocument | None
@@ -424,25 +459,55 @@ class KnowledgeBase:
         return {embedded_text(title, chunk): vector for chunk, vector in embedded}
 
     def _write(
-        self, name: str, stored: StoredDocument, prepared: PreparedDocument
+        self, name: str, stored: StoredDocument, prepared: PreparedDocument, *, claim: bool
     ) -> ChunkChange | None:
         """Replace a document. Return None if its collection changed since it was prepared."""
         if stored.recipe != self._recipe(name):
             return None
         with self._store.transaction():
             change = self._store.replace(
-                name, stored, prepared.chunks, prepared.digests, prepared.embeddings
+                name,
+                stored,
+                prepared.chunks,
+                prepared.digests,
+                prepared.embeddings,
+                now_ms=self._now_ms(),
+                claim=claim,
             )
             self._publish(self._collections[name], change, prepared.embeddings)
         return change
 
-    def _delete(self, name: str, document_id: str) -> ChunkChange | None:
+    def _delete(self, name: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
         with self._store.transaction():
-            change = self._store.delete(name, document_id)
+            change = self._store.delete(name, document_id, self._now_ms())
             if change is not None:
                 no_vectors = np.empty((0, self._embedder.dimension), np.float32)
                 self._publish(self._collections[name], change, no_vectors)
-        return change
+                return change.deletes
+        return self._claim_of(name, document_id)
+
+    def _claim_of(self, name: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
+        """Claim the pending deletes of a document; None if the outbox does not know it."""
+        with self._store.transaction():
+            if not self._store.outbox.knows(name, document_id):
+                return None
+            pending = self._store.outbox.claim_of(name, document_id, self._now_ms())
+            self._store.commit()
+        return pending
+
+    def _claim(self, limit: int) -> OutboxClaim:
+        with self._store.transaction():
+            claim = self._store.outbox.claim(limit, self._now_ms())
+            self._store.commit()
+        return claim
+
+    def _acknowledge(self, complete: Sequence[bytes], partial: Sequence[bytes]) -> None:
+        with self._store.transaction():
+            self._store.outbox.acknowledge(complete, partial, self._now_ms())
+            self._store.commit()
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
 
     def _publish(
         self, collection: _LoadedCollection, change: ChunkChange, vectors: Vectors
@@ -464,7 +529,7 @@ class KnowledgeBase:
 
     def _put_report(self, name: str, body: bytes) -> None:
         with self._store.transaction():
-            self._store.put_report(name, body, int(self._clock() * 1000))
+            self._store.put_report(name, body, self._now_ms())
             self._store.commit()
 
     async def _stale(self, name: str) -> list[str]:
@@ -482,7 +547,7 @@ class KnowledgeBase:
             if present is None:
                 return
             try:
-                await self._put(name, present.document, present.content_hash)
+                await self._put(name, present.document, present.content_hash, claim=False)
             except InvalidInput as error:
                 # One document must not block the others.
                 log.warning(

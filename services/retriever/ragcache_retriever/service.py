@@ -21,6 +21,7 @@ from ragcache_retriever.documents.collection import (
     checked_window,
 )
 from ragcache_retriever.documents.document_store import Document, StoredChunk, StoredDocument
+from ragcache_retriever.documents.outbox import OutboxDelete
 from ragcache_retriever.knowledge_base import CollectionInfo, KnowledgeBase, SearchStage
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.tracing import Tracer
@@ -38,11 +39,13 @@ MAX_TOP_K = 1000
 MAX_SIMILAR = 64
 MAX_REPORT_BYTES = 1 << 20
 MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
-"""Most bytes of token digests and chunk texts in one reply."""
+"""Most bytes of deletes and chunk texts in one reply."""
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
-T = TypeVar("T", str, bytes)
+MAX_SEQUENCE = (1 << 63) - 1
+
+T = TypeVar("T", str, pb.OutboxDelete)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -87,12 +90,13 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         # In a thread, because checking megabytes of text would block the event loop.
         document = await asyncio.to_thread(_document, request.document)
         result = await self._knowledge_base.upsert(collection, document)
-        removed = _fit_message(result.removed_digests, MAX_CHUNKS_BYTES)
-        left_bytes = MAX_CHUNKS_BYTES - sum(map(_size, removed))
+        deletes = _fit_message(list(map(_delete_message, result.deletes)), MAX_CHUNKS_BYTES)
+        left_bytes = MAX_CHUNKS_BYTES - sum(map(_size, deletes))
         return pb.UpsertDocumentReply(
             document=_document_message(collection, result.stored, with_text=False),
             changed=result.changed,
-            removed_token_digests=removed,
+            deletes=deletes,
+            sequence=result.sequence,
             chunks=_fit_message(result.texts, left_bytes),
         )
 
@@ -102,8 +106,9 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         """Delete a document."""
         collection = checked_name("collection", request.collection)
         document_id = _checked_id("id", request.id)
-        removed = await self._knowledge_base.delete(collection, document_id)
-        return pb.DeleteDocumentReply(removed_token_digests=_fit_message(removed, MAX_CHUNKS_BYTES))
+        deletes = await self._knowledge_base.delete(collection, document_id)
+        messages = list(map(_delete_message, deletes))
+        return pb.DeleteDocumentReply(deletes=_fit_message(messages, MAX_CHUNKS_BYTES))
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: Context) -> pb.Document:
         """Return a document with its text."""
@@ -169,6 +174,41 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
                 for similar in found
             ]
         )
+
+    async def ListRemovals(
+        self, request: pb.ListRemovalsRequest, context: Context
+    ) -> pb.ListRemovalsReply:
+        """Return which documents have lost text."""
+        after = min(request.after, MAX_SEQUENCE)
+        found, last = await self._knowledge_base.removals(after, MAX_PAGE_SIZE)
+        return pb.ListRemovalsReply(
+            removals=[
+                pb.Removal(
+                    sequence=one.sequence, collection=one.collection, document_id=one.document
+                )
+                for one in found
+            ],
+            last_sequence=last,
+        )
+
+    async def ClaimDeletes(
+        self, request: pb.ClaimDeletesRequest, context: Context
+    ) -> pb.ClaimDeletesReply:
+        """Return deletes of the outbox to send."""
+        limit = request.limit
+        if not 1 <= limit <= MAX_PAGE_SIZE:
+            raise InvalidInput("limit", f"{limit} is out of range", f"ask for 1 to {MAX_PAGE_SIZE}")
+        claim = await self._knowledge_base.claim_deletes(limit)
+        return pb.ClaimDeletesReply(
+            deletes=map(_delete_message, claim.deletes), unacknowledged=claim.num_unacknowledged
+        )
+
+    async def AcknowledgeDeletes(
+        self, request: pb.AcknowledgeDeletesRequest, context: Context
+    ) -> pb.AcknowledgeDeletesReply:
+        """Record acknowledgements by the shards."""
+        await self._knowledge_base.acknowledge_deletes(request.complete, request.partial)
+        return pb.AcknowledgeDeletesReply()
 
     async def PutReport(self, request: pb.PutReportRequest, context: Context) -> pb.PutReportReply:
         """Store a report for all gateways."""
@@ -348,8 +388,20 @@ def _fit_message(items: Sequence[T], max_bytes: int) -> list[T]:
     return fitting
 
 
-def _size(item: str | bytes) -> int:
-    return len(item.encode() if isinstance(item, str) else item)
+def _size(item: str | pb.OutboxDelete) -> int:
+    return len(item.encode()) if isinstance(item, str) else item.ByteSize()
+
+
+def _delete_message(delete: OutboxDelete) -> pb.OutboxDelete:
+    return pb.OutboxDelete(
+        id=delete.id,
+        collection=delete.collection,
+        document_id=delete.document,
+        names_document=delete.names_document,
+        token_digests=delete.token_digests,
+        everything=delete.everything,
+        acknowledged_unix_ms=delete.acknowledged_unix_ms,
+    )
 
 
 def _stage_message(stage: SearchStage) -> pb.SearchStage:

@@ -88,7 +88,7 @@ async def test_an_unacknowledged_delete_is_sent_again(gateway: World) -> None:
     shard = gateway.servers["cachestore"]
     await shard.stop()
     await gateway.client.delete("/v1/documents/a/b.md")
-    assert "ragcache_gateway_deletes_waiting 1.0" in (await gateway.client.get("/metrics")).text
+    await until_waiting(gateway, 1)
     back = GrpcServer(
         f"127.0.0.1:{shard.port}",
         ["ragcache.v1.CacheStore"],
@@ -96,14 +96,20 @@ async def test_an_unacknowledged_delete_is_sent_again(gateway: World) -> None:
     )
     await back.start()
     try:
-        for _ in range(600):
-            if "deletes_waiting 0.0" in (await gateway.client.get("/metrics")).text:
-                break
-            await asyncio.sleep(0.05)
+        await until_waiting(gateway, 0)
     finally:
         await back.stop()
     (deletion,) = gateway.store.deletions
     assert list(deletion.documents) == ["default/a/b.md"]
+
+
+async def until_waiting(gateway: World, count: int) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            text = (await gateway.client.get("/metrics")).text
+            if f"ragcache_gateway_deletes_waiting {count:.1f}" in text:
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_an_unavailable_store_does_not_fail_a_delete(gateway: World) -> None:

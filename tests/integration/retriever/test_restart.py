@@ -147,7 +147,7 @@ async def test_a_document_that_a_new_embedder_refuses_blocks_no_other(
         assert sorted(hit.chunk.document_id for hit in stages[-1].hits) == ["billing", "zebra"]
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
-        assert list(reply.removed_token_digests) == [
+        assert list(reply.deletes[0].token_digests) == [
             tokenizer.token_digest("All about the volcano.")
         ]
 
@@ -167,3 +167,18 @@ async def test_a_start_reports_its_progress(tmp_path: Path, tiny_model: Path) ->
         "loading the index",
         *(f"indexing {number} of 3" for number in (1, 2, 3)),
     ]
+
+
+async def test_a_start_with_another_chunking_leaves_its_deletes_in_the_outbox(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    tokenizer = tokenizer_of(tiny_model)
+    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
+        page = pb.Document(collection="default", id="d", text=TEXT)
+        chunks = (await client.upsert_document(page)).chunks
+    smaller = CollectionDefaults(Chunking(size_tokens=32, overlap_tokens=0), window=0)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer, defaults=smaller)
+    async with serving(knowledge_base) as client:
+        [delete] = (await client.claim_deletes(10)).deletes
+    assert delete.names_document
+    assert set(delete.token_digests) == {tokenizer.token_digest(text) for text in chunks}

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
-from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_retriever import service
+from ragcache_retriever.documents import outbox
 from ragcache_retriever.documents.document_store import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -52,6 +52,10 @@ def ids(stage: pb.SearchStage) -> list[str]:
     return [hit.chunk.id for hit in stage.hits]
 
 
+def removed_digests(reply: pb.UpsertDocumentReply | pb.DeleteDocumentReply) -> list[bytes]:
+    return [digest for delete in reply.deletes for digest in delete.token_digests]
+
+
 async def test_a_document_is_found_as_soon_as_it_is_acknowledged(client: RetrieverClient) -> None:
     reply = await client.upsert_document(document("billing", service_page("billing", "north")))
     assert reply.changed
@@ -75,13 +79,13 @@ async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> 
     again = await client.upsert_document(document("d", service_page("d", "north")))
     assert not again.changed
     assert again.document == first.document
-    assert not again.removed_token_digests
+    assert not again.deletes
     retitled = await client.upsert_document(
         document("d", service_page("d", "north"), title="Other", metadata={"k": "v"})
     )
     assert retitled.changed
     assert retitled.document.content_hash != first.document.content_hash
-    assert not retitled.removed_token_digests
+    assert not retitled.deletes
 
 
 async def test_a_changed_document_is_found_by_its_new_text(
@@ -92,7 +96,7 @@ async def test_a_changed_document_is_found_by_its_new_text(
     old = (await client.get_document("default", "a")).text
     reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
     [changed] = [text for text in chunks_of_a if "region north" in text]
-    assert list(reply.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(changed)]
+    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(changed)]
     final = (await search(client, "region zanzibar", 1))[-1]
     assert ids(final) == ["a#0"]
     assert "zanzibar" in final.hits[0].chunk.text
@@ -103,13 +107,48 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: P
     first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
     await client.upsert_document(document("b", service_page("b", "south")))
     reply = await client.delete_document("default", "a")
-    assert list(reply.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(first)]
     final = (await search(client, "a north", 100))[-1]
     assert {hit.chunk.document_id for hit in final.hits} == {"b"}
-    for call in (client.get_document("default", "a"), client.delete_document("default", "a")):
-        with pytest.raises(NotFound) as caught:
-            await call
-        assert (caught.value.kind, caught.value.name) == ("document", "a")
+    with pytest.raises(NotFound) as caught:
+        await client.get_document("default", "a")
+    assert (caught.value.kind, caught.value.name) == ("document", "a")
+
+
+async def test_a_repeated_change_returns_its_pending_deletes(client: RetrieverClient) -> None:
+    await client.upsert_document(document("a", service_page("a", "north")))
+    changed = document("a", service_page("a", "south"))
+    [update] = (await client.upsert_document(changed)).deletes
+    again = await client.upsert_document(changed)
+    assert not again.changed
+    assert list(again.deletes) == [update]
+    first = await client.delete_document("default", "a")
+    assert list((await client.delete_document("default", "a")).deletes) == [update, *first.deletes]
+    complete = [one.id for one in (update, *first.deletes)]
+    await client.acknowledge_deletes(complete, [])
+    assert not (await client.delete_document("default", "a")).deletes
+    with pytest.raises(NotFound):
+        await client.delete_document("default", "never")
+
+
+async def test_deletes_of_a_new_chunking_can_be_claimed(
+    client: RetrieverClient, tiny_model: Path
+) -> None:
+    reply = await client.upsert_document(document("a", service_page("a", "north")))
+    before = await client.list_removals(0)
+    assert not before.removals
+    chunking = pb.Chunking(size_tokens=32, overlap_tokens=0)
+    await client.put_collection(pb.Collection(name="default", chunking=chunking))
+    [removal] = (await client.list_removals(before.last_sequence)).removals
+    assert (removal.collection, removal.document_id) == ("default", "a")
+    claim = await client.claim_deletes(10)
+    [delete] = claim.deletes
+    assert (claim.unacknowledged, delete.names_document) == (1, True)
+    digest = tokenizer_of(tiny_model).token_digest
+    assert set(delete.token_digests) <= {digest(text) for text in reply.chunks}
+    assert not (await client.claim_deletes(10)).deletes
+    with pytest.raises(InvalidInput, match="limit"):
+        await client.claim_deletes(0)
 
 
 async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
@@ -118,13 +157,14 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     reply = await client.upsert_document(document("a", service_page("a", "north")))
     assert reply.document.num_chunks == len(reply.chunks) > 1
     first = reply.chunks[0]
-    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", len(first) + KEY_BYTES * 2)
+    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", len(first) + 2)
     changed = document("a", service_page("a", "north"), title="other")
     again = await client.upsert_document(changed)
     assert list(again.chunks) == [first]
-    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", KEY_BYTES + 1)
+    monkeypatch.setattr(outbox, "DELETE_CHUNKS", 1)
+    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", 60)
     deleted = await client.delete_document("default", "a")
-    assert list(deleted.removed_token_digests) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(deleted) == [tokenizer_of(tiny_model).token_digest(first)]
 
 
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -55,7 +55,7 @@ class RetrieverClient:
         return await _call(self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S))
 
     async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
-        """Delete a document. Raises NotFound."""
+        """Delete a document. Raises NotFound, but not for a repetition soon after."""
         request = pb.DeleteDocumentRequest(collection=collection, id=document_id)
         return await _call(self._stub.DeleteDocument(request, timeout=QUERY_TIMEOUT_S))
 
@@ -80,6 +80,23 @@ class RetrieverClient:
         request = pb.GetSimilarChunksRequest(collection=collection, id=document_id, top_k=top_k)
         reply = await _call(self._stub.GetSimilarChunks(request, timeout=UPSERT_TIMEOUT_S))
         return [list(chunk.similar) for chunk in reply.chunks]
+
+    async def list_removals(self, after: int) -> pb.ListRemovalsReply:
+        """Return which documents have lost text after a sequence number."""
+        request = pb.ListRemovalsRequest(after=after)
+        return await _call(self._stub.ListRemovals(request, timeout=QUERY_TIMEOUT_S))
+
+    async def claim_deletes(self, limit: int) -> pb.ClaimDeletesReply:
+        """Return deletes of the outbox to send."""
+        request = pb.ClaimDeletesRequest(limit=limit)
+        return await _call(self._stub.ClaimDeletes(request, timeout=QUERY_TIMEOUT_S))
+
+    async def acknowledge_deletes(
+        self, complete: Sequence[bytes], partial: Sequence[bytes]
+    ) -> None:
+        """Tell the outbox which deletes every shard, or at least one, has acknowledged."""
+        request = pb.AcknowledgeDeletesRequest(complete=complete, partial=partial)
+        await _call(self._stub.AcknowledgeDeletes(request, timeout=QUERY_TIMEOUT_S))
 
     async def put_report(self, name: str, body: bytes) -> None:
         """Store a report durably in place of the one of its name."""

@@ -268,17 +268,20 @@ class UpsertDocumentReply(_message.Message):
 
     DOCUMENT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
-    REMOVED_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
+    sequence: _builtins.int
+    """of the last removal before or by a change"""
     @_builtins.property
     def document(self) -> Global___Document:
         """without text"""
 
     @_builtins.property
-    def removed_token_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Token digests of chunks that are no longer in the collection. The gateway computes their chunk
-        keys, and their variants are deleted. A reply has as many as fit into one message.
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutboxDelete]:
+        """Deletes for the caller to send, which include pending ones of earlier calls. A reply has as many
+        as fit into one message; the others can be claimed.
         """
 
     @_builtins.property
@@ -290,12 +293,13 @@ class UpsertDocumentReply(_message.Message):
         *,
         document: Global___Document | None = ...,
         changed: _builtins.bool = ...,
-        removed_token_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        deletes: _abc.Iterable[Global___OutboxDelete] | None = ...,
+        sequence: _builtins.int = ...,
         chunks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_token_digests", b"removed_token_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "deletes", b"deletes", "document", b"document", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,23 +331,228 @@ Global___DeleteDocumentRequest: _TypeAlias = DeleteDocumentRequest  # noqa: Y015
 class DeleteDocumentReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REMOVED_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def removed_token_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """As in UpsertDocumentReply."""
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutboxDelete]:
+        """as in UpsertDocumentReply"""
 
     def __init__(
         self,
         *,
-        removed_token_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        deletes: _abc.Iterable[Global___OutboxDelete] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_token_digests", b"removed_token_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteDocumentReply: _TypeAlias = DeleteDocumentReply  # noqa: Y015
+
+@_typing.final
+class OutboxDelete(_message.Message):
+    """A delete of stored KV that every shard of the cache store has to acknowledge. It is written in the
+    transaction that removed the text.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    DOCUMENT_ID_FIELD_NUMBER: _builtins.int
+    NAMES_DOCUMENT_FIELD_NUMBER: _builtins.int
+    TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
+    EVERYTHING_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    id: _builtins.bytes
+    """16 bytes, the same at every attempt, so that a shard recognises a repetition"""
+    collection: _builtins.str
+    document_id: _builtins.str
+    names_document: _builtins.bool
+    """also delete what is stored in the document's name"""
+    everything: _builtins.bool
+    """delete all stored KV: too many deletes were pending; names no document"""
+    acknowledged_unix_ms: _builtins.int
+    """first acknowledgement by a shard, or 0"""
+    @_builtins.property
+    def token_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of chunks that the collection has no more. The gateway computes their chunk keys."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.bytes = ...,
+        collection: _builtins.str = ...,
+        document_id: _builtins.str = ...,
+        names_document: _builtins.bool = ...,
+        token_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        everything: _builtins.bool = ...,
+        acknowledged_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_unix_ms", b"acknowledged_unix_ms", "collection", b"collection", "document_id", b"document_id", "everything", b"everything", "id", b"id", "names_document", b"names_document", "token_digests", b"token_digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutboxDelete: _TypeAlias = OutboxDelete  # noqa: Y015
+
+@_typing.final
+class ListRemovalsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRemovalsRequest: _TypeAlias = ListRemovalsRequest  # noqa: Y015
+
+@_typing.final
+class ListRemovalsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVALS_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    last_sequence: _builtins.int
+    """of the last removal that there was"""
+    @_builtins.property
+    def removals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Removal]:
+        """oldest first, 1000 at most"""
+
+    def __init__(
+        self,
+        *,
+        removals: _abc.Iterable[Global___Removal] | None = ...,
+        last_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_sequence", b"last_sequence", "removals", b"removals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRemovalsReply: _TypeAlias = ListRemovalsReply  # noqa: Y015
+
+@_typing.final
+class Removal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    DOCUMENT_ID_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    collection: _builtins.str
+    document_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        collection: _builtins.str = ...,
+        document_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection", "document_id", b"document_id", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Removal: _TypeAlias = Removal  # noqa: Y015
+
+@_typing.final
+class ClaimDeletesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """at most 1000"""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimDeletesRequest: _TypeAlias = ClaimDeletesRequest  # noqa: Y015
+
+@_typing.final
+class ClaimDeletesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETES_FIELD_NUMBER: _builtins.int
+    UNACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    unacknowledged: _builtins.int
+    """deletes of the outbox that no shard has acknowledged"""
+    @_builtins.property
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutboxDelete]: ...
+    def __init__(
+        self,
+        *,
+        deletes: _abc.Iterable[Global___OutboxDelete] | None = ...,
+        unacknowledged: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "unacknowledged", b"unacknowledged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimDeletesReply: _TypeAlias = ClaimDeletesReply  # noqa: Y015
+
+@_typing.final
+class AcknowledgeDeletesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def complete(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """ids of deletes that every shard has acknowledged"""
+
+    @_builtins.property
+    def partial(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """ids of deletes that at least one shard has acknowledged"""
+
+    def __init__(
+        self,
+        *,
+        complete: _abc.Iterable[_builtins.bytes] | None = ...,
+        partial: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "partial", b"partial"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeDeletesRequest: _TypeAlias = AcknowledgeDeletesRequest  # noqa: Y015
+
+@_typing.final
+class AcknowledgeDeletesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeDeletesReply: _TypeAlias = AcknowledgeDeletesReply  # noqa: Y015
 
 @_typing.final
 class GetDocumentRequest(_message.Message):

@@ -80,6 +80,21 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
                 _registered_method=True)
+        self.ListRemovals = channel.unary_unary(
+                '/ragcache.v1.Retriever/ListRemovals',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsReply.FromString,
+                _registered_method=True)
+        self.ClaimDeletes = channel.unary_unary(
+                '/ragcache.v1.Retriever/ClaimDeletes',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesReply.FromString,
+                _registered_method=True)
+        self.AcknowledgeDeletes = channel.unary_unary(
+                '/ragcache.v1.Retriever/AcknowledgeDeletes',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesReply.FromString,
+                _registered_method=True)
         self.PutReport = channel.unary_unary(
                 '/ragcache.v1.Retriever/PutReport',
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.PutReportRequest.SerializeToString,
@@ -124,7 +139,8 @@ class RetrieverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteDocument(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -152,6 +168,28 @@ class RetrieverServicer:
         """Returns the most similar chunks of the collection for each chunk of a document, to decide which
         chunks are computed ahead of questions, and after which others.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRemovals(self, request, context):
+        """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
+        these documents. A removal can be asked for during 15 minutes at least.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClaimDeletes(self, request, context):
+        """Returns deletes of the outbox to send to every shard of the cache store. Other gateways get
+        them after ten seconds, unless they are acknowledged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcknowledgeDeletes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -217,6 +255,21 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.GetSimilarChunks,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.SerializeToString,
+            ),
+            'ListRemovals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRemovals,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsReply.SerializeToString,
+            ),
+            'ClaimDeletes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClaimDeletes,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesReply.SerializeToString,
+            ),
+            'AcknowledgeDeletes': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcknowledgeDeletes,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesReply.SerializeToString,
             ),
             'PutReport': grpc.unary_unary_rpc_method_handler(
                     servicer.PutReport,
@@ -473,6 +526,87 @@ class Retriever:
             '/ragcache.v1.Retriever/GetSimilarChunks',
             ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRemovals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/ListRemovals',
+            ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClaimDeletes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/ClaimDeletes',
+            ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.ClaimDeletesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcknowledgeDeletes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/AcknowledgeDeletes',
+            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeDeletesReply.FromString,
             options,
             channel_credentials,
             insecure,

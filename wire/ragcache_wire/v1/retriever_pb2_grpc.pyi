@@ -42,6 +42,7 @@ class RetrieverStub:
     searchable. A document with unchanged content stays as it is.
     """
     DeleteDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]
+    """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least."""
     GetDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]
     ListDocuments: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]
     Search: _grpc.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]
@@ -50,6 +51,15 @@ class RetrieverStub:
     """Returns the most similar chunks of the collection for each chunk of a document, to decide which
     chunks are computed ahead of questions, and after which others.
     """
+    ListRemovals: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]
+    """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
+    these documents. A removal can be asked for during 15 minutes at least.
+    """
+    ClaimDeletes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ClaimDeletesRequest, _retriever_pb2.ClaimDeletesReply]
+    """Returns deletes of the outbox to send to every shard of the cache store. Other gateways get
+    them after ten seconds, unless they are acknowledged.
+    """
+    AcknowledgeDeletes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeDeletesRequest, _retriever_pb2.AcknowledgeDeletesReply]
     PutReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.PutReportRequest, _retriever_pb2.PutReportReply]
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]
@@ -69,6 +79,7 @@ class RetrieverAsyncStub(RetrieverStub):
     searchable. A document with unchanged content stays as it is.
     """
     DeleteDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]  # type: ignore[assignment]
+    """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least."""
     GetDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]  # type: ignore[assignment]
     ListDocuments: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]  # type: ignore[assignment]
     Search: _aio.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]  # type: ignore[assignment]
@@ -77,6 +88,15 @@ class RetrieverAsyncStub(RetrieverStub):
     """Returns the most similar chunks of the collection for each chunk of a document, to decide which
     chunks are computed ahead of questions, and after which others.
     """
+    ListRemovals: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]  # type: ignore[assignment]
+    """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
+    these documents. A removal can be asked for during 15 minutes at least.
+    """
+    ClaimDeletes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ClaimDeletesRequest, _retriever_pb2.ClaimDeletesReply]  # type: ignore[assignment]
+    """Returns deletes of the outbox to send to every shard of the cache store. Other gateways get
+    them after ten seconds, unless they are acknowledged.
+    """
+    AcknowledgeDeletes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeDeletesRequest, _retriever_pb2.AcknowledgeDeletesReply]  # type: ignore[assignment]
     PutReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.PutReportRequest, _retriever_pb2.PutReportReply]  # type: ignore[assignment]
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]  # type: ignore[assignment]
@@ -122,7 +142,8 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _retriever_pb2.DeleteDocumentRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_retriever_pb2.DeleteDocumentReply, _abc.Awaitable[_retriever_pb2.DeleteDocumentReply]]: ...
+    ) -> _typing.Union[_retriever_pb2.DeleteDocumentReply, _abc.Awaitable[_retriever_pb2.DeleteDocumentReply]]:
+        """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least."""
 
     @_abc_1.abstractmethod
     def GetDocument(
@@ -155,6 +176,33 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         """Returns the most similar chunks of the collection for each chunk of a document, to decide which
         chunks are computed ahead of questions, and after which others.
         """
+
+    @_abc_1.abstractmethod
+    def ListRemovals(
+        self,
+        request: _retriever_pb2.ListRemovalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.ListRemovalsReply, _abc.Awaitable[_retriever_pb2.ListRemovalsReply]]:
+        """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
+        these documents. A removal can be asked for during 15 minutes at least.
+        """
+
+    @_abc_1.abstractmethod
+    def ClaimDeletes(
+        self,
+        request: _retriever_pb2.ClaimDeletesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.ClaimDeletesReply, _abc.Awaitable[_retriever_pb2.ClaimDeletesReply]]:
+        """Returns deletes of the outbox to send to every shard of the cache store. Other gateways get
+        them after ten seconds, unless they are acknowledged.
+        """
+
+    @_abc_1.abstractmethod
+    def AcknowledgeDeletes(
+        self,
+        request: _retriever_pb2.AcknowledgeDeletesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.AcknowledgeDeletesReply, _abc.Awaitable[_retriever_pb2.AcknowledgeDeletesReply]]: ...
 
     @_abc_1.abstractmethod
     def PutReport(

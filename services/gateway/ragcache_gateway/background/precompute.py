@@ -60,7 +60,8 @@ from ragcache_gateway.background.chunk_ranking import ChunkRanking
 from ragcache_gateway.background.demand import AnsweredQuestion, prefill_demands
 from ragcache_gateway.background.idle import LOWEST_PRIORITY, IdleWindows
 from ragcache_gateway.background.slice_costs import SliceCosts
-from ragcache_gateway.documents.events import DocumentChanged
+from ragcache_gateway.documents.events import TextRemoved, WrittenDocument
+from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import Usage, transfer_params
 from ragcache_gateway.engines.completion_stream import is_engine_loss
@@ -122,6 +123,7 @@ class Precomputer:
         template: Token ids around the chunks of every prompt.
         reuse: How questions reuse KV that do not say it.
         tokenizing: Runs the prompt builder, which one thread may use at a time.
+        removals: Is asked before each request which documents have lost text.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Precomputer:
         idle: IdleWindows,
         store: AsyncShardedStore,
         retriever: RetrieverClient,
+        removals: RemovalFeed,
         metrics: Metrics,
     ) -> None:
         self._model = model
@@ -146,6 +149,7 @@ class Precomputer:
         self._engines = engines
         self._idle = idle
         self._store = store
+        self._removals = removals
         self._metrics = metrics
         self._queue = PrecomputeQueue(max_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
         self._ranking = ChunkRanking(self._queue, retriever)
@@ -173,31 +177,43 @@ class Precomputer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def document_changed(self, change: DocumentChanged) -> int:
-        """Replace the queued chunks of a document; removes no stored variants.
+    def text_removed(self, removal: TextRemoved) -> None:
+        """Drop the chunks of a document that has lost text."""
+        name = removal.document
+        if name is None:
+            self._recent.clear()
+            self._batch = None
+            self._queue.forget_all(removal.learned_at_ms)
+        else:
+            self._drop_context(name)
+            self._queue.forget_document(name, removal.learned_at_ms)
+            self._ranking.remove(name)
+        self._show_queue()
+
+    def document_written(self, written: WrittenDocument) -> None:
+        """Replace the queued chunks of a document.
 
         Under ``exact`` no chunk of a written document is queued. A chunk would serve the prompts
         that begin with it, and before questions have come nothing tells which chunks those are.
         """
-        name = change.document_name
-        kept = [one for one in self._recent if name not in one.queued.prefill.documents]
-        self._recent = deque(kept, maxlen=MAX_RECENT)
-        if self._batch and any(name in one.queued.prefill.documents for one in self._batch.context):
-            self._batch = None
-        if change.written_chunks is None:
-            self._queue.forget_document(name, change.applied_at_ms)
-            self._ranking.remove(name)
-        else:
-            written_at_ms = change.requested_at_ms
-            self._queue.forget_document(name, written_at_ms - 1)
-            if self._reuse == "blend":
-                for ordinal, text in enumerate(change.written_chunks):
-                    prefill = Prefill((text,), (name,), written_at_ms, ordinal=ordinal)
-                    self._count_dropped(self._queue.add_written(prefill))
-                self._ranking.add(change.collection, change.document_id)
-                self._last_written_s = time.monotonic()
+        name = written.document_name
+        self._drop_context(name)
+        self._queue.forget_document(name, written.written_at_ms - 1)
+        if self._reuse == "blend":
+            for ordinal, text in enumerate(written.chunks):
+                prefill = Prefill((text,), (name,), written.written_at_ms, ordinal=ordinal)
+                self._count_dropped(self._queue.add_written(prefill))
+            self._ranking.add(written.collection, written.document_id)
+            self._last_written_s = time.monotonic()
         self._show_queue()
-        return 0
+
+    def _drop_context(self, document: str) -> None:
+        """Compute no more chunks after those of this document."""
+        kept = [one for one in self._recent if document not in one.queued.prefill.documents]
+        self._recent = deque(kept, maxlen=MAX_RECENT)
+        batch = self._batch
+        if batch and any(document in one.queued.prefill.documents for one in batch.context):
+            self._batch = None
 
     def question_answered(
         self, question: AnsweredQuestion, record: engine_pb2.RequestRecord
@@ -417,7 +433,7 @@ class Precomputer:
         """Compute a job in slices, and finish each prefill that is complete.
 
         Raises:
-            Unavailable: An engine failed.
+            Unavailable: An engine or the retriever failed.
             InvalidInput: The engine refused it.
             _DocumentDeleted: A document of it was deleted meanwhile.
         """
@@ -430,6 +446,8 @@ class Precomputer:
         for end in slice_ends(start, len(job.prompt.token_ids), costs.num_tokens):
             beginning = job.beginning(end)
             async with self._idle.window(costs.predict_s(start, end - start)):
+                # Another gateway may have deleted a document of the prompt.
+                await self._removals.catch_up()
                 shown = (*job.context, *job.prefills)
                 if any(self._queue.is_deleted(one.queued.prefill) for one in shown):
                     raise _DocumentDeleted

@@ -32,7 +32,8 @@ from ragcache_core.quality.controller import (
 )
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleWindows
-from ragcache_gateway.documents.events import DocumentChanged
+from ragcache_gateway.documents.events import TextRemoved
+from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import PART, transfer_params
 from ragcache_gateway.engines.completion_stream import Completion, is_engine_loss
@@ -66,6 +67,7 @@ class QualityTrials:
         quality: Target ROUGE-L F1 with full recomputation, in [0, 1].
         max_recompute_share: Most that trials recompute, as a share of the tokens taken from after
             other prefixes.
+        removals: Is asked before each replay which documents have lost text.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class QualityTrials:
         max_recompute_share: float,
         engines: EnginePool,
         idle: IdleWindows,
+        removals: RemovalFeed,
         metrics: Metrics,
     ) -> None:
         self._controller = QualityController(quality, max_recompute_share)
@@ -83,6 +86,7 @@ class QualityTrials:
         self._max_recompute_share = max_recompute_share
         self._engines = engines
         self._idle = idle
+        self._removals = removals
         self._metrics = metrics
         self._has_work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,11 +129,12 @@ class QualityTrials:
             self._controller.offer(question, _now_ms(), is_sampled=reuse.trial)
             self._has_work.set()
 
-    async def document_changed(self, change: DocumentChanged) -> int:
-        """Drop the questions about a document that has lost text; removes no stored variants."""
-        if change.is_deletion or change.removed_chunks:
-            self._controller.forget_document(change.document_name, change.applied_at_ms)
-        return 0
+    def text_removed(self, removal: TextRemoved) -> None:
+        """Drop the questions about a document that has lost text."""
+        if removal.document is None:
+            self._controller.forget_all(removal.learned_at_ms)
+        else:
+            self._controller.forget_document(removal.document, removal.learned_at_ms)
 
     async def _remove_expired(self) -> None:
         """Drop old questions, as an idle window may not come before they expire."""
@@ -141,12 +146,22 @@ class QualityTrials:
         while True:
             await self._has_work.wait()
             async with self._idle.window(STEP_S):
-                replay = self._controller.begin_replay(_now_ms())
-                if replay is None:
-                    self._has_work.clear()
-                    continue
-                wait_s = await self._try(replay)
+                wait_s = await self._try_next()
             await asyncio.sleep(wait_s)
+
+    async def _try_next(self) -> float:
+        """Ask the next question again and return the seconds to wait before another one."""
+        if self._controller.begin_replay(_now_ms()) is None:
+            self._has_work.clear()
+            return 0.0
+        try:
+            # Another gateway may have deleted a document of the question.
+            await self._removals.catch_up()
+        except RagCacheError as error:
+            log.info("quality trials: question postponed error=%s", error)
+            return RETRY_S
+        replay = self._controller.begin_replay(_now_ms())
+        return 0.0 if replay is None else await self._try(replay)
 
     async def _try(self, replay: QuestionReplay) -> float:
         """Ask a question again and return the seconds to wait before the next one."""

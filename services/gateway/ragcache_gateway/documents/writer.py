@@ -1,35 +1,41 @@
-"""Writes and deletes documents, and publishes each change."""
+"""Changes documents and collections, and has what depends on removed text dropped."""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Iterable
 
-from ragcache_core.identity.keys import ChunkKey, KVSpace, chunk_key_of_digest
-from ragcache_gateway.documents.events import DocumentChanged, DocumentEvents
+from ragcache_core.errors import RagCacheError
+from ragcache_core.plan.reuse_plan import document_name
+from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_gateway.documents.events import WriteSubscriber, WrittenDocument
+from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 
 class DocumentWriter:
-    """Has the retriever change documents, and tells the subscribers of the events.
+    """Has the retriever change documents, then the shards delete the KV of removed text.
 
     Args:
-        space: KV space of the served model.
-        domain: Access domain of the documents.
+        feed: Tells this gateway of removed text.
+        deletes: Sends what the retriever's outbox has.
+        subscribers: Are told of each document that is written.
     """
 
     def __init__(
         self,
         retriever: RetrieverClient,
-        events: DocumentEvents,
-        space: KVSpace,
-        domain: str,
+        feed: RemovalFeed,
+        deletes: DeleteSender,
+        subscribers: Iterable[WriteSubscriber] = (),
     ) -> None:
         self._retriever = retriever
-        self._events = events
-        self._space = space
-        self._domain = domain
+        self._feed = feed
+        self._deletes = deletes
+        self._subscribers = tuple(subscribers)
 
     async def write(self, document: pb.Document) -> tuple[pb.UpsertDocumentReply, int | None]:
         """Insert or replace a document.
@@ -38,45 +44,40 @@ class DocumentWriter:
             The retriever's reply, and how many stored variants the change removed; None if they
             are removed later.
         """
-        requested_at_ms = _now_ms()
         reply = await self._retriever.upsert_document(document)
-        applied_at_ms = _now_ms()
-        if not reply.changed:
-            return reply, 0
-        change = DocumentChanged(
-            collection=document.collection,
-            domain=self._domain,
-            document_id=document.id,
-            removed_chunks=self._chunk_keys(reply.removed_token_digests),
-            written_chunks=tuple(reply.chunks),
-            requested_at_ms=requested_at_ms,
-            applied_at_ms=applied_at_ms,
-        )
-        return reply, await self._events.publish(change)
+        learned_at_ms = await self._catch_up()
+        name = document_name(document.collection, document.id)
+        # Another gateway may have changed the document again.
+        is_current = not self._feed.is_superseded(name, reply.sequence)
+        if reply.changed and learned_at_ms is not None and is_current:
+            chunks = tuple(reply.chunks)
+            event = WrittenDocument(document.collection, document.id, chunks, learned_at_ms + 1)
+            for subscriber in self._subscribers:
+                subscriber(event)
+        return reply, await self._deletes.send(reply.deletes)
 
     async def delete(self, collection: str, document_id: str) -> int | None:
-        """Delete a document.
+        """Delete a document. A repetition completes what is pending of the first call.
 
         Returns:
             How many stored variants the change removed; None if they are removed later.
         """
-        requested_at_ms = _now_ms()
         reply = await self._retriever.delete_document(collection, document_id)
-        applied_at_ms = _now_ms()
-        change = DocumentChanged(
-            collection=collection,
-            domain=self._domain,
-            document_id=document_id,
-            removed_chunks=self._chunk_keys(reply.removed_token_digests),
-            written_chunks=None,
-            requested_at_ms=requested_at_ms,
-            applied_at_ms=applied_at_ms,
-        )
-        return await self._events.publish(change)
+        await self._catch_up()
+        return await self._deletes.send(reply.deletes)
 
-    def _chunk_keys(self, digests: Iterable[bytes]) -> tuple[ChunkKey, ...]:
-        return tuple(chunk_key_of_digest(self._space, self._domain, digest) for digest in digests)
+    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
+        """Create a collection or change it. The KV of chunks that it removes is deleted soon."""
+        try:
+            return await self._retriever.put_collection(collection)
+        finally:
+            await self._catch_up()
+            self._deletes.wake()
 
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    async def _catch_up(self) -> int | None:
+        try:
+            return await self._feed.catch_up()
+        except RagCacheError as error:
+            # What would send removed text again catches up before.
+            log.info("removals: not refreshed error=%s", error)
+            return None

@@ -150,7 +150,7 @@ async def put_collection(name: Text, body: CollectionIn, services: Services) -> 
         collection.chunking.overlap_tokens = body.chunking.overlap_tokens
     if body.window is not None:
         collection.window = body.window
-    return collection_out(await services.retriever.put_collection(collection))
+    return collection_out(await services.documents.put_collection(collection))
 
 
 @router.post("/v1/search", summary="Search without an answer")

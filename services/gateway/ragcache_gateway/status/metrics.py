@@ -144,12 +144,13 @@ class Metrics:
     def _define_delete_metrics(self) -> None:
         self.deletes_waiting = Gauge(
             "ragcache_gateway_deletes_waiting",
-            "Deletes that no shard of the cache store has acknowledged yet.",
+            "Deletes in the outbox that no shard of the cache store has acknowledged yet; the same "
+            "number in all gateways.",
             registry=self.registry,
         )
         self.deletes_lost = Counter(
             "ragcache_gateway_deletes_lost_total",
-            "Deletes abandoned without a shard's acknowledgement.",
+            "Deletes that a shard of the cache store refused.",
             registry=self.registry,
         )
 

@@ -25,6 +25,14 @@ import numpy.typing as npt
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.documents.outbox import (
+    OUTBOX_SCHEMA,
+    Outbox,
+    OutboxDelete,
+    Removal,
+    last_sequence,
+    removals_after,
+)
 
 SCHEMA_VERSION = 2
 FILE_NAME = "documents.sqlite3"
@@ -81,7 +89,7 @@ CREATE TABLE IF NOT EXISTS reports (
     updated_unix_ms INTEGER NOT NULL
 );
 """
-"""A table that files of this schema version may lack."""
+"""A table that files of this schema version may lack, like that of the outbox."""
 
 Vectors = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -158,13 +166,14 @@ class Neighbourhood:
 class ChunkChange:
     """The change of a collection's chunks in one transaction.
 
-    ``removed`` and ``added`` are rows, ``added`` in document order. ``removed_digests`` are the
-    token digests that no chunk of the collection has any more.
+    ``removed`` and ``added`` are rows, ``added`` in document order. ``deletes`` are what the change
+    has put into the outbox. ``sequence`` is that of the last removal.
     """
 
     removed: tuple[int, ...]
     added: tuple[int, ...]
-    removed_digests: tuple[bytes, ...]
+    deletes: tuple[OutboxDelete, ...]
+    sequence: int
 
 
 class DocumentStore:
@@ -197,6 +206,7 @@ class DocumentStore:
         except InvalidInput:
             self.close()
             raise
+        self.outbox = Outbox(self._writer)
 
     def close(self) -> None:
         """Close all connections and unlock the folder."""
@@ -237,7 +247,7 @@ class DocumentStore:
         self._writer.execute("PRAGMA synchronous = FULL")
         if empty:
             self._writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        self._writer.execute(_REPORTS_SCHEMA)
+        self._writer.executescript(f"BEGIN IMMEDIATE; {_REPORTS_SCHEMA} {OUTBOX_SCHEMA} COMMIT;")
 
     @property
     def _reader(self) -> sqlite3.Connection:
@@ -290,15 +300,21 @@ class DocumentStore:
         chunks: Sequence[Chunk],
         digests: Sequence[bytes],
         embeddings: Vectors,
+        *,
+        now_ms: int,
+        claim: bool,
     ) -> ChunkChange:
         """Insert a document, or replace the one with its id.
 
         Args:
             digests: Token digest of each chunk.
             embeddings: Embedding of each chunk, shape (len(chunks), dimension).
+            now_ms: Unix time.
+            claim: Whether the caller gets the deletes to send.
         """
         document = stored.document
         home = self._collection_row(self._writer, collection)
+        is_split_again = self._has_other_chunker(home, document.id, stored.recipe.chunker)
         removed, old_digests = self._remove_chunks(home, document.id)
         (row,) = self._writer.execute(
             "INSERT INTO documents (collection, id, title, text, content_type, metadata,"
@@ -343,9 +359,19 @@ class DocumentStore:
             )
             assert cursor.lastrowid is not None
             added.append(cursor.lastrowid)
-        return ChunkChange(removed, tuple(added), self._unused(home, old_digests))
+        unused = self._unused(home, old_digests)
+        deletes = self.outbox.add(
+            collection,
+            document.id,
+            unused,
+            # Another tokenizer means another KV space, in which these digests name nothing.
+            names_document=is_split_again and bool(unused),
+            now_ms=now_ms,
+            claim=claim,
+        )
+        return ChunkChange(removed, tuple(added), deletes, last_sequence(self._writer))
 
-    def delete(self, collection: str, document_id: str) -> ChunkChange | None:
+    def delete(self, collection: str, document_id: str, now_ms: int) -> ChunkChange | None:
         """Delete a document. Return None if it does not exist."""
         home = self._collection_row(self._writer, collection)
         removed, old_digests = self._remove_chunks(home, document_id)
@@ -354,7 +380,15 @@ class DocumentStore:
         )
         if cursor.rowcount == 0:
             return None
-        return ChunkChange(removed, (), self._unused(home, old_digests))
+        deletes = self.outbox.add(
+            collection,
+            document_id,
+            self._unused(home, old_digests),
+            names_document=True,
+            now_ms=now_ms,
+            claim=True,
+        )
+        return ChunkChange(removed, (), deletes, last_sequence(self._writer))
 
     def put_report(self, name: str, body: bytes, updated_unix_ms: int) -> None:
         """Store a report in place of the one of its name."""
@@ -362,6 +396,13 @@ class DocumentStore:
             "INSERT OR REPLACE INTO reports (name, body, updated_unix_ms) VALUES (?, ?, ?)",
             (name, body, updated_unix_ms),
         )
+
+    def _has_other_chunker(self, home: int, document_id: str, chunker: str) -> bool:
+        found = self._writer.execute(
+            "SELECT 1 FROM documents WHERE collection = ? AND id = ? AND chunker != ?",
+            (home, document_id, chunker),
+        ).fetchone()
+        return found is not None
 
     def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[bytes]]:
         found = self._writer.execute(
@@ -456,6 +497,12 @@ class DocumentStore:
             "SELECT body, updated_unix_ms FROM reports WHERE name = ?", (name,)
         ).fetchone()
         return None if row is None else (row[0], row[1])
+
+    def removals(self, after: int, limit: int) -> tuple[list[Removal], int]:
+        """Return the removals after a sequence, oldest first, and the sequence of the last one."""
+        # In this order: a removal in between is then returned or has a greater sequence.
+        last = last_sequence(self._reader)
+        return removals_after(self._reader, after, limit), last
 
     def positions(self, rows: Collection[int]) -> dict[int, tuple[str, int]]:
         """Return document id and ordinal of chunks, by row. Rows that do not exist are left out."""

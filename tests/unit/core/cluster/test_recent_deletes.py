@@ -25,6 +25,16 @@ def test_a_delete_at_or_after_planning_includes_its_document(
     assert recent.may_include(documents, planned) is expected
 
 
+@given(deletes=st.lists(st.integers(0, 20), min_size=1), planned=st.integers(0, 25))
+def test_if_any_document_may_be_deleted_earlier_plans_count_as_deleted(
+    deletes: list[int], planned: int
+) -> None:
+    recent = RecentDeletes()
+    for at_ms in deletes:
+        recent.record_all(at_ms)
+    assert recent.may_include(["any"], planned) is (planned <= max(deletes))
+
+
 def test_plans_older_than_the_remembered_deletes_count_as_deleted() -> None:
     recent = RecentDeletes()
     for number in range(MAX_DELETES + 1):

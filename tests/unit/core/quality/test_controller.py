@@ -212,6 +212,16 @@ class TestDecision:
         assert not control.record_answer(replay, "w", BLENDED_TOKENS, 0)
         assert control.begin_replay(2) is None
 
+    def test_if_any_document_may_be_deleted_no_question_is_left(self) -> None:
+        control = QualityController(0.9, SHARE)
+        for at in (1, 2, 4):
+            control.offer(question("kept", at=at), at)
+        assert control.begin_replay(4) is not None
+        control.forget_all(4)
+        assert control.begin_replay(4) is None
+        control.offer(question("kept", at=5), 5)
+        assert control.begin_replay(5) is not None
+
     def test_a_question_expires_during_its_replays(self) -> None:
         control = QualityController(0.9, SHARE)
         control.offer(question(at=1), 1)

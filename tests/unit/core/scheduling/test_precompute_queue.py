@@ -180,6 +180,18 @@ def test_a_deleted_document_removes_its_prefills() -> None:
     assert drained(pending) == ["c"]
 
 
+def test_if_any_document_may_be_deleted_no_prefill_is_left() -> None:
+    pending = queue()
+    for text in ("a", "b"):
+        pending.add_written(chunk(text, f"{text}.md"))
+    pending.forget_all(NOW_MS)
+    pending.check()
+    assert drained(pending) == []
+    for _ in range(3):
+        miss(pending, chunk("a"))
+    assert pending.advance_to_first(NOW_MS) is None
+
+
 def test_a_question_from_before_a_delete_queues_nothing() -> None:
     pending = queue()
     miss(pending, chunk("a"))

@@ -21,8 +21,10 @@ from ragcache_retriever.documents.document_store import (
     Recipe,
     StoredDocument,
 )
+from ragcache_retriever.documents.outbox import OutboxDelete
 
 RECIPE = Recipe("chunker", "embedder")
+NOW_MS = 1_700_000_000_000
 
 
 @pytest.fixture
@@ -62,7 +64,13 @@ def put(
     with store.transaction():
         stored = as_stored(a_document(document_id, " ".join(texts)), recipe, len(chunks))
         change = store.replace(
-            collection, stored, chunks, [digest_of(text) for text in texts], vectors
+            collection,
+            stored,
+            chunks,
+            [digest_of(text) for text in texts],
+            vectors,
+            now_ms=NOW_MS,
+            claim=False,
         )
         if commit:
             store.commit()
@@ -71,7 +79,7 @@ def put(
 
 def delete(store: DocumentStore, document_id: str) -> ChunkChange | None:
     with store.transaction():
-        change = store.delete("c", document_id)
+        change = store.delete("c", document_id, NOW_MS)
         store.commit()
     return change
 
@@ -79,7 +87,8 @@ def delete(store: DocumentStore, document_id: str) -> ChunkChange | None:
 def test_what_was_put_is_read_back(store: DocumentStore) -> None:
     document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
     with store.transaction():
-        store.replace("c", as_stored(document), [], [], np.empty((0, 4), np.float32))
+        no_vectors = np.empty((0, 4), np.float32)
+        store.replace("c", as_stored(document), [], [], no_vectors, now_ms=NOW_MS, claim=False)
         store.commit()
     assert store.get("c", "d") == as_stored(document)
     assert store.get("c", "other") is None
@@ -109,7 +118,7 @@ def test_an_uncommitted_change_never_happened(store: DocumentStore) -> None:
 def test_an_error_inside_a_transaction_undoes_it(store: DocumentStore) -> None:
     def fail() -> None:
         with store.transaction():
-            store.delete("c", "d")
+            store.delete("c", "d", NOW_MS)
             raise KeyError
 
     put(store, "d", ["one"])
@@ -127,6 +136,10 @@ def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> N
     assert store.get("c", "d") is None
 
 
+def removed_digests(change: ChunkChange) -> list[bytes]:
+    return [digest for delete in change.deletes for digest in delete.token_digests]
+
+
 def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
     store: DocumentStore,
 ) -> None:
@@ -136,11 +149,59 @@ def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
     put(store, "elsewhere", ["b"], collection="other")
     put(store, "d", ["a", "b", "c", "b"])
     put(store, "e", ["c"])
-    assert put(store, "d", ["a", "new"]).removed_digests == (digest_of("b"),)
+    assert removed_digests(put(store, "d", ["a", "new"])) == [digest_of("b")]
     change = delete(store, "d")
     assert change is not None
-    assert change.removed_digests == (digest_of("a"), digest_of("new"))
+    assert removed_digests(change) == [digest_of("a"), digest_of("new")]
     assert delete(store, "d") is None
+
+
+def pending(store: DocumentStore) -> list[OutboxDelete]:
+    with store.transaction():
+        claim = store.outbox.claim(1000, NOW_MS)
+        store.commit()
+    return list(claim.deletes)
+
+
+def test_a_change_and_its_deletes_are_one_transaction(store: DocumentStore) -> None:
+    put(store, "d", ["a"])
+    with store.transaction():
+        store.delete("c", "d", NOW_MS)
+    assert store.removals(0, 10) == ([], 0)
+    assert pending(store) == []
+    put(store, "d", ["b"])
+    [update] = pending(store)
+    assert (update.token_digests, update.names_document) == ((digest_of("a"),), False)
+    delete(store, "d")
+    with store.transaction():
+        [deletion] = store.outbox.claim_of("c", "d", NOW_MS)[1:]
+    assert (deletion.token_digests, deletion.names_document) == ((digest_of("b"),), True)
+    removals, last = store.removals(0, 10)
+    assert [(one.collection, one.document) for one in removals] == [("c", "d")] * 2
+    assert removals[-1].sequence == last
+
+
+def test_a_document_that_another_chunker_splits_is_deleted_by_name_too(
+    store: DocumentStore,
+) -> None:
+    put(store, "d", ["a", "b"])
+    put(store, "d", ["a", "b"], recipe=Recipe("chunker", "other"))
+    put(store, "d", ["a", "b"], recipe=Recipe("other", "other"))
+    assert pending(store) == []  # no text was removed
+    put(store, "d", ["a b"], recipe=RECIPE)
+    [delete] = pending(store)
+    assert delete.names_document
+    assert set(delete.token_digests) == {digest_of("a"), digest_of("b")}
+
+
+def test_the_outbox_survives_a_restart(store: DocumentStore, tmp_path: Path) -> None:
+    put(store, "d", ["a"])
+    delete(store, "d")
+    store.close()
+    store.__init__(tmp_path)  # type: ignore[misc]  # the fixture closes it
+    with store.transaction():
+        [deletion] = store.outbox.claim_of("c", "d", NOW_MS)
+    assert deletion.token_digests == (digest_of("a"),)
 
 
 def test_rows_are_never_reused(store: DocumentStore) -> None:

@@ -1,0 +1,266 @@
+"""Sends the deletes of the retriever's outbox to every shard of the cache store.
+
+The retriever writes a delete in the transaction that removes the text, and keeps it until every
+shard has acknowledged it. This gateway sends the deletes of its own requests at once. Every two
+seconds it also claims deletes that no gateway is sending: those of a gateway that has ended, those
+that a shard has not acknowledged, and those of documents that were split again.
+
+A delete has one id. A shard that has applied it ignores a repetition, so an attempt that was
+interrupted is repeated as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.identity.keys import chunk_key_of_digest
+from ragcache_core.plan.reuse_plan import document_name
+from ragcache_core.store_api import Deletion
+from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.status.metrics import Metrics
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
+from ragcache_kv.store_client.client import SERVICE
+from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+
+CLAIM_LIMIT = 64
+"""Deletes that are claimed at once."""
+
+CALLS_PER_SHARD = 4
+"""Most calls of one shard at once."""
+
+RETRY_S = 5.0
+"""Time for which a shard that has failed is not called. A shard that hangs must not delay the
+deletes on the others."""
+
+ANSWER_WAIT_S = 1.0
+"""How long a caller waits for the other shards after one has acknowledged."""
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One attempt to send a delete.
+
+    Args:
+        calls: The call of each shard, by its address. Each returns how many variants the shard has
+            removed, or None if it has not acknowledged.
+    """
+
+    id: bytes
+    calls: dict[str, asyncio.Task[int | None]]
+
+    @property
+    def acknowledged(self) -> dict[str, int]:
+        """How many variants each shard has removed that has acknowledged so far."""
+        done = {
+            address: call.result()
+            for address, call in self.calls.items()
+            if call.done() and not call.cancelled()
+        }
+        return {address: removed for address, removed in done.items() if removed is not None}
+
+
+class DeleteSender:
+    """Sends deletes, and tells the outbox which of them the shards have acknowledged.
+
+    Args:
+        answer_wait_s: How long a caller waits for the other shards after one has acknowledged.
+        retry_s: How long a shard that has failed is not called.
+        now_ms: Returns the Unix time.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        retriever: RetrieverClient,
+        store: AsyncShardedStore,
+        metrics: Metrics,
+        answer_wait_s: float = ANSWER_WAIT_S,
+        retry_s: float = RETRY_S,
+        now_ms: Callable[[], int] = _unix_ms,
+    ) -> None:
+        self._model = model
+        self._retriever = retriever
+        self._store = store
+        self._metrics = metrics
+        self._answer_wait_s = answer_wait_s
+        self._now_ms = now_ms
+        self._retry_s = retry_s
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(CALLS_PER_SHARD)
+        )
+        self._failed_s: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._wake = asyncio.Event()
+
+    def start(self) -> None:
+        """Claim and send deletes from now on."""
+        self._spawn(self._run())
+
+    async def close(self) -> None:
+        """Stop. What is not acknowledged stays in the outbox."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Claim deletes now."""
+        self._wake.set()
+
+    async def send(self, deletes: Iterable[pb.OutboxDelete]) -> int | None:
+        """Send deletes that the retriever has returned.
+
+        Returns when every shard has acknowledged or failed, or answer_wait_s after the first
+        acknowledgement. The rest is sent in the background.
+
+        Returns:
+            How many variants the shards have removed; None if a delete has no acknowledgement yet.
+        """
+        attempts = [self._begin(delete) for delete in deletes]
+        if not attempts:
+            return 0
+        self._spawn(self._finish(attempts))
+        await asyncio.gather(*map(self._wait_for_answers, attempts))
+        acknowledged = [attempt.acknowledged for attempt in attempts]
+        if not all(acknowledged):
+            log.warning("deletes: no shard has acknowledged yet deletes=%d", len(attempts))
+            return None
+        return sum(sum(removed.values()) for removed in acknowledged)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            num_claimed = 0
+            try:
+                num_claimed = await self._send_claimed()
+            except RagCacheError as error:
+                log.info("deletes: none claimed error=%s", error)
+            except Exception:
+                log.exception("deletes: none claimed")
+            if num_claimed < CLAIM_LIMIT:
+                try:
+                    async with asyncio.timeout(POLL_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+
+    async def _send_claimed(self) -> int:
+        """Claim deletes and send them. Return how many there were."""
+        reply = await self._retriever.claim_deletes(CLAIM_LIMIT)
+        for address in (self._slots.keys() | self._failed_s.keys()) - set(self._store.addresses()):
+            self._slots.pop(address, None)
+            self._failed_s.pop(address, None)
+        self._metrics.deletes_waiting.set(reply.unacknowledged)
+        await self._finish([self._begin(delete) for delete in reply.deletes])
+        return len(reply.deletes)
+
+    def _begin(self, delete: pb.OutboxDelete) -> _Attempt:
+        return _Attempt(
+            delete.id,
+            {
+                address: self._spawn(self._call(address, delete))
+                for address in self._store.addresses()
+            },
+        )
+
+    async def _call(self, address: str, delete: pb.OutboxDelete) -> int | None:
+        """Send a delete to one shard. Return how many variants it removed; None: it failed."""
+        async with self._slots[address]:
+            if time.monotonic() - self._failed_s.get(address, -math.inf) < self._retry_s:
+                return None
+            try:
+                removed = await self._store.delete_on(address, self._deletion(delete))
+            except InvalidInput as error:
+                # A repetition would be refused, too.
+                log.error("deletes: shard refused shard=%s error=%s", address, error)  # noqa: TRY400
+                self._metrics.deletes_lost.inc()
+                return 0
+            except Exception as error:
+                self._record_failure(address, error)
+                return None
+        self._failed_s.pop(address, None)
+        return removed
+
+    def _deletion(self, delete: pb.OutboxDelete) -> Deletion:
+        names_domain = delete.names_document or delete.everything
+        space, domain = self._model.space, self._model.domain
+        return Deletion(
+            id=delete.id,
+            chunks=tuple(
+                chunk_key_of_digest(space, domain, digest) for digest in delete.token_digests
+            ),
+            documents=(document_name(delete.collection, delete.document_id),)
+            if delete.names_document
+            else (),
+            domain=domain if names_domain else "",
+            # The time of a delete is the one at which it first reaches a shard.
+            made_at_ms=delete.acknowledged_unix_ms or self._now_ms(),
+        )
+
+    def _record_failure(self, address: str, error: Exception) -> None:
+        self._metrics.upstream_failures.labels(SERVICE).inc()
+        if address not in self._failed_s:
+            log.warning(
+                "deletes: shard has not acknowledged shard=%s error=%s",
+                address,
+                error,
+                exc_info=None if isinstance(error, RagCacheError) else error,
+            )
+        self._failed_s[address] = time.monotonic()
+
+    async def _wait_for_answers(self, attempt: _Attempt) -> None:
+        """Wait until each shard has answered, or one has acknowledged and the wait is over."""
+        loop = asyncio.get_running_loop()
+        waiting = set(attempt.calls.values())
+        deadline: float | None = None
+        while waiting:
+            left_s = None if deadline is None else max(0.0, deadline - loop.time())
+            done, waiting = await asyncio.wait(
+                waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return
+            if deadline is None and attempt.acknowledged:
+                deadline = loop.time() + self._answer_wait_s
+
+    async def _finish(self, attempts: Iterable[_Attempt]) -> None:
+        """Wait for the calls of attempts, and tell the outbox what the shards have acknowledged."""
+        complete: list[bytes] = []
+        partial: list[bytes] = []
+        for attempt in attempts:
+            if attempt.calls:
+                await asyncio.wait(attempt.calls.values())
+            if not attempt.acknowledged:
+                continue
+            # A shard that has joined meanwhile may have older KV.
+            silent = set(self._store.addresses()) - attempt.acknowledged.keys()
+            (partial if silent else complete).append(attempt.id)
+        if complete or partial:
+            try:
+                await self._retriever.acknowledge_deletes(complete, partial)
+            except RagCacheError as error:
+                log.info("deletes: sent again later, the outbox is away error=%s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name="deletes")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

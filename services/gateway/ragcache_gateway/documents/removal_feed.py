@@ -1,0 +1,142 @@
+"""Follows which documents have lost text, through this gateway, another one, or a new chunking.
+
+The retriever numbers removals in its transactions. This gateway asks for those after the last one
+that it knows: every two seconds, after each of its own writes, and before it sends text again that
+it has kept. So no gateway replays text whose removal was committed before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from ragcache_core.errors import RagCacheError
+from ragcache_core.plan.reuse_plan import document_name
+from ragcache_gateway.documents.events import RemovalSubscriber, TextRemoved
+from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+
+START_WAIT_S = 2.0
+"""Longest wait for the first answer. What is planned before it is not kept."""
+
+MAX_SILENCE_S = 600.0
+"""After a longer time without an answer some removals may be forgotten. The retriever keeps them
+for 15 minutes."""
+
+MAX_REMEMBERED = 4096
+"""Removals that are remembered to decide whether a write is superseded."""
+
+
+class RemovalFeed:
+    """Tells subscribers of each removal once, in order. For one event loop.
+
+    Args:
+        monotonic: Returns seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        retriever: RetrieverClient,
+        subscribers: Iterable[RemovalSubscriber] = (),
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._retriever = retriever
+        self._subscribers = list(subscribers)
+        self._monotonic = monotonic
+        self._lock = asyncio.Lock()
+        self._after: int | None = None
+        self._answered_s = 0.0
+        self._last_ms = 0
+        self._floor = 0
+        self._sequences: OrderedDict[str, int] = OrderedDict()  # of the last removal, by document
+        self._task: asyncio.Task[None] | None = None
+
+    def subscribe(self, subscriber: RemovalSubscriber) -> None:
+        """Have a subscriber told of each removal from now on."""
+        self._subscribers.append(subscriber)
+
+    async def start(self) -> None:
+        """Follow the removals from now on, if possible before the first question."""
+        with contextlib.suppress(TimeoutError, RagCacheError):
+            async with asyncio.timeout(START_WAIT_S):
+                await self.catch_up()
+        self._task = asyncio.create_task(self._run(), name="removals")
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def catch_up(self) -> int:
+        """Tell the subscribers of every removal that was committed before this call.
+
+        Returns:
+            The Unix time at which they were learned, in milliseconds; greater at each call.
+
+        Raises:
+            RagCacheError: The retriever does not answer.
+        """
+        async with self._lock:
+            asked_s = self._monotonic()
+            reply = await self._retriever.list_removals(self._after or 0)
+            self._last_ms = max(_now_ms(), self._last_ms + 1)
+            after = self._after
+            if after is None or self._has_gap(after, reply.last_sequence, asked_s):
+                self._publish(TextRemoved(None, self._last_ms))
+                after = self._floor = reply.last_sequence
+            while reply.removals and reply.removals[-1].sequence > after:
+                self._tell([one for one in reply.removals if one.sequence > after])
+                after = reply.removals[-1].sequence
+                reply = await self._retriever.list_removals(after)
+            self._after = after
+            self._answered_s = asked_s
+            return self._last_ms
+
+    def is_superseded(self, document: str, sequence: int) -> bool:
+        """Whether a document may have lost text after a sequence number."""
+        return max(self._floor, self._sequences.get(document, 0)) > sequence
+
+    def _has_gap(self, after: int, last_sequence: int, asked_s: float) -> bool:
+        """Whether removals may be unknown: after a silence, or after a restore of the retriever."""
+        return last_sequence < after or asked_s - self._answered_s > MAX_SILENCE_S
+
+    def _tell(self, removals: Sequence[pb.Removal]) -> None:
+        for removal in removals:
+            name = document_name(removal.collection, removal.document_id)
+            self._sequences[name] = removal.sequence
+            self._sequences.move_to_end(name)
+            self._publish(TextRemoved(name, self._last_ms))
+        while len(self._sequences) > MAX_REMEMBERED:
+            _, self._floor = self._sequences.popitem(last=False)
+
+    def _publish(self, removal: TextRemoved) -> None:
+        for subscriber in self._subscribers:
+            try:
+                subscriber(removal)
+            except Exception:
+                # One failing subscriber must not keep the others from being told.
+                log.exception("removals: subscriber failed document=%s", removal.document)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.catch_up()
+            except RagCacheError as error:
+                log.info("removals: not refreshed error=%s", error)
+            except Exception:
+                log.exception("removals: not refreshed")
+            await asyncio.sleep(POLL_S)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
