@@ -1,0 +1,217 @@
+"""Two gateways share what they know through a real retriever: removed text and quality verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.quality.controller import MIN_QUESTIONS, SAMPLE_UNDECIDED_EVERY, alpha_ladder
+from ragcache_gateway.background import precompute, quality_gate
+from ragcache_gateway.documents import removal_feed
+from ragcache_retriever.service import RetrieverService
+from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World
+from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+
+SHARE = 0.4
+TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}
+PAGES = {"billing.md": "Billing runs in eu-north.", "search.md": "Search runs in eu-south."}
+
+
+@pytest.fixture(autouse=True)
+def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a gateway no way to learn of removals by chance, but let it read verdicts soon."""
+    monkeypatch.setattr(removal_feed, "POLL_S", 600.0)
+    monkeypatch.setattr(precompute, "LINGER_S", 0.0)
+    monkeypatch.setattr(quality_gate, "REFRESH_S", 0.05)
+
+
+@dataclass
+class Replicas:
+    """Starts gateways over one real retriever."""
+
+    retriever: RetrieverService
+    model: Path
+
+    @asynccontextmanager
+    async def gateway(self, **settings: Any) -> AsyncIterator[World]:
+        async with AsyncExitStack() as stack:
+            retriever = cast("FakeRetriever", self.retriever)
+            world = World(CONFIG.replace(**TARGET | settings), retriever=retriever)
+            yield await world.start(stack, self.model)
+
+
+@pytest_asyncio.fixture
+async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), clock=time.time)
+    await knowledge_base.load()
+    yield Replicas(RetrieverService(knowledge_base), tiny_model)
+    await knowledge_base.close()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def until_verdict(gateway: World, verdict: str) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            if (await gateway.client.get("/v1/quality")).json()["verdict"] == verdict:
+                return
+            await asyncio.sleep(0.02)
+
+
+def plan_of(body: dict[str, Any]) -> ReusePlan:
+    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+
+
+def background_requests(gateway: World) -> list[dict[str, Any]]:
+    return [body for body in gateway.engine.requests if "priority" in body]
+
+
+async def put(gateway: World, name: str, text: str) -> None:
+    reply = await gateway.client.post("/v1/documents", json={"id": name, "text": text})
+    assert reply.status_code == 200
+
+
+async def remove(gateway: World, how: str) -> None:
+    """Remove text of search.md."""
+    if how == "delete":
+        reply = await gateway.client.delete("/v1/documents/search.md")
+    elif how == "replace":
+        body = {"id": "search.md", "text": "Another text."}
+        reply = await gateway.client.post("/v1/documents", json=body)
+    else:
+        chunking = {"size_tokens": 16, "overlap_tokens": 0}
+        url = "/v1/collections/default"
+        reply = await gateway.client.put(url, json={"chunking": chunking})
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("how", ["delete", "replace", "split again"])
+async def test_no_trial_replays_text_that_another_gateway_has_removed(
+    replicas: Replicas, how: str
+) -> None:
+    async with replicas.gateway() as one, replicas.gateway() as other:
+        for name, text in PAGES.items():
+            await put(one, name, text + " It has a second part, which is long enough." * 3)
+        await one.put_report(0.95, SHARE)
+        await until_verdict(other, "passed")
+        pause = other.engine.pause = asyncio.Event()
+        asked = asyncio.create_task(other.ask("Where does search run?"))
+        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        other.engine.waiting.clear()
+        first_replay = other.engine.pause = asyncio.Event()
+        pause.set()
+        assert (await asked).status_code == 200
+        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        assert len(background_requests(other)) == 1
+        await remove(one, how)
+        other.engine.pause = None
+        first_replay.set()
+        await asyncio.sleep(0.5)
+        assert len(background_requests(other)) == 1
+
+
+async def test_no_chunk_is_computed_ahead_that_another_gateway_has_deleted(
+    replicas: Replicas,
+) -> None:
+    async with (
+        replicas.gateway(precompute=True, quality=None) as one,
+        replicas.gateway(precompute=True, quality=None) as other,
+    ):
+        pause = other.engine.pause = asyncio.Event()
+        await put(one, "billing.md", PAGES["billing.md"])
+        asked = asyncio.create_task(other.ask())
+        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        for name, text in PAGES.items():
+            await put(other, f"new-{name}", f"Now {text}")
+        await one.client.delete("/v1/documents/new-search.md")
+        other.engine.pause = None
+        pause.set()
+        assert (await asked).status_code == 200
+        await until(lambda: bool(background_requests(other)))
+        await asyncio.sleep(0.5)
+        computed = {
+            segment.document
+            for body in background_requests(other)
+            for segment in plan_of(body).segments[1:]
+        }
+        assert computed == {"default/new-billing.md"}
+
+
+async def test_removed_text_is_not_replayed_while_the_retriever_is_away(
+    replicas: Replicas,
+) -> None:
+    async with replicas.gateway() as gateway:
+        for name, text in PAGES.items():
+            await put(gateway, name, text)
+        await gateway.put_report(0.95, SHARE)
+        pause = gateway.engine.pause = asyncio.Event()
+        asked = asyncio.create_task(gateway.ask())
+        await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
+        gateway.engine.pause = None
+        await gateway.servers["retriever"].stop()
+        pause.set()
+        assert (await asked).status_code == 200
+        await asyncio.sleep(0.5)
+        assert not background_requests(gateway)
+
+
+async def test_reuse_is_exact_until_a_report_and_every_gateway_learns_of_it(
+    replicas: Replicas,
+) -> None:
+    async with replicas.gateway() as one, replicas.gateway() as other:
+        await put(one, "billing.md", PAGES["billing.md"])
+        for gateway in (one, other):
+            await gateway.ask()
+            assert not plan_of(gateway.engine.requests[0]).blends
+        assert (await one.put_report(0.95, SHARE)).status_code == 200
+        await until_verdict(other, "passed")
+        await other.ask("Another question?")
+        questions = [body for body in other.engine.requests if "priority" not in body]
+        assert plan_of(questions[1]).blends
+    async with replicas.gateway() as restarted:
+        await until_verdict(restarted, "passed")
+
+
+async def test_what_trials_decide_reaches_other_gateways_and_survives_restarts(
+    replicas: Replicas,
+) -> None:
+    def blended_in_trials(request: str) -> dict[str, int]:
+        return {"blended_tokens": 20 if request.startswith("trial-") else 0}
+
+    num_replays = 1 + len(alpha_ladder(SHARE))
+    async with replicas.gateway() as one, replicas.gateway() as other:
+        await put(one, "billing.md", PAGES["billing.md"])
+        one.records.fields_of = blended_in_trials
+        for number in range(MIN_QUESTIONS * SAMPLE_UNDECIDED_EVERY):
+            assert not other.engine.requests
+            await one.ask(f"Question {number}?")
+            sampled = (number + 1) // SAMPLE_UNDECIDED_EVERY
+
+            def is_tried(count: int = sampled * num_replays) -> bool:
+                return len(background_requests(one)) == count
+
+            await until(is_tried)
+        await until_verdict(one, "passed")
+        await until_verdict(other, "passed")
+        await other.ask()
+        plan = plan_of(other.engine.requests[0])
+        assert (plan.blends, plan.alpha) == (True, 0.0)  # all answers are equal
+    async with replicas.gateway() as restarted:
+        await until_verdict(restarted, "passed")
+        await restarted.ask()
+        plan = plan_of(restarted.engine.requests[0])
+        assert (plan.blends, plan.alpha) == (True, 0.0)
