@@ -94,8 +94,8 @@ class ChunkShift:
 
         def offsets(positions: torch.Tensor) -> tuple[Offsets, Offsets]:
             assert self._packed is not None
-            blocks, places = self._cache.kernel_slots(one.blocks, positions)
-            return self._packed.offsets(blocks.numpy(), places.numpy())
+            blocks, in_block = self._cache.kernel_slots(one.blocks, positions)
+            return self._packed.offsets(blocks.numpy(), in_block.numpy())
 
         return _CompiledShift(
             kernel=self._kernel(),

@@ -61,16 +61,16 @@ class PackedCache:
         )
 
     def offsets(
-        self, blocks: NDArray[np.int64], places: NDArray[np.int64]
+        self, blocks: NDArray[np.int64], in_block: NDArray[np.int64]
     ) -> tuple[Offsets, Offsets]:
         """Return the offsets of some tokens' keys and values.
 
         Args:
             blocks: The block of each token.
-            places: The token's index in its block.
+            in_block: The token's index in its block.
         """
         start = blocks * self.block_stride
-        keys, values = (start + tokens[places] for tokens in self.tokens)
+        keys, values = (start + tokens[in_block] for tokens in self.tokens)
         return keys, values
 
 
