@@ -13,6 +13,7 @@ import numpy as np
 
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.document_store import DocumentStore
+from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
 from ragcache_retriever.knowledge_base import KnowledgeBase
@@ -57,6 +58,7 @@ def make_knowledge_base(
     embedder: WordEmbedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
     probing: Probing | None = None,
+    split_limit: SplitLimit | None = None,
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
 ) -> KnowledgeBase:
@@ -67,6 +69,7 @@ def make_knowledge_base(
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
         probing=probing,
+        split_limit=split_limit,
         clock=clock or (lambda: now),
     )
 

@@ -37,7 +37,7 @@ log = logging.getLogger("ragcache_retriever")
 EXIT_MISCONFIGURED = 2
 SWITCH_INTERVAL_S = 0.001
 """Time after which a thread passes Python's lock on. A query needs it many times while documents
-are split, so Python's default of 5 ms would add up."""
+are embedded, so Python's default of 5 ms would add up."""
 
 
 def main() -> int:

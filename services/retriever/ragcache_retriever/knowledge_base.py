@@ -1,7 +1,7 @@
 """Keeps documents, chunks, embeddings and indexes consistent.
 
-One writer thread changes SQLite and the indexes. A few reader threads search and read. One thread
-splits documents, and the embedder embeds wherever it runs. The event loop only waits.
+One writer thread changes SQLite and the indexes. A few reader threads search and read. Processes of
+their own split documents, and the embedder embeds wherever it runs. The event loop only waits.
 
 A document is split and embedded before its transaction begins, so a long ingest delays neither
 searches nor other writes. The transaction commits and the index changes under the collection's
@@ -44,6 +44,7 @@ from ragcache_retriever.documents.document_store import (
     StoredDocument,
 )
 from ragcache_retriever.documents.outbox import OutboxClaim, OutboxDelete, Removal
+from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors
 from ragcache_retriever.preparer import DocumentPreparer, PreparedDocument, embedded_text
@@ -130,6 +131,7 @@ class KnowledgeBase:
     Args:
         markdown: The content type whose headings and code fences are recognized.
         gate: The gate of the embedder, if that runs in this process.
+        split_limit: CPU time in which a document has to be split.
     """
 
     def __init__(
@@ -141,13 +143,14 @@ class KnowledgeBase:
         *,
         markdown: int,
         gate: QueryGate | None = None,
+        split_limit: SplitLimit | None = None,
         probing: Probing | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._embedder = embedder
         self._gate = gate or QueryGate()
-        self._preparer = DocumentPreparer(embedder, tokenizer, markdown, self._gate)
+        self._preparer = DocumentPreparer(embedder, tokenizer, markdown, split_limit)
         self._defaults = defaults
         self._probing = probing or Probing()
         self._clock = clock
@@ -240,7 +243,7 @@ class KnowledgeBase:
 
         Raises:
             NotFound: There is no such collection.
-            InvalidInput: The embedder refuses the document.
+            InvalidInput: The document takes too long to split, or the embedder refuses it.
             Unavailable: The embedder does not answer, or the disk is full.
         """
         self._collection(collection)

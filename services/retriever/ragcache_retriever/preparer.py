@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.concurrency.threads import finish, run
-from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk, split_document
+from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.document_store import Document, Recipe
+from ragcache_retriever.documents.splitter import DocumentSplitter, SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors
 
@@ -39,32 +37,34 @@ def embedded_text(title: str, chunk: Chunk) -> str:
 
 
 class DocumentPreparer:
-    """Splits documents and digests tokens in one thread, and embeds wherever the embedder does it.
+    """Splits documents in processes of their own, and embeds wherever the embedder does it.
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
-        gate: Queries that pass it go before documents.
+        split_limit: CPU time in which a document has to be split.
     """
 
     def __init__(
-        self, embedder: Embedder, tokenizer: ServingTokenizer, markdown: int, gate: QueryGate
+        self,
+        embedder: Embedder,
+        tokenizer: ServingTokenizer,
+        markdown: int,
+        split_limit: SplitLimit | None = None,
     ) -> None:
         self._embedder = embedder
-        self._gate = gate
-        self._tokenizer = tokenizer
+        self._tokenizer_identity = tokenizer.identity
         self._markdown = markdown
-        # One thread: the splitter is Python, and the tokenizer is not safe for several threads.
-        self._splitting = ThreadPoolExecutor(1, "splitter")
+        self._splitter = DocumentSplitter(tokenizer, split_limit)
 
     async def close(self) -> None:
-        """Wait for the split that is running."""
-        await finish(self._splitting)
+        """End the processes that split documents."""
+        await self._splitter.close()
 
     def recipe(self, chunking: Chunking) -> Recipe:
         """Return the recipe of documents prepared with a chunking. Needs a started embedder."""
         return Recipe(
             chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
-            f":{self._tokenizer.identity}",
+            f":{self._tokenizer_identity}",
             embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
             f":{self._embedder.dimension}",
         )
@@ -80,9 +80,15 @@ class DocumentPreparer:
 
         Raises:
             Unavailable: The embedder does not answer.
-            InvalidInput: The embedder refuses a text.
+            InvalidInput: The document takes too long to split, or the embedder refuses a text.
         """
-        chunks, digests = await run(self._splitting, self._split, document, chunking)
+        split = await self._splitter.split(
+            document.id,
+            document.text,
+            markdown=document.content_type == self._markdown,
+            chunking=chunking,
+        )
+        chunks = split.chunks
         texts = [embedded_text(document.title, chunk) for chunk in chunks]
         embeddings = np.empty((len(chunks), self._embedder.dimension), np.float32)
         missing = []
@@ -94,21 +100,4 @@ class DocumentPreparer:
         if missing:
             missing_texts = [texts[i] for i in missing]
             embeddings[missing] = await self._embedder.embed(missing_texts, urgent=False)
-        return PreparedDocument(document, self.recipe(chunking), chunks, digests, embeddings)
-
-    def _split(self, document: Document, chunking: Chunking) -> tuple[list[Chunk], list[bytes]]:
-        chunks = split_document(
-            document.text,
-            markdown=document.content_type == self._markdown,
-            chunking=chunking,
-            count_tokens=self._count_tokens,
-        )
-        return chunks, [self._token_digest(chunk.text) for chunk in chunks]
-
-    def _count_tokens(self, text: str) -> int:
-        self._gate.wait()
-        return self._tokenizer.count(text)
-
-    def _token_digest(self, text: str) -> bytes:
-        self._gate.wait()
-        return self._tokenizer.token_digest(text)
+        return PreparedDocument(document, self.recipe(chunking), chunks, split.digests, embeddings)

@@ -16,6 +16,7 @@ from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_retriever import service
 from ragcache_retriever.documents import outbox
 from ragcache_retriever.documents.document_store import FILE_NAME
+from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
@@ -165,6 +166,22 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", 60)
     deleted = await client.delete_document("default", "a")
     assert removed_digests(deleted) == [tokenizer_of(tiny_model).token_digest(first)]
+
+
+async def test_a_document_that_takes_too_long_to_split_is_refused_and_others_are_served(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    tokenizer, limit = tokenizer_of(tiny_model), SplitLimit(base_s=1.0, s_per_million_chars=0.0)
+    async with serving(make_knowledge_base(tmp_path, tokenizer, split_limit=limit)) as client:
+        endless = document("tables/all", "|\n" * (1 << 20), title="Tables")
+        upsert = asyncio.create_task(client.upsert_document(endless))
+        await client.upsert_document(document("a", service_page("a", "north")))
+        assert {hit.chunk.document_id for hit in (await search(client, "region"))[-1].hits} == {"a"}
+        with pytest.raises(InvalidInput, match="'tables/all' takes more than 1 s") as caught:
+            await upsert
+        assert caught.value.field == "document.text"
+        assert (await client.upsert_document(document("b", service_page("b", "south")))).changed
+        assert (await client.get_collection("default")).documents == 2
 
 
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:

@@ -9,30 +9,47 @@ The splitter fills a chunk and then moves its end back to the strongest border t
 least half full: before a heading, else between paragraphs, else between sentences. It avoids chunks
 that end with a heading. Inside a section, the next chunk begins with the last whole sentences of
 the chunk before, as far as the overlap allows.
+
+Its time grows linearly with the document, for any text. Regular expressions bound their repeats or
+give nothing back. The ends of chunks are found by a few token counts, from estimates.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ragcache_retriever.documents.collection import Chunking
 
-CHUNKER_VERSION = 1
+CHUNKER_VERSION = 2
 """Increase it when documents would be split otherwise. Stored documents are then rebuilt."""
 
 CountTokens = Callable[[str], int]
 
 _MAX_HEADING_CHARS = 200
+# A title further down is no title of the document, and the caller waits for it.
+_MAX_TITLE_SEARCH_CHARS = 1 << 16
 # No tokenizer's tokens are longer on average. A longer text is too long without counting.
 _MAX_CHARS_PER_TOKEN = 64
+# List items, table cells and gaps recur; longer texts hardly do.
+_MAX_CACHED_CHARS = 16
+_MAX_CACHED_COUNTS = 1 << 14
+# Most that units apart are taken to have more tokens, or fewer, than joined.
+_MAX_ESTIMATE_RATIO = 4
+# A part of a long sentence may have a 32nd fewer tokens than fit, which saves most counts.
+_PART_TOLERANCE = 32
+_MAX_WORD_CHARS = 64
+_MAX_TRIED_WORD_ENDS = 8
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]|$)")
-_FENCE = re.compile(r"[ \t]*(`{3,}(?!.*`)|~{3,})")
-_LIST_NUMBER = re.compile(r"\s*\d{1,9}")
+# "++" and ",}+" give nothing back, so a line of backticks is read once for each alternative.
+_FENCE = re.compile(r"[ \t]*+(`{3,}+(?!.*`)|~{3,}+)")
+_LIST_NUMBER = re.compile(r"\d{1,9}")
 # Repeats are bounded, so that a megabyte of dots is fast. Full-width marks end a sentence too.
 _SENTENCE_END = re.compile(
     r"""[.!?…]{1,8}["'”’)\]*_]{0,8}(?=\s)"""  # noqa: RUF001
@@ -68,8 +85,7 @@ class _Kind(enum.Enum):
     PART = enum.auto()  # part of a sentence or line that is longer than a chunk
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """Lines that belong together. A heading has a title and a level."""
 
     start: int
@@ -79,15 +95,29 @@ class _Block:
     level: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """text[start:end] without white space at its ends. tokens: counted on it alone."""
+class _Unit(NamedTuple):
+    """text[start:end] without white space at its ends.
+
+    ``tokens_before`` and ``tokens_after`` are the sums of tokens from the document's start until
+    the unit's start and end, each unit and each long gap counted by itself.
+    """
 
     start: int
     end: int
     kind: _Kind
     border: _Border
     heading_path: tuple[str, ...]
+    tokens_before: int
+    tokens_after: int
+
+
+class _Part(NamedTuple):
+    """A span of a block that fits a chunk. border None: that of the block itself."""
+
+    start: int
+    end: int
+    kind: _Kind
+    border: _Border | None
     tokens: int
 
 
@@ -104,18 +134,49 @@ def split_document(
     """
     text = _normalised(text)
     splitter = _Splitter(text, chunking, count_tokens)
-    units = list(splitter.units(markdown))
-    return list(splitter.chunks(units))
+    return list(splitter.chunks(_UnitWindow(splitter.units(markdown))))
 
 
 def first_heading(text: str) -> str | None:
-    """Return the title of the first Markdown heading."""
-    blocks = _blocks(_normalised(text), markdown=True)
+    """Return the title of the first Markdown heading near the start of a document."""
+    end = text.find("\n", _MAX_TITLE_SEARCH_CHARS)
+    blocks = _blocks(_normalised(text if end < 0 else text[:end]), markdown=True)
     return next((block.title for block in blocks if block.kind is _Kind.HEADING), None)
 
 
 def _normalised(text: str) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+class _UnitWindow:
+    """The units of a document by their index, read on demand and forgotten after use.
+
+    A document of many short lines has a unit for each of them, which would take a hundred times
+    its memory.
+    """
+
+    def __init__(self, units: Iterator[_Unit]) -> None:
+        self._units = units
+        self._kept: list[_Unit] = []
+        self._num_dropped = 0
+
+    def has(self, index: int) -> bool:
+        """Whether the document has a unit of this index."""
+        while self._num_dropped + len(self._kept) <= index:
+            unit = next(self._units, None)
+            if unit is None:
+                return False
+            self._kept.append(unit)
+        return True
+
+    def __getitem__(self, index: int) -> _Unit:
+        """Return a unit that ``has`` has found."""
+        return self._kept[index - self._num_dropped]
+
+    def drop_before(self, index: int) -> None:
+        """Forget the units before an index."""
+        del self._kept[: index - self._num_dropped]
+        self._num_dropped = index
 
 
 class _Splitter:
@@ -124,148 +185,261 @@ class _Splitter:
         self._size = chunking.size_tokens
         self._overlap = chunking.overlap_tokens
         self._count_tokens = count_tokens
+        # The search for an end counts some spans twice.
+        self._count_long = functools.lru_cache(maxsize=16)(self._count_uncached)
+        self._short_counts: dict[str, int] = {}
+        # Sum of the tokens of units over the tokens of the chunk that they make.
+        self._estimate_ratio = 1.0
+
+    def _count(self, start: int, end: int) -> int:
+        if end - start > _MAX_CACHED_CHARS:
+            return self._count_long(start, end)
+        text = self._text[start:end]
+        tokens = self._short_counts.get(text)
+        if tokens is None:
+            if len(self._short_counts) == _MAX_CACHED_COUNTS:
+                self._short_counts.clear()
+            tokens = self._short_counts[text] = self._count_tokens(text)
+        return tokens
+
+    def _count_uncached(self, start: int, end: int) -> int:
+        return self._count_tokens(self._text[start:end])
+
+    def _count_up_to(self, limit: int, start: int, end: int) -> int | None:
+        """Return the tokens of text[start:end], or None if they are more than a limit."""
+        if end - start > _MAX_CHARS_PER_TOKEN * limit:
+            return None
+        tokens = self._count(start, end)
+        return tokens if tokens <= limit else None
 
     def _fits(self, start: int, end: int) -> bool:
-        if end - start > _MAX_CHARS_PER_TOKEN * self._size:
-            return False
-        return self._count_tokens(self._text[start:end]) <= self._size
+        return self._count_up_to(self._size, start, end) is not None
 
     # From text to units
 
     def units(self, markdown: bool) -> Iterator[_Unit]:
         headings: list[tuple[int, str]] = []
         border = _Border.SECTION
+        end = total_tokens = 0
         for block in _blocks(self._text, markdown):
-            if block.kind is _Kind.HEADING and self._fits(block.start, block.end):
+            whole = None
+            if block.kind is not _Kind.SENTENCE:
+                whole = self._count_up_to(self._size, block.start, block.end)
+            if block.kind is _Kind.HEADING and whole is not None:
                 while headings and headings[-1][0] >= block.level:
                     headings.pop()
                 headings.append((block.level, block.title))
                 border = _Border.SECTION
             path = tuple(title for _, title in headings)
-            for start, end, kind, inner in self._parts(block):
-                tokens = self._count_tokens(self._text[start:end])
-                yield _Unit(start, end, kind, border if inner is None else inner, path, tokens)
+            for part in self._parts(block, whole):
+                before = total_tokens + self._gap_tokens(end, part.start)
+                end, total_tokens = part.end, before + part.tokens
+                inner = border if part.border is None else part.border
+                yield _Unit(part.start, end, part.kind, inner, path, before, total_tokens)
             border = _Border.PARAGRAPH
 
-    def _parts(self, block: _Block) -> Iterator[tuple[int, int, _Kind, _Border | None]]:
-        """Yield spans of a block that fit a chunk. Border None: that of the block itself."""
-        if block.kind is not _Kind.SENTENCE and self._fits(block.start, block.end):
-            yield block.start, block.end, block.kind, None
+    def _gap_tokens(self, start: int, end: int) -> int:
+        """Return the tokens of the white space between two units. A space belongs to a word."""
+        if start == end or (end - start == 1 and self._text[start] == " "):
+            return 0
+        tokens = self._count_up_to(self._size, start, end)
+        return self._size if tokens is None else tokens
+
+    def _parts(self, block: _Block, tokens: int | None) -> Iterator[_Part]:
+        """Yield the parts of a block, which has a number of tokens if it fits a chunk as a whole.
+
+        Sentences are never joined here, so that chunks can end between them.
+        """
+        if tokens is not None:
+            yield _Part(block.start, block.end, block.kind, None, tokens)
             return
         spans = _line_spans if block.kind is _Kind.CODE else _sentence_spans
+        kind = _Kind.CODE if block.kind is _Kind.CODE else _Kind.SENTENCE
         inner: _Border | None = None
         for start, end in spans(self._text, block.start, block.end):
-            if self._fits(start, end):
-                kind = _Kind.CODE if block.kind is _Kind.CODE else _Kind.SENTENCE
-                yield start, end, kind, inner
+            tokens = self._count_up_to(self._size, start, end)
+            if tokens is not None:
+                yield _Part(start, end, kind, inner, tokens)
             else:
                 for part_start, part_end in self._word_spans(start, end):
-                    yield part_start, part_end, _Kind.PART, inner
+                    tokens = self._count(part_start, part_end)
+                    yield _Part(part_start, part_end, _Kind.PART, inner, tokens)
                     inner = _Border.WORD
             inner = _Border.SENTENCE
 
     def _word_spans(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the longest spans that fit, split between words if there are any."""
+        """Yield long spans that fit, split between words if there are any.
+
+        Args:
+            end: An end without white space before it.
+        """
         while (stripped := _stripped_span(self._text, start, end)) is not None:
             start = stripped[0]
-            stop = self._longest_end(start, stripped[1])
-            if stop < stripped[1]:
-                stop = self._word_end(start, stop)
+            stop = self._long_end(start, end)
+            if stop < end:
+                stop = self._word_end(start, stop, end)
             yield start, stop
             start = stop
 
-    def _longest_end(self, start: int, end: int) -> int:
-        """Return an end such that text[start:end] fits and one more character does not."""
-        low, high = start + 1, min(end, start + self._size)
-        while self._fits(start, high):
-            if high == end:
-                return end
-            low, high = high, min(end, start + 2 * (high - start))
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits(start, middle):
-                low = middle
-            else:
-                high = middle
-        return low
+    def _long_end(self, start: int, end: int) -> int:
+        """Return an end such that text[start:end] fits and is nearly as long as possible.
 
-    def _word_end(self, start: int, stop: int) -> int:
-        """Return the last end of a word in the second half of the span, or the last that fits."""
+        It interpolates and bisects in turn, so few counts suffice for even text and not many for
+        uneven text.
+        """
+        least_tokens = self._size - self._size // _PART_TOLERANCE
+        wanted_tokens = (least_tokens + self._size) // 2
+        last = min(end, start + _MAX_CHARS_PER_TOKEN * self._size)
+        fitting, too_long = start, last + 1
+        guess = min(last, start + self._size)
+        interpolates = True
+        while True:
+            tokens = self._count(start, guess)
+            if tokens > self._size:
+                too_long = guess
+            else:
+                fitting = guess
+            if too_long - fitting <= 1 or least_tokens <= tokens <= self._size:
+                return max(fitting, start + 1)
+            if interpolates:
+                guess = start + (guess - start) * wanted_tokens // max(tokens, 1)
+            elif too_long > last:
+                guess = start + 2 * (guess - start)
+            else:
+                guess = (fitting + too_long) // 2
+            guess = max(fitting + 1, min(guess, too_long - 1))
+            interpolates = not interpolates
+
+    def _word_end(self, start: int, stop: int, end: int) -> int:
+        """Return the end of the word around ``stop`` if that fits, or of an earlier word.
+
+        An earlier word ends in the second half of the span. Without one, the last end that fits.
+        """
+        next_end = stop
+        while next_end < min(end, stop + _MAX_WORD_CHARS) and not self._ends_word(next_end):
+            next_end += 1
+        if (next_end == end or self._ends_word(next_end)) and self._fits(start, next_end):
+            return next_end
+        tried = 0
         for position in range(stop, start + (stop - start) // 2, -1):
-            ends_word = self._text[position].isspace() and not self._text[position - 1].isspace()
+            if not self._ends_word(position):
+                continue
             # Counts do not always grow with the text, so each candidate is counted.
-            if ends_word and self._fits(start, position):
+            if self._fits(start, position):
                 return position
+            tried += 1
+            if tried == _MAX_TRIED_WORD_ENDS:
+                break
         stripped = _stripped_span(self._text, start, stop)
         return stripped[1] if stripped is not None and self._fits(*stripped) else stop
 
+    def _ends_word(self, position: int) -> bool:
+        return self._text[position].isspace() and not self._text[position - 1].isspace()
+
     # From units to chunks
 
-    def chunks(self, units: list[_Unit]) -> Iterator[Chunk]:
+    def chunks(self, units: _UnitWindow) -> Iterator[Chunk]:
         start = first = 0  # units[start:first] are the overlap with the chunk before
-        while first < len(units):
+        while units.has(first):
             end = self._move_end_back(units, start, first, self._furthest_end(units, start, first))
             leading = first
             while units[leading].kind is _Kind.HEADING and leading + 1 < end:
                 leading += 1
             text = self._text[units[start].start : units[end - 1].end]
             yield Chunk(text, units[leading].heading_path)
-            if end < len(units):
-                start, first = self._overlap_start(units, start, end), end
-            else:
-                first = end
+            start = self._overlap_start(units, start, end) if units.has(end) else end
+            first = end
+            units.drop_before(start)
 
-    def _furthest_end(self, units: list[_Unit], start: int, first: int) -> int:
+    def _furthest_end(self, units: _UnitWindow, start: int, first: int) -> int:
         """Return the furthest end such that units[start:end] fit."""
 
         def fits(end: int) -> bool:
-            return self._fits(units[start].start, units[end - 1].end)
+            return units.has(end - 1) and self._fits(units[start].start, units[end - 1].end)
 
+        end = self._estimated_end(units, start, first)
+        begin, stop = units[start].start, units[end - 1].end
+        if stop - begin <= _MAX_CHARS_PER_TOKEN * self._size:
+            estimate = units[end - 1].tokens_after - units[start].tokens_before
+            ratio = estimate / max(self._count(begin, stop), 1)
+            self._estimate_ratio = max(1 / _MAX_ESTIMATE_RATIO, min(ratio, _MAX_ESTIMATE_RATIO))
+            end = self._estimated_end(units, start, first)
+        return _last_that_holds(fits, first + 1, end)
+
+    def _estimated_end(self, units: _UnitWindow, start: int, first: int) -> int:
+        """Return the furthest end such that units[start:end] fit by their estimated tokens."""
         end = first + 1
-        tokens = sum(unit.tokens for unit in units[start:end])
-        while end < len(units) and tokens + units[end].tokens <= self._size:
-            tokens += units[end].tokens
-            end += 1
-        # The count of a text differs a little from the sum of its parts.
-        while end > first + 1 and not fits(end):
-            end -= 1
-        while end < len(units) and fits(end + 1):
+        most_tokens = units[start].tokens_before + self._size * self._estimate_ratio
+        while units.has(end) and units[end].tokens_after <= most_tokens:
             end += 1
         return end
 
-    def _move_end_back(self, units: list[_Unit], start: int, first: int, end: int) -> int:
-        if end == len(units):
+    def _move_end_back(self, units: _UnitWindow, start: int, first: int, end: int) -> int:
+        if not units.has(end):
             return end
         ends = [k for k in range(first + 1, end + 1) if units[k - 1].kind is not _Kind.HEADING]
         if not ends:
             return end
-        tokens = sum(unit.tokens for unit in units[start:first])
-        half_full = []
-        for k in range(first + 1, end + 1):
-            tokens += units[k - 1].tokens
-            if 2 * tokens >= self._size and units[k - 1].kind is not _Kind.HEADING:
-                half_full.append(k)
+        half_tokens = units[start].tokens_before + self._size / 2
+        half_full = [k for k in ends if units[k - 1].tokens_after >= half_tokens]
         return max(half_full, key=lambda k: (units[k].border, k), default=ends[-1])
 
-    def _overlap_start(self, units: list[_Unit], start: int, first: int) -> int:
+    def _overlap_start(self, units: _UnitWindow, start: int, first: int) -> int:
         """Return the first unit of the next chunk, whose own units begin at ``first``.
 
         ``start`` is the first unit of the chunk before.
         """
         if units[first].border is _Border.SECTION:
             return first
-        k = first
-        while (
-            k - 1 > start
-            and units[k - 1].kind is _Kind.SENTENCE
-            and self._tokens(units, k - 1, first) <= self._overlap
-            and self._tokens(units, k - 1, first + 1) <= self._size
-        ):
-            k -= 1
-        return k
+        earliest = first
+        while earliest - 1 > start and units[earliest - 1].kind is _Kind.SENTENCE:
+            earliest -= 1
+        guess = first
+        least_tokens = units[first - 1].tokens_after - self._overlap * self._estimate_ratio
+        while guess > earliest and units[guess - 1].tokens_before >= least_tokens:
+            guess -= 1
+        last_end, next_end = units[first - 1].end, units[first].end
 
-    def _tokens(self, units: list[_Unit], start: int, end: int) -> int:
-        return self._count_tokens(self._text[units[start].start : units[end - 1].end])
+        def fits(count: int) -> bool:
+            if first - count < earliest:
+                return False
+            begin = units[first - count].start
+            return (
+                self._count_up_to(self._overlap, begin, last_end) is not None
+                and self._count_up_to(self._size, begin, next_end) is not None
+            )
+
+        return first - _last_that_holds(fits, 0, first - guess)
+
+
+def _last_that_holds(holds: Callable[[int], bool], low: int, guess: int) -> int:
+    """Return the last number of which a condition holds, with few calls if the guess is close.
+
+    Args:
+        holds: The condition. It is not asked of ``low``, of which it holds. It is taken to be
+            false of all numbers after one of which it is false.
+        guess: At least ``low``.
+    """
+    step = 1
+    if guess > low and not holds(guess):
+        high, low_guess = guess, max(low, guess - step)
+        while low_guess > low and not holds(low_guess):
+            step *= 2
+            high, low_guess = low_guess, max(low, low_guess - step)
+        low = low_guess
+    else:
+        low = guess
+        while holds(low + step):
+            low += step
+            step *= 2
+        high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _blocks(text: str, markdown: bool) -> Iterator[_Block]:
@@ -330,16 +504,19 @@ def _line_spans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _sentence_spans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    begin = start
-    for match in _SENTENCE_END.finditer(text, start, end):
-        if _ends_sentence(text, begin, match, end):
+    """Yield the sentences, list items and table rows of text[start:end], which ends without space.
+
+    ``begin`` is never white space, so that no gap is read once for each mark after it.
+    """
+    begin = _after_space(text, start, end)
+    for match in _SENTENCE_END.finditer(text, begin, end):
+        if match.end() > begin and _ends_sentence(text, begin, match, end):
             stripped = _stripped_span(text, begin, match.end())
             if stripped is not None:
                 yield stripped
-            begin = match.end()
-    stripped = _stripped_span(text, begin, end)
-    if stripped is not None:
-        yield stripped
+            begin = _after_space(text, match.end(), end)
+    if begin < end:
+        yield begin, end
 
 
 def _ends_sentence(text: str, begin: int, match: re.Match[str], end: int) -> bool:
@@ -347,16 +524,20 @@ def _ends_sentence(text: str, begin: int, match: re.Match[str], end: int) -> boo
         return True
     if _LIST_NUMBER.fullmatch(text, begin, match.start()):
         return False  # the "1." before an item
-    following = match.end()
-    while following < end and text[following].isspace():
-        following += 1
+    following = _after_space(text, match.end(), end)
     return following == end or not text[following].islower()
+
+
+def _after_space(text: str, start: int, end: int) -> int:
+    """Return the first position from ``start`` on that is no white space, at most ``end``."""
+    while start < end and text[start].isspace():
+        start += 1
+    return start
 
 
 def _stripped_span(text: str, start: int, end: int) -> tuple[int, int] | None:
     """Return the span without white space at its ends, or None if nothing is left."""
-    while start < end and text[start].isspace():
-        start += 1
+    start = _after_space(text, start, end)
     while end > start and text[end - 1].isspace():
         end -= 1
     return (start, end) if start < end else None

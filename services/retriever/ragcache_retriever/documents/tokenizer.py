@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -11,45 +12,51 @@ from tokenizers import Tokenizer
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR
-from ragcache_kv.model_folder import find_tokenizer
 
 
 class ServingTokenizer:
     """Tokenizes chunks as the gateway does for prompts. Not safe for several threads.
 
+    Text that spells a special token stays ordinary text, in counts and in digests.
+
     Args:
-        content: The model's tokenizer.json.
-        settings: The model's tokenizer_config.json, which may be empty.
-        chat_tokenizer: The same tokenizer as the gateway's prompts use it.
+        content: JSON of the tokenizers library. It takes the memory of a vocabulary when it is
+            first used, so a process that only passes it on stays small.
+        identity: Equal for tokenizers that give a chunk the same tokens.
     """
 
-    def __init__(self, content: bytes, settings: bytes, chat_tokenizer: Any) -> None:
-        self._counter = Tokenizer.from_buffer(content)
+    def __init__(self, content: str, identity: str) -> None:
+        self.content = content
+        self.identity = identity
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self.content)
         # The file may ask for truncation or padding. Neither counts tokens.
-        self._counter.no_truncation()
-        self._counter.no_padding()
-        self._chat_tokenizer = chat_tokenizer
-        self._separator = self._encode(CHUNK_SEPARATOR, split_special_tokens=False)
-        self.identity = hashlib.blake2b(content + b"\0" + settings, digest_size=8).hexdigest()
-        """Equal for tokenizers that give a chunk the same tokens."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @functools.cached_property
+    def _separator(self) -> list[int]:
+        # By the gateway's template, which has special tokens. The texts of chunks have none.
+        self._tokenizer.encode_special_tokens = False
+        ids: list[int] = self._tokenizer.encode(CHUNK_SEPARATOR, add_special_tokens=False).ids
+        self._tokenizer.encode_special_tokens = True
+        return ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text by itself, without special tokens."""
-        return len(self._counter.encode(text, add_special_tokens=False))
+        """Return the number of tokens of a text by itself."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def token_digest(self, text: str) -> bytes:
         """Return the digest of a chunk's tokens, from which the gateway computes the chunk's key.
 
-        It covers the separator after the chunk. Text that spells a special token stays ordinary
-        text.
+        It covers the separator after the chunk.
         """
-        return token_digest([*self._encode(text, split_special_tokens=True), *self._separator])
-
-    def _encode(self, text: str, *, split_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._chat_tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=split_special_tokens
-        )
-        return ids
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_digest([*encoding.ids, *self._separator])
 
 
 def load_serving_tokenizer(model: str) -> ServingTokenizer:
@@ -61,14 +68,15 @@ def load_serving_tokenizer(model: str) -> ServingTokenizer:
     Raises:
         InvalidInput: There is no such model, or its tokenizer cannot be read.
     """
+    # Not imported above, because the process that splits documents needs none of it.
+    from ragcache_kv.model_folder import find_tokenizer  # noqa: PLC0415
+
     folder = find_tokenizer(model)
     try:
-        settings = folder / "tokenizer_config.json"
-        return ServingTokenizer(
-            (folder / "tokenizer.json").read_bytes(),
-            settings.read_bytes() if settings.is_file() else b"",
-            _load_chat_tokenizer(folder),
-        )
+        files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+        contents = [file.read_bytes() if file.is_file() else b"" for file in files]
+        identity = hashlib.blake2b(b"\0".join(contents), digest_size=8).hexdigest()
+        return ServingTokenizer(_load_chat_tokenizer(folder).backend_tokenizer.to_str(), identity)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise InvalidInput(
             "model.source",

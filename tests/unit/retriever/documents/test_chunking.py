@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import string
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,11 @@ from hypothesis import strategies as st
 from ragcache_retriever.documents.chunking import Chunk, CountTokens, first_heading, split_document
 from ragcache_retriever.documents.collection import Chunking
 from tests.helpers.retriever_parts import tokenizer_of
+
+SPECIAL_CHARACTERS = string.punctuation + string.whitespace + "…。！？」』”’）"  # noqa: RUF001
+LENGTH = 4_000
+MAX_COUNTS = 64
+"""How often each character of a text may be counted, on average."""
 
 
 def count_words(text: str) -> int:
@@ -255,6 +263,76 @@ def test_list_items_and_table_rows_are_borders() -> None:
 )
 def test_the_first_heading(text: str, title: str | None) -> None:
     assert first_heading(text) == title
+
+
+def test_a_title_far_down_is_no_title_of_the_document() -> None:
+    assert first_heading("text\n" * 20_000 + "# Far\n") is None
+    assert first_heading("x" * 80_000 + "\n# Near\n") is None
+
+
+repeated = st.builds(
+    lambda part, count: part * count,
+    st.sampled_from([*string.punctuation, *" \t\nxA1。…", "a. ", "- a\n", "|\n", "# a\n", "```\n"]),
+    st.sampled_from([1, 2, 3, 40, 400]),
+)
+
+
+@given(
+    parts=st.lists(repeated, min_size=1, max_size=4),
+    chunking=st.sampled_from([Chunking(16, 7), Chunking(256, 32), Chunking(1024, 500)]),
+    count=counters,
+)
+def test_no_text_is_counted_often(parts: list[str], chunking: Chunking, count: CountTokens) -> None:
+    pattern = "".join(parts)
+    text = pattern * (1 + 20_000 // len(pattern))
+    counted_chars = 0
+
+    def counting(part: str) -> int:
+        nonlocal counted_chars
+        counted_chars += len(part)
+        return count(part)
+
+    split_document(text, markdown=True, chunking=chunking, count_tokens=counting)
+    assert counted_chars <= MAX_COUNTS * len(text)
+
+
+def repeats(text: str) -> Callable[[int], str]:
+    """Return what makes a text of a length."""
+    return lambda n: text * (n // len(text))
+
+
+hard_texts: dict[str, Callable[[int], str]] = {
+    **{f"many {mark!r}": repeats(mark) for mark in SPECIAL_CHARACTERS},
+    **{f"lines of {mark!r}": repeats(f"{mark}\n") for mark in "`#|-.*"},
+    "backticks and one more": lambda n: "`" * n + "x`",
+    "tildes and backticks": lambda n: "~" * (n // 2) + "`" * (n // 2),
+    "a list number after a gap": lambda n: "Ab." + " " * (n // 2) + "X. " + "x. " * (n // 6),
+    "a gap before each mark": lambda n: ("a" + " " * 99 + ". ") * (n // 102),
+    "gaps of the whole text": lambda n: "a." + " " * n + "b",
+    "an indented line": lambda n: "a\n" + " \t" * (n // 2) + "b",
+    "an open fence": lambda n: "```\n" + "a\n" * (n // 2),
+    "a long fence": lambda n: "`" * (n // 2) + "\n" + "`\n" * (n // 4),
+    "hashes of a title": lambda n: "# a" + " #" * (n // 2),
+}
+
+
+@pytest.mark.parametrize("make", hard_texts.values(), ids=hard_texts.keys())
+def test_time_grows_no_faster_than_the_text(make: Callable[[int], str]) -> None:
+    short, long = make(LENGTH), make(8 * LENGTH)
+    long_s = cpu_s(long)
+    # Twenty-four times the time is far from linear growth, and from quadratic, which is 64 times.
+    assert long_s < 0.02 or long_s < 24 * cpu_s(short)
+
+
+def cpu_s(text: str) -> float:
+    """Least CPU time of some runs, so that a busy machine does not decide."""
+    times_s = []
+    for _ in range(3):
+        began_s = time.thread_time()
+        first_heading(text)
+        split_document(text, markdown=True, chunking=Chunking(256, 32), count_tokens=len)
+        times_s.append(time.thread_time() - began_s)
+    return min(times_s)
 
 
 @pytest.mark.parametrize("mark", [".", "`", "#", " ", "\n", "| ", "- ", "*", "1. "])

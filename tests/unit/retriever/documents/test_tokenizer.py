@@ -40,10 +40,12 @@ def gateway_key(tiny_model: Path) -> GatewayKey:
 def test_tokens_are_those_of_the_serving_model(tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
+    # A document cannot write a special token, so the text of one is counted as text.
     text = "The service runs in region north. <|end|> ünï\n\n"
     count = tokenizer_of(tiny_model).count
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    assert count(text) == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert count(text) == len(ids)
     assert count("") == 0
 
 

@@ -1,0 +1,69 @@
+"""Splits documents in a process of its own, which the retriever starts and ends (``splitter``).
+
+It imports only what splitting needs, so that it stays small. Its input is a tokenizer and then one
+document after the other, each one a line of JSON and a text of the length that the line tells. For
+each document it writes a line of JSON per chunk and then an empty line. It sends no pickles, so a
+document that takes over this process has not taken over the retriever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from typing import Any, BinaryIO
+
+from ragcache_retriever.concurrency.cpu import lower_priority
+from ragcache_retriever.documents.chunking import split_document
+from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.documents.tokenizer import ServingTokenizer
+
+
+def main() -> None:
+    """Split documents until the input ends."""
+    # Ctrl-C is meant for the retriever, which then closes the input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_priority()
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    message = _read(source)
+    assert message is not None, "the retriever sends its tokenizer first"
+    tokenizer = ServingTokenizer(message[1], message[0]["identity"])
+    while (message := _read(source)) is not None:
+        header, text = message
+        _limit_cpu_time(header["cpu_limit_s"])
+        chunks = split_document(
+            text,
+            markdown=header["markdown"],
+            chunking=Chunking(header["size_tokens"], header["overlap_tokens"]),
+            count_tokens=tokenizer.count,
+        )
+        for chunk in chunks:
+            digest = tokenizer.token_digest(chunk.text).hex()
+            line = json.dumps([chunk.text, chunk.heading_path, digest], ensure_ascii=False)
+            sink.write(line.encode() + b"\n")
+        sink.write(b"\n")
+        sink.flush()
+
+
+def _read(source: BinaryIO) -> tuple[dict[str, Any], str] | None:
+    """Read a header and the text after it. Return None at the end of the input."""
+    line = source.readline()
+    if not line:
+        return None
+    header = json.loads(line)
+    return header, source.read(header["num_bytes"]).decode()
+
+
+def _limit_cpu_time(limit_s: float) -> None:
+    """Have the system end this process (SIGXCPU) after more CPU time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = math.ceil(time.process_time() + limit_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+    main()
