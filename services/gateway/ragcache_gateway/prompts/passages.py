@@ -46,41 +46,61 @@ def fit_to_budget(
 ) -> list[Passage]:
     """Select the passages that fit the budget, in prompt order.
 
-    Whole documents are dropped first, from the lowest rank. If the last one left is still too
-    long, it loses window chunks and then hits, from the lowest rank.
+    Chunks that exceed the budget by themselves are skipped, and documents of which no hit is left.
+    Then whole documents are dropped, from the lowest rank. If the last one left is still too long,
+    it loses window chunks and then hits, from the lowest rank.
 
     Raises:
-        InvalidInput: Not even the best chunk fits.
+        InvalidInput: There are hits, and none of them fits.
     """
-    sizes = [[num_tokens(passage.chunk.text) for passage in document] for document in documents]
-    num_documents = len(documents)
-    total_tokens = sum(map(sum, sizes))
-    while num_documents > 1 and total_tokens > budget_tokens:
-        num_documents -= 1
-        total_tokens -= sum(sizes[num_documents])
+    sized = [[(one, num_tokens(one.chunk.text)) for one in document] for document in documents]
+    possible = [
+        [(one, tokens) for one, tokens in document if tokens <= budget_tokens] for document in sized
+    ]
+    possible = [document for document in possible if any(_is_hit(one) for one, _ in document)]
+    if not possible:
+        _raise_if_hits(sized, budget_tokens)
+        return []
+    total_tokens = sum(map(_total_tokens, possible))
+    while len(possible) > 1 and total_tokens > budget_tokens:
+        total_tokens -= _total_tokens(possible.pop())
     if total_tokens <= budget_tokens:
-        return [passage for document in documents[:num_documents] for passage in document]
-    return _best_passages(documents[0], sizes[0], budget_tokens)
+        return [one for document in possible for one, _ in document]
+    return _best_passages(possible[0], budget_tokens)
 
 
-def _best_passages(
-    document: Sequence[Passage], sizes: Sequence[int], budget_tokens: int
-) -> list[Passage]:
+def _is_hit(passage: Passage) -> bool:
+    return passage.score is not None
+
+
+def _total_tokens(document: Sequence[tuple[Passage, int]]) -> int:
+    return sum(tokens for _, tokens in document)
+
+
+def _raise_if_hits(documents: Sequence[Sequence[tuple[Passage, int]]], budget_tokens: int) -> None:
+    """Raise InvalidInput if there is a hit, of which none fits."""
+    sizes = [tokens for document in documents for one, tokens in document if _is_hit(one)]
+    if sizes:
+        raise InvalidInput(
+            "max_tokens",
+            f"leaves {budget_tokens} tokens for documents, and the shortest chunk found has "
+            f"{min(sizes)}",
+            "lower it, shorten the messages or make the collection's chunks smaller",
+        )
+
+
+def _best_passages(document: Sequence[tuple[Passage, int]], budget_tokens: int) -> list[Passage]:
+    """Return the most important passages of a document that fit, at least one, in its order."""
+
     def importance(index: int) -> tuple[bool, int, int]:
-        passage = document[index]
-        return passage.score is None, passage.rank, passage.chunk.ordinal
+        passage, _ = document[index]
+        return not _is_hit(passage), passage.rank, passage.chunk.ordinal
 
     selected = []
     total_tokens = 0
     for index in sorted(range(len(document)), key=importance):
-        total_tokens += sizes[index]
+        total_tokens += document[index][1]
         if total_tokens > budget_tokens:
             break
         selected.append(index)
-    if not selected:
-        raise InvalidInput(
-            "max_tokens",
-            f"leaves {budget_tokens} tokens for documents, and the best chunk has {total_tokens}",
-            "lower it, shorten the messages or make the collection's chunks smaller",
-        )
-    return [document[index] for index in sorted(selected)]
+    return [document[index][0] for index in sorted(selected)]

@@ -65,19 +65,32 @@ def test_each_chunk_appears_once_and_documents_stay_together(hits: list[pb.Hit])
 @given(hits=hits_lists, budget=st.integers(0, 60))
 def test_the_best_ranked_passages_that_fit_are_selected(hits: list[pb.Hit], budget: int) -> None:
     documents = group_by_document(hits)
+    possible = [[p for p in one if num_tokens(p.chunk.text) <= budget] for one in documents]
+    possible = [one for one in possible if any(p.score is not None for p in one)]
     try:
         kept = fit_to_budget(documents, num_tokens, budget)
     except InvalidInput:
-        best = min((p for p in documents[0] if p.score is not None), key=lambda p: p.rank)
-        assert num_tokens(best.chunk.text) > budget
+        assert hits
+        assert not possible
         return
     assert sum(num_tokens(p.chunk.text) for p in kept) <= budget
-    assert bool(kept) == bool(hits)
+    assert bool(kept) == bool(hits) == bool(possible)
     assert [p for document in documents for p in document if p in kept] == kept
-    whole = [document for document in documents if all(p in kept for p in document)]
-    assert whole == documents[: len(whole)]
+    whole = [document for document in possible if all(p in kept for p in document)]
+    assert whole == possible[: len(whole)]
     if len(whole) > 1 or sum(len(document) for document in whole) == len(kept):
         assert sum(map(len, whole)) == len(kept), "no document is kept in part beside others"
+
+
+def test_a_chunk_that_does_not_fit_is_skipped() -> None:
+    # Chunks 0, 1 and 2 of a document have one, two and three words.
+    documents = group_by_document([hit("a", 2, window=1), hit("b", 1), hit("c", 0)])
+    assert names(fit_to_budget(documents, num_tokens, 2)) == ["b#1"]
+    assert names(fit_to_budget(documents, num_tokens, 1)) == ["c#0"]
+    with pytest.raises(
+        InvalidInput, match="leaves 0 tokens for documents, and the shortest chunk found has 1;"
+    ):
+        fit_to_budget(documents, num_tokens, 0)
 
 
 def test_the_lowest_ranked_document_goes_first() -> None:
