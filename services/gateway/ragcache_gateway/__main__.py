@@ -17,12 +17,17 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 
+SWITCH_INTERVAL_S = 0.001
+"""Time after which a thread passes Python's lock on. The event loop waits for it while a thread
+builds a prompt, so Python's default of 5 ms would delay all streams."""
+
 
 def main() -> int:
     """Run the gateway. The exit status is 2 if its settings are wrong."""
     try:
         settings = GatewaySettings()
         _log_to_stderr(settings.log_level)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         server = build_server(settings)
     except InvalidInput as error:
         print(f"ragcache_gateway: {error}", file=sys.stderr)

@@ -200,17 +200,19 @@ class QualityTrials:
             RagCacheError: The engine failed or refused it, or has no record.
             _QuestionArrived: A question of a client arrived meanwhile.
         """
-        plan = self._plan(replay, f"trial-{uuid.uuid4().hex}")
+        request = f"trial-{uuid.uuid4().hex}"
+        # In a thread, because it hashes, signs and copies all tokens.
+        body = await asyncio.to_thread(self._body, replay, request)
         texts = []
         async with AsyncExitStack() as stack:
             engine = self._engines.choose()
-            completion = await self._start(engine, self._body(replay, plan), stack)
+            completion = await self._start(engine, body, stack)
             async for delta in completion.deltas():
                 texts.append(delta.text)
                 if self._idle.has_ended:
                     raise _QuestionArrived
         try:
-            return "".join(texts), await engine.request_record(plan.request)
+            return "".join(texts), await engine.request_record(request)
         except Unavailable as error:
             raise Unavailable(f"record of an {PART}", str(error)) from error
 
@@ -232,7 +234,8 @@ class QualityTrials:
             )
         return replace(plan, trial=True)
 
-    def _body(self, replay: QuestionReplay, plan: ReusePlan) -> dict[str, Any]:
+    def _body(self, replay: QuestionReplay, request: str) -> dict[str, Any]:
+        plan = self._plan(replay, request)
         token_ids = replay.question.prompt.token_ids
         left_tokens = self._model.max_model_len - len(token_ids)
         return {
@@ -243,7 +246,7 @@ class QualityTrials:
             "stream": True,
             "priority": LOWEST_PRIORITY,
             # No other request has this salt: the engine's own prefix cache must not serve trials.
-            "cache_salt": plan.request,
+            "cache_salt": request,
             "kv_transfer_params": transfer_params(plan, token_ids, self._model.plan_keys),
         }
 

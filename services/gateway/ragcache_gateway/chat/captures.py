@@ -6,15 +6,23 @@ a question in the opposite order, so that each one has another prefix than in th
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from contextlib import AsyncExitStack
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_gateway.chat.pipeline import ChatServices, build_prompt, read_question, retrieve
+from ragcache_gateway.chat.pipeline import (
+    ChatServices,
+    PromptedQuestion,
+    build_prompt,
+    read_question,
+    retrieve,
+)
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion import completion_body
 
@@ -39,33 +47,40 @@ async def capture(services: ChatServices, request: ChatRequest) -> Captured:
         prompted = await build_prompt(services, await retrieve(services, question))
         if not prompted.prompt.passages:
             raise InvalidInput("messages", "find no documents", "ask about what was ingested")
-        prompt = reversed_chunks(prompted.prompt.prompt)
-        documents = [
-            document_name(request.ragcache.collection, passage.chunk.document_id)
-            for passage in reversed(prompted.prompt.passages)
-        ]
-        model = services.model
-        plan = plan_exact(
-            prompt,
-            model.space,
-            model.domain,
-            f"capture-{uuid.uuid4().hex}",
-            documents,
-            prompted.search.asked_at_ms,
-        )
-        body = completion_body(
-            {"temperature": 0.0},
-            model=model.name,
-            token_ids=prompt.token_ids,
-            max_tokens=1,
-            plan=plan,
-            plan_keys=model.plan_keys,
-            cache_salt=None,
-        )
+        prompt, body = await asyncio.to_thread(_plan, services, prompted)
         _, completion = await services.engines.complete(body, stack)
         async for _ in completion.deltas():
             pass
-    return Captured(chunks=len(documents), tokens=len(prompt.token_ids))
+    return Captured(chunks=len(prompt.chunk_ends), tokens=len(prompt.token_ids))
+
+
+def _plan(services: ChatServices, prompted: PromptedQuestion) -> tuple[Prompt, dict[str, Any]]:
+    """Make the prompt of a capture, and the engine's request. It hashes all tokens."""
+    prompt = reversed_chunks(prompted.prompt.prompt)
+    collection = prompted.question.request.ragcache.collection
+    documents = [
+        document_name(collection, passage.chunk.document_id)
+        for passage in reversed(prompted.prompt.passages)
+    ]
+    model = services.model
+    plan = plan_exact(
+        prompt,
+        model.space,
+        model.domain,
+        f"capture-{uuid.uuid4().hex}",
+        documents,
+        prompted.search.asked_at_ms,
+    )
+    body = completion_body(
+        {"temperature": 0.0},
+        model=model.name,
+        token_ids=prompt.token_ids,
+        max_tokens=1,
+        plan=plan,
+        plan_keys=model.plan_keys,
+        cache_salt=None,
+    )
+    return prompt, body
 
 
 def reversed_chunks(prompt: Prompt) -> Prompt:

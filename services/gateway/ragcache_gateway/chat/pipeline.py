@@ -208,7 +208,7 @@ async def start_answer(
     retrieved = await retrieve(services, question)
     with services.tracer.start_child("tokenize") as span:
         prompted = await build_prompt(services, retrieved)
-        planned = plan(services, prompted)
+        planned = await asyncio.to_thread(plan, services, prompted)
         span.set(**planned.sizes())
     current_span().set(answer=planned.request_id, reuse=question.reuse.mode, **planned.sizes())
     return await generate(services, planned, stack)
@@ -259,7 +259,10 @@ async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> 
 
 
 def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
-    """Plan which stored KV the engine may load, and make the engine's request."""
+    """Plan which stored KV the engine may load, and make the engine's request.
+
+    It hashes, signs and copies all tokens of the prompt, so it runs in a thread.
+    """
     question, search, prompt = prompted.question, prompted.search, prompted.prompt
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     collection = question.request.ragcache.collection

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_gateway.engines.completion import PART, error_from_response
+from ragcache_gateway.engines.completion import PART, encode_body, error_from_response
 from ragcache_gateway.engines.completion_stream import (
     Completion,
     RequestNotSent,
@@ -184,7 +184,9 @@ class Engine:
         return span
 
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
-        request = self._client.build_request("POST", _COMPLETIONS, json=body, headers=headers)
+        content = await asyncio.to_thread(encode_body, body)
+        headers = {**headers, "Content-Type": "application/json"}
+        request = self._client.build_request("POST", _COMPLETIONS, content=content, headers=headers)
         for is_last_attempt in (False, True):
             try:
                 return await self._client.send(request, stream=True)

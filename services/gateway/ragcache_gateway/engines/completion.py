@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
@@ -80,6 +81,15 @@ def completion_body(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
+
+
+def encode_body(body: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a body. Run it in a thread: a long prompt takes milliseconds.
+
+    pydantic's encoder is five times as fast as that of the standard library, and neither releases
+    Python's lock.
+    """
+    return to_json(body)
 
 
 def transfer_params(

@@ -55,6 +55,8 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         raise InvalidInput(
             "RAGCACHE_MODEL", "has no chat template", "name an instruction-tuned model"
         )
+    # Other lists as long as a prompt would be made, and Python's lock be held meanwhile.
+    tokenizer.model_input_names = ["input_ids"]
     return tokenizer  # type: ignore[no-any-return]  # the library is untyped
 
 
