@@ -183,7 +183,10 @@ _engine = _maybe(
     replicas=st.integers(1, 4),
     kvMemory=_bytes,
     hostTier=_bytes,
-    args=st.lists(st.text(max_size=5), max_size=3),
+    args=st.lists(st.sampled_from(["--max-num-seqs=8", "--no-async-scheduling"]), max_size=3),
+    unsafeArgs=st.lists(
+        st.sampled_from(["--model-impl=vllm", "--pooler-config.a=b c"]), max_size=3
+    ),
     resources=_resources,
     autoscaling=_maybe(queueDepth=st.just(7)).map(lambda more: {"maxReplicas": 4, **more}),
 )

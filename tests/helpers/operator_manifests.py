@@ -87,6 +87,8 @@ _URL = "write it like https://example.com/handbook.zip"
 _PATH = "write it like docs/handbook, without '..' and without a leading '/'"
 _EMPTY_TEXT = "set a value, or leave the field out"
 _EMPTY_LIST = "add an item, or leave the field out"
+_LEAVE_OR_MOVE = "leave it out, or move it to unsafeArgs if you trust what it loads"
+_UNSAFE = "write the flag's full name and its value as one item, like --model-impl=transformers"
 _S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.WEBHOOK, RejectedBy.PARSER
 
 _CACHES = (
@@ -345,42 +347,102 @@ _CACHES = (
         *("spec.engines[0].args", "'--max-num-seqs 8' is not a list", "write a list"),
     ),
     Bad(
-        *("argument that is a number", _S, cache(engines=[{"args": ["--max-num-seqs", 8]}])),
+        *("argument that is a number", _S, cache(engines=[{"args": ["--seed=1", 8]}])),
         *("spec.engines[0].args[1]", "8 is not a string", "write a string"),
     ),
     Bad(
-        *("argument that moves the server", _C, cache(engines=[{"args": ["--port=1"]}])),
+        *("flag and value as two items", _C, cache(engines=[{"args": ["--seed=1", "8"]}])),
+        *("spec.engines[0].args[1]", "'8' does not begin with two dashes"),
+        "write each flag with its value as one item, like --max-num-seqs=8",
+        server="spec.engines[0].args",
+    ),
+    Bad(
+        *("argument that loads code", _C, cache(engines=[{"args": ["--trust-remote-code"]}])),
+        *("spec.engines[0].args[0]", "--trust-remote-code is not among the flags that args takes"),
+        _LEAVE_OR_MOVE,
+    ),
+    Bad(
+        *("weights as pickles", _C, cache(engines=[{"args": ["--load-format=pt"]}])),
         "spec.engines[0].args[0]",
+        "--load-format=pt is misspelled, or has no valid value: it takes one of auto, safetensors",
+        "write it as one item, like --load-format=auto",
+    ),
+    Bad(
+        *("allowed flag, abbreviated", _C, cache(engines=[{"args": ["--max-num-seq=8"]}])),
+        *("spec.engines[0].args[0]", "--max-num-seq is not among the flags that args takes"),
+        f"write --max-num-seqs, or {_LEAVE_OR_MOVE}",
+    ),
+    Bad(
+        *("switch with a value", _C, cache(engines=[{"args": ["--async-scheduling=on"]}])),
+        *("spec.engines[0].args[0]", "--async-scheduling=on is misspelled, or has a value"),
+        "write --async-scheduling",
+    ),
+    Bad(
+        *("argument of several ranks", _C, cache(engines=[{"args": ["--tensor-parallel-size=2"]}])),
+        "spec.engines[0].args[0]",
+        "--tensor-parallel-size asks for several ranks, and an engine has one",
+        "leave it out, and set spec.engines[].replicas",
+    ),
+    Bad(
+        *("unsafe argument in its short form", _S, cache(engines=[{"unsafeArgs": ["-tp=2"]}])),
+        *("spec.engines[0].unsafeArgs[0]", "'-tp=2' is not a valid argument of vLLM's server"),
+        _UNSAFE,
+    ),
+    Bad(
+        *("unsafe argument with _", _S, cache(engines=[{"unsafeArgs": ["--hf_overrides={}"]}])),
+        "spec.engines[0].unsafeArgs[0]",
+        *("'--hf_overrides={}' is not a valid argument of vLLM's server", _UNSAFE),
+    ),
+    Bad(
+        *("argument that moves the server", _C, cache(engines=[{"unsafeArgs": ["--port=1"]}])),
+        "spec.engines[0].unsafeArgs[0]",
         *("--port changes the address or protocol of the engine's server", "leave it out"),
     ),
     Bad(
-        *("argument that has a field", _C, cache(engines=[{"args": ["--max_model_len", "9"]}])),
-        *("spec.engines[0].args[0]", "--max-model-len is set by a field of the RagCache"),
-        "set spec.model.maxLength",
+        *("argument that has a field", _C, cache(engines=[{"unsafeArgs": ["--dtype=half"]}])),
+        *("spec.engines[0].unsafeArgs[0]", "--dtype is set by a field of the RagCache"),
+        "set spec.model.dtype",
     ),
     Bad(
-        *("abbreviated argument", _C, cache(engines=[{"args": ["--max_mo=9"]}])),
-        "spec.engines[0].args[0]",
+        *("abbreviated argument", _C, cache(engines=[{"unsafeArgs": ["--max-mo=9"]}])),
+        "spec.engines[0].unsafeArgs[0]",
         "--max-mo, short for --max-model-len, is set by a field of the RagCache",
         "set spec.model.maxLength",
     ),
     Bad(
-        *("engine that wants a key", _C, cache(engines=[{"args": ["--api-key", "secret"]}])),
-        "spec.engines[0].args[0]",
+        *("engine that wants a key", _C, cache(engines=[{"unsafeArgs": ["--api-key=secret"]}])),
+        "spec.engines[0].unsafeArgs[0]",
         *("--api-key makes the engine reject the gateway's requests", "leave it out"),
     ),
     Bad(
         "another connector, by a key of its value",
         _C,
-        cache(engines=[{"args": ["--kv-transfer-config.kv_connector", "x"]}]),
-        "spec.engines[0].args[0]",
-        *("--kv-transfer-config replaces a setting of RagCache", "leave it out"),
+        cache(engines=[{"unsafeArgs": ["--kv-transfer-config.kv_connector=x"]}]),
+        "spec.engines[0].unsafeArgs[0]",
+        *("--kv-transfer-config replaces an argument that RagCache sets", "leave it out"),
     ),
     Bad(
-        "arguments from a file",
+        "one of a family of flags",
         _C,
-        cache(engines=[{"args": ["--config", "/models/serve.yaml"]}]),
-        *("spec.engines[0].args[0]", "--config replaces a setting of RagCache"),
+        cache(engines=[{"unsafeArgs": ["--data-parallel-rank=1"]}]),
+        "spec.engines[0].unsafeArgs[0]",
+        "--data-parallel-rank asks for several ranks, and an engine has one",
+        "leave it out, and set spec.engines[].replicas",
+    ),
+    Bad(
+        "another model under the same name",
+        _C,
+        cache(engines=[{"unsafeArgs": ["--hf-overrides.rope_theta=1"]}]),
+        "spec.engines[0].unsafeArgs[0]",
+        "--hf-overrides changes the model, while stored KV is named by the model's folder",
+        "make a model folder with these settings, and name it with pvc: or path:",
+    ),
+    Bad(
+        "KV of another type",
+        _C,
+        cache(engines=[{"unsafeArgs": ["--kv-cache-dtype=fp8"]}]),
+        "spec.engines[0].unsafeArgs[0]",
+        "--kv-cache-dtype changes or discards KV, which the engine refuses at start",
         "leave it out",
     ),
     Bad(

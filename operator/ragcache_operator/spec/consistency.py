@@ -11,6 +11,7 @@ from ragcache_operator.spec.cluster import (
     TolerationSpec,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
+from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.ragcache import (
     BUNDLED_EMBEDDER,
     BUNDLED_MODELS,
@@ -391,5 +392,6 @@ CONSISTENCY: tuple[Rule, ...] = (
             "is out of range; use 10s to 24h",
         ),
     ),
+    *ENGINE_ARGUMENT_RULES,
     Rule("exactly one source", SourceSpec, "", _is_one_source, ENFORCED_BY_SCHEMA),
 )

@@ -47,6 +47,16 @@ and `ragcache up` fetches them."""
 BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
 
 _GIB = 1 << 30
+# The full name of a flag, because argparse accepts short ones. A key of its value needs a value.
+UnsafeArgument = Annotated[
+    str,
+    Field(max_length=512),
+    StringPattern(
+        r"--[a-z0-9]+(-[a-z0-9]+)*((\.[^=\n]+)?=[^\n]*)?",
+        "argument of vLLM's server",
+        "write the flag's full name and its value as one item, like --model-impl=transformers",
+    ),
+]
 _HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
 _CLAIM = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
 _IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
@@ -287,11 +297,20 @@ class EngineSpec(ManifestModel):
     """Size of the host memory tier of each replica, which holds the variants that it loads most
     often. If unset, the engine loads every variant from the cache store."""
     args: Annotated[
-        tuple[Annotated[str, Field(max_length=512)], ...],
-        Field(strict=False, max_length=64),
+        tuple[Annotated[str, Field(max_length=64)], ...],
+        Field(strict=False, max_length=32),
         ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
-    """Further arguments of vLLM's server. They come last, so they override earlier arguments."""
+    """Further arguments of vLLM's server, each as one item: --flag or --flag=value. They can only
+    be flags that load no code, read no files and work with the cache store."""
+    unsafe_args: Annotated[
+        tuple[UnsafeArgument, ...],
+        Field(strict=False, max_length=16),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Arguments of vLLM's server that RagCache does not check, each as one item: --flag or
+    --flag=value. They can run code in the engine, read its files, publish prompts, or make stored
+    KV wrong. Flags that the engine refuses or that RagCache sets are not allowed here either."""
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each engine pod. By default they follow from kvMemory and
     hostTier."""

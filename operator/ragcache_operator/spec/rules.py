@@ -6,10 +6,9 @@ before each pass, because a webhook is optional. The CLI validates it before it 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -23,7 +22,8 @@ from ragcache_operator.spec import (
     ResourcesSpec,
     StorageSpec,
 )
-from ragcache_operator.spec.manifest import InvalidManifest, parse, parse_unchecked
+from ragcache_operator.spec.consistency import CONSISTENCY
+from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
 from ragcache_operator.spec.validation import (
     NO_CEL_FOR_QUANTITIES,
     CelRule,
@@ -33,111 +33,6 @@ from ragcache_operator.spec.validation import (
     join_path,
     walk_models,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ForbiddenFlags:
-    """Arguments of vLLM's server that ``spec.engines[].args`` must not contain.
-
-    Args:
-        name: The rule in words.
-        problem: What each of the arguments would break.
-        fixes: What to do instead, by argument.
-    """
-
-    name: str
-    problem: str
-    fixes: Mapping[str, str]
-
-    @property
-    def rule(self) -> Rule:
-        """The rule that an engine's args contain none of the flags."""
-        return Rule(
-            self.name,
-            EngineSpec,
-            "args",
-            self._check,
-            CelRule(
-                f"!has(self.args) || !self.args.exists(argument, argument.matches('{self._any}'))",
-                f"contain an argument that {self.problem}; remove {', '.join(self.fixes)}",
-            ),
-        )
-
-    def _check(self, engine: EngineSpec) -> Violation | None:
-        for i, argument in enumerate(engine.args):
-            flag = _flag_of(argument)
-            for forbidden, fix in self.fixes.items():
-                if flag == forbidden:
-                    return Violation(f"{flag} {self.problem}", fix, f"[{i}]")
-                if len(flag) > len("--") and forbidden.startswith(flag):
-                    problem = f"{flag}, short for {forbidden}, {self.problem}"
-                    return Violation(problem, fix, f"[{i}]")
-        return None
-
-    @property
-    def _any(self) -> str:
-        """An RE2 pattern, without backslashes, of every spelling of the flags."""
-        return f"^--({'|'.join(_abbreviations(flag[2:]) for flag in self.fixes)})([=.]|$)"
-
-
-def _flag_of(argument: str) -> str:
-    """Return the flag of an argument as vLLM parses it: with dashes, without value and subkey.
-
-    ``--max_model_len=9`` is ``--max-model-len 9``. ``--kv-transfer-config.kv_role=x`` sets one key
-    of the value of ``--kv-transfer-config``.
-    """
-    return re.split("[=.]", argument, maxsplit=1)[0].replace("_", "-")
-
-
-def _abbreviations(word: str) -> str:
-    """Return a pattern of every prefix of a word, because argparse accepts unique prefixes.
-
-    argparse rejects a prefix of several flags. So the pattern rejects no working argument, as long
-    as no flag of vLLM is itself a prefix of a forbidden flag.
-    """
-    letters = ["[-_]" if letter == "-" else letter for letter in word]
-    return "(".join(letters) + ")?" * (len(letters) - 1)
-
-
-_LEAVE_OUT: Final = "leave it out"
-# API servers limit the cost of one rule's pattern, so the flags form several small groups.
-FORBIDDEN_FLAGS: Final = (
-    ForbiddenFlags(
-        "no arguments that fields set",
-        "is set by a field of the RagCache",
-        {
-            "--model": "set spec.model.source",
-            "--served-model-name": "set spec.model.name",
-            "--max-model-len": "set spec.model.maxLength",
-            "--dtype": "set spec.model.dtype",
-        },
-    ),
-    ForbiddenFlags(
-        "no arguments that change the engine's address",
-        "changes the address or protocol of the engine's server",
-        dict.fromkeys(
-            ("--host", "--port", "--uds", "--root-path", "--grpc", "--headless"), _LEAVE_OUT
-        ),
-    ),
-    ForbiddenFlags(
-        "no arguments that reject the gateway's requests",
-        "makes the engine reject the gateway's requests",
-        dict.fromkeys(
-            ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--tokens-only"), _LEAVE_OUT
-        ),
-    ),
-    ForbiddenFlags(
-        "no arguments that replace the connector",
-        "replaces a setting of RagCache",
-        dict.fromkeys(("--kv-transfer-config", "--config"), _LEAVE_OUT),
-    ),
-)
-"""Arguments that a field sets, and arguments that would disconnect an engine from the platform.
-
-Other arguments are allowed. ``--ssl-ca-certs`` and similar flags have no effect without a
-certificate. ``--data-parallel-size`` and similar flags do not move the server. ``--load-format``
-and ``--tokenizer`` change the answers, but the engine still answers.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +72,10 @@ def find_problems(
     if isinstance(meta, Mapping) and "deletionTimestamp" in meta:
         return []
     try:
-        value = parse(new)
+        value = parse_unchecked(new)
     except InvalidManifest as error:
         return list(error.problems)
-    problems = check_rules(CLUSTER_RULES, value)
+    problems = check_rules((*CONSISTENCY, *CLUSTER_RULES), value)
     if old is not None:
         problems += _forbidden_changes(value, old)
     return problems
@@ -254,7 +149,6 @@ CLUSTER_RULES: tuple[Rule, ...] = (
             "pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
         ),
     ),
-    *(flags.rule for flags in FORBIDDEN_FLAGS),
     Rule(
         "resources exceed the memory tier",
         CacheStoreSpec,

@@ -221,7 +221,8 @@ FULL = [
                 "replicas": 2,
                 "device": "cpu",
                 "kvMemory": 4294967296,
-                "args": ["--max-num-seqs", "8"],
+                "args": ["--max-num-seqs=8"],
+                "unsafeArgs": ["--model-impl=vllm"],
                 "resources": {"memory": "12Gi"},
                 "autoscaling": {"maxReplicas": 3, "queueDepth": 2},
             },
@@ -381,6 +382,7 @@ def test_explain_lists_every_field_with_its_description(server: CrdServer) -> No
         "name",
         "replicas",
         "resources",
+        "unsafeArgs",
     ):
         assert re.search(rf"{name} <[^>]*>", said), name
     assert "Further arguments of vLLM's server" in said

@@ -138,6 +138,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         "--enforce-eager",
         *vllm_arguments(cache),
         *engine.args,
+        *engine.unsafe_args,
     ]
 
 

@@ -122,7 +122,15 @@ def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
 
 
 def test_the_engine_is_vllms_server_with_our_connector() -> None:
-    children = build(engines=[{"kvMemory": "1500Mi", "args": ["--max-num-seqs", "4"]}])
+    children = build(
+        engines=[
+            {
+                "kvMemory": "1500Mi",
+                "args": ["--max-num-seqs=4"],
+                "unsafeArgs": ["--model-impl=vllm"],
+            }
+        ]
+    )
     container = container_of(children, "engine-main")
     assert container["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     arguments = container["args"]
@@ -132,7 +140,7 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    assert arguments[-2:] == ["--max-num-seqs", "4"]
+    assert arguments[-2:] == ["--max-num-seqs=4", "--model-impl=vllm"]
     assert "--otlp-traces-endpoint" not in arguments
     assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert container["resources"]["requests"]["memory"] == "5Gi"

@@ -140,7 +140,7 @@ GOOD = [
         model={"source": "hf:a/b", "tokenSecret": {"name": "hub"}, "maxLength": 8192},
         gateway={"replicas": 2, "autoscaling": {"maxReplicas": 3}, "resources": {"cpu": "1"}},
         retriever={"embedder": {"source": "http://e/v1", "model": "m"}, "chunking": {"size": 64}},
-        engines=[{"name": "a", "args": ["--x"], "kvMemory": "1Gi"}, {"name": "b"}],
+        engines=[{"name": "a", "args": ["--seed=1"], "kvMemory": "1Gi"}, {"name": "b"}],
         cacheStore={"shards": 2, "disk": {"size": "4Gi", "className": "fast"}},
         reuse={"mode": "blend", "maxRecomputeShare": 0.25},
         scheduling={"nodeSelector": {"a": "b"}, "tolerations": [{"key": "a"}]},
