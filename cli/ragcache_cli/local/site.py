@@ -64,11 +64,6 @@ class LocalSite:
         """Return the address on which it listens."""
         return self.bind_address(endpoint)
 
-    def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """Return a socket in the run folder; ZeroMQ would bind a port on every interface."""
-        path = self._socket(f"{endpoint.workload}-{endpoint.port}.sock")
-        return path and f"ipc://{path}"
-
     def cache_store_members(self) -> str:
         """Return the address of the one store."""
         return str(self.address_of(Endpoint("cachestore", "grpc")))

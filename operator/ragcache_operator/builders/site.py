@@ -19,8 +19,6 @@ PORT_NUMBERS: Final = {
     "grpc": 50051,
     "data": 50052,
     "health": 8081,
-    "events": 5557,
-    "replay": 5558,
 }
 """Port numbers by name. A pod runs one component, so the names suffice."""
 
@@ -81,10 +79,6 @@ class Site(Protocol):
 
     def address_of(self, endpoint: Endpoint) -> Address:
         """Return the address under which other components reach it."""
-        ...
-
-    def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """Return the ZeroMQ endpoint that the workload binds. Empty if there is none."""
         ...
 
     def cache_store_members(self) -> str:
@@ -191,10 +185,6 @@ class ClusterSite:
         """Return the address of the Service. Only the gateway's Service has a port of its own."""
         port = self.gateway_port if endpoint.workload == "gateway" else PORT_NUMBERS[endpoint.port]
         return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
-
-    def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """Return a TCP endpoint on every network interface."""
-        return f"tcp://*:{PORT_NUMBERS[endpoint.port]}"
 
     def cache_store_members(self) -> str:
         """Return a mounted file, so that pods follow a change of shards without a restart."""

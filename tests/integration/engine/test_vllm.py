@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
-import zmq
 
 from bench.support.completion import Completion, complete, record_of
 from bench.support.processes import (
@@ -74,30 +72,8 @@ def make_prompt(seed: int, shared: int = 0) -> Prompt:
 def launch(
     folder: Path, model: Path, store: CacheStore, given: Mapping[str, str] | None = None
 ) -> Engine:
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{folder}/events",
-        "replay_endpoint": f"ipc://{folder}/replay",
-    }
-    arguments = (*ENGINE_ARGUMENTS, "--kv-events-config", json.dumps(events))
     settings = {"VLLM_CACHE_ROOT": str(folder / "vllm"), **COMPUTES_PLAIN, **(given or {})}
-    return launch_engine(folder, model, store.address, *arguments, settings=settings)
-
-
-def announced_tokens(folder: Path) -> list[int]:
-    """Return the tokens of all blocks that the engine has announced since its start."""
-    socket: zmq.Socket[bytes]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.rcvtimeo = 30_000
-        socket.connect(f"ipc://{folder}/replay")
-        socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        tokens: list[int] = []
-        while payload := socket.recv_multipart()[-1]:
-            _time, events, *_ = msgspec.msgpack.decode(payload)
-            for event in events:
-                tokens += event["token_ids"] if event["type"] == "BlockStored" else ()
-        return tokens
+    return launch_engine(folder, model, store.address, *ENGINE_ARGUMENTS, settings=settings)
 
 
 @dataclass
@@ -276,16 +252,6 @@ async def test_the_prefill_profile_is_measured_once_and_served(platform: Platfor
     assert found.seconds[-1] == SLOWEST_S
     assert all(0 < seconds < SLOWEST_S for seconds in found.seconds[:-1])
     assert costs.correction > 0
-
-
-def test_loaded_blocks_are_announced(platform: Platform) -> None:
-    prompt = PROMPTS["d"]
-    platform.ask(prompt)
-    whole = prompt.chunk_ends[-1] // 128 * 128
-    tokens = announced_tokens(platform.folder)
-    # In one event, or in several ones.
-    own = list(prompt.token_ids[384:whole])
-    assert any(tokens[at : at + len(own)] == own for at in range(len(tokens)))
 
 
 def test_a_shared_prefix_comes_from_vllms_cache_and_the_rest_from_the_store(

@@ -75,15 +75,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         command=("python", "-m", "vllm.entrypoints.openai.api_server"),
         args=_arguments(cache, engine, site),
         env=_environment(cache, engine, site),
-        ports=(
-            http(engine).port,
-            records(engine).port,
-            *(
-                port
-                for port, endpoint in _event_endpoints(engine, site).items()
-                if endpoint.startswith("tcp:")
-            ),
-        ),
+        ports=(http(engine).port, records(engine).port),
         probes=Probes(site.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S),
         resources=resources(derived, engine.resources),
         replicas=replica_range or engine.replicas,
@@ -131,7 +123,6 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         "--enable-prompt-tokens-details",
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
-        *_kv_events(engine, site),
         # The gateway gives background work the lowest priority, and all requests the same one.
         *(("--scheduling-policy", "priority") if _has_background_requests(cache) else ()),
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
@@ -144,28 +135,6 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
 
 def _has_background_requests(cache: RagCache) -> bool:
     return cache.spec.reuse.precompute or cache.spec.reuse.quality is not None
-
-
-def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
-    """Return arguments for events of the blocks in vLLM's cache, and for their replay."""
-    endpoints = _event_endpoints(engine, site)
-    if not all(endpoints.values()):
-        return []
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": endpoints["events"],
-        "replay_endpoint": endpoints["replay"],
-    }
-    return ["--kv-events-config", _json(config)]
-
-
-def _event_endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
-    """Return the endpoints of its KV events, by port."""
-    return {
-        port: site.zmq_endpoint(Endpoint(workload_name(engine), port))
-        for port in ("events", "replay")
-    }
 
 
 def _json(config: Mapping[str, object]) -> str:

@@ -28,8 +28,6 @@ _EDGES: Final = (
     ("gateway", "retriever", "grpc"),
     ("gateway", "engine", "http"),
     ("gateway", "engine", "grpc"),
-    ("gateway", "engine", "events"),
-    ("gateway", "engine", "replay"),
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
     ("engine", "cachestore", "data"),

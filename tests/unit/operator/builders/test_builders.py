@@ -226,23 +226,17 @@ def test_each_shard_has_its_member_name_and_two_ports() -> None:
     assert "RAGCACHE_DATA_SOCKET" not in env
 
 
-def test_an_engine_publishes_its_cache_events_only_to_gateways() -> None:
+def test_an_engine_publishes_no_events_of_its_cache() -> None:
     children = build()
     container = container_of(children, "engine-main")
-    arguments = container["args"]
-    events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
-    assert events["enable_kv_cache_events"]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert events["endpoint"] == f"tcp://*:{ports['events']}"
-    assert events["replay_endpoint"] == f"tcp://*:{ports['replay']}"
+    assert "--kv-events-config" not in container["args"]
+    ports = {port["containerPort"] for port in container["ports"]}
+    assert ports == {8000, 50051}
+    service = of(children, "Service", "docs-engine-main")
+    assert {port["port"] for port in service["spec"]["ports"]} == ports
     policy = of(children, "NetworkPolicy", "docs-engine")
-    [rule] = [
-        rule
-        for rule in policy["spec"]["ingress"]
-        if {"port": ports["events"], "protocol": "TCP"} in rule["ports"]
-    ]
-    [peer] = rule["from"]
-    assert "gateway" in peer["podSelector"]["matchLabels"].values()
+    allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert allowed == ports
 
 
 def test_the_store_gets_the_settings_of_the_spec() -> None:
