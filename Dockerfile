@@ -111,7 +111,7 @@ LABEL org.opencontainers.image.title="RagCache engine" \
     org.opencontainers.image.description="vLLM with the KV connector of RagCache" \
     org.opencontainers.image.version="$VERSION"
 EXPOSE 8000 50051
-ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
+ENTRYPOINT ["python", "-m", "ragcache_engine.start"]
 
 FROM sources AS build-cachestore
 ARG EXTRA=cachestore

@@ -169,6 +169,11 @@ class ModelSpec(ManifestModel):
     kvMemory."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights and the KV cache. auto uses the data type of the saved weights."""
+    weights: ByteQuantity | None = None
+    """Size of the weights in memory, which the memory request of each engine includes. If unset, it
+    is known for bundled models. For other models it is a guess from the number of parameters in the
+    name, like 8B, at two bytes each, or four with float32. Without such a number it is 0. An engine
+    whose request does not hold the real weights does not start, and reports their size."""
 
     @property
     def parsed_source(self) -> ModelSource:
@@ -312,8 +317,8 @@ class EngineSpec(ManifestModel):
     --flag=value. They can run code in the engine, read its files, publish prompts, or make stored
     KV wrong. Flags that the engine refuses or that RagCache sets are not allowed here either."""
     resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of each engine pod. By default they follow from kvMemory and
-    hostTier."""
+    """Resource requests and limits of each engine pod. By default they follow from the model's
+    weights, kvMemory and hostTier."""
     autoscaling: EngineAutoscalingSpec | None = None
     """Scales the engines between replicas and maxReplicas by queue length. It needs a custom
     metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""

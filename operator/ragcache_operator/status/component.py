@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ragcache_core.cost.engine_memory import INSUFFICIENT_MEMORY_EXIT_CODE
 from ragcache_operator.kube.resources import Object
 
 READY = "AllReplicasReady"
@@ -194,6 +195,8 @@ def _container_problem(name: str, container: Mapping[str, Any]) -> tuple[int, st
         if ended.get("reason") == "OOMKilled":
             return 1, "OutOfMemory", f"{name}: killed because it used more memory than its limit"
         lines = (ended.get("message") or "").strip().splitlines()
+        if ended.get("exitCode") == INSUFFICIENT_MEMORY_EXIT_CODE and lines:
+            return 1, "InsufficientMemory", f"{name}: {lines[-1]}"
         last_line = f": {lines[-1]}" if lines else ""
         return 1, "CrashLooping", f"{name}: exited with code {ended.get('exitCode')}{last_line}"
     return None

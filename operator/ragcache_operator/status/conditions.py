@@ -236,7 +236,7 @@ _WARNINGS = frozenset(
     {
         *("ImagePullFailed", "ConfigError", "CrashLooping", "OutOfMemory", "Unschedulable"),
         *("PodsRefused", "Invalid", "ApplyFailed", "ObjectTaken", "SelfTestFailed"),
-        *("NotServed", "NotMeasured", "MeasurementFailed"),
+        *("NotServed", "NotMeasured", "MeasurementFailed", "InsufficientMemory"),
     }
 )
 """Reasons that need a user's action. The others resolve without one."""

@@ -44,6 +44,11 @@ class EngineSettings(ServiceSettings):
 
     host_tier_bytes: ByteQuantity = setting(0, spec="spec.engines[].hostTier")
     """Host memory for values, pinned where there is a GPU. 0: none."""
+    memory_request_bytes: ByteQuantity | None = setting(
+        None, internal="The kubelet fills in the memory request of the container."
+    )
+    """Memory that the scheduler reserves for the engine, which does not start with less than it
+    needs. Without it, only the memory limit and the machine's memory count."""
     device_pool_bytes: ByteQuantity = setting(
         0, internal="The RagCache offers no device with a pool yet."
     )

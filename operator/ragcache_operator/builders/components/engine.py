@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
+from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_operator.builders.components.model import model_environment, model_mounts
 from ragcache_operator.builders.components.telemetry import vllm_arguments, vllm_environment
+from ragcache_operator.builders.components.weights import weights_bytes
 from ragcache_operator.builders.labels import ENGINE_LABEL
 from ragcache_operator.builders.objects import autoscaling, members, signing_key
 from ragcache_operator.builders.objects.autoscaling import ReplicaRange
@@ -15,7 +17,11 @@ from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS, service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
+from ragcache_operator.builders.pods.environment import (
+    EnvValue,
+    FromResource,
+    settings_environment,
+)
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
@@ -31,10 +37,6 @@ _CONNECTOR: Final = {
     # vLLM's default answers a failed load with an error 500.
     "kv_load_failure_policy": "recompute",
 }
-_PROCESS_BYTES = 3 << 30
-"""Memory of an engine besides its KV: vLLM's processes and the weights of a small model."""
-_QUEUE_DIVISOR = 4
-"""Values that wait to be copied into the host tier take a quarter of its size."""
 _START_S = 1800
 """Time to read the weights of a large model from a slow disk or a hub."""
 _DRAIN_S = 120
@@ -64,15 +66,17 @@ def workload_name(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Return the objects of one group of engines."""
-    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _QUEUE_DIVISOR
-    derived = DerivedResources("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
+    memory = EngineMemory(
+        weights_bytes(cache.spec.model), engine.kv_memory_gib << 30, engine.host_tier_bytes
+    )
+    derived = DerivedResources("1", memory.request_bytes)
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
     )
     workload = Workload(
         component=COMPONENT,
         name=workload_name(engine),
-        command=("python", "-m", "vllm.entrypoints.openai.api_server"),
+        command=("python", "-m", "ragcache_engine.start"),
         args=_arguments(cache, engine, site),
         env=_environment(cache, engine, site),
         ports=(http(engine).port, records(engine).port),
@@ -151,6 +155,7 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, E
             cachestore=site.cache_store_members(),
             signing_key_file=site.signing_key_file(),
             records_listen=str(site.bind_address(records(engine))),
+            memory_request_bytes=FromResource("requests.memory"),
         ),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
         # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The

@@ -35,7 +35,17 @@ class FromField:
     path: str
 
 
-EnvValue = str | FromSecret | FromField
+@dataclass(frozen=True, slots=True)
+class FromResource:
+    """A value that the kubelet reads from the container's resources, like ``requests.memory``.
+
+    Memory is in bytes.
+    """
+
+    name: str
+
+
+EnvValue = str | FromSecret | FromField | FromResource
 
 
 def settings_environment(
@@ -118,4 +128,7 @@ def _variable(name: str, value: EnvValue) -> Object:
     if isinstance(value, FromField):
         field = {"apiVersion": "v1", "fieldPath": value.path}
         return {"name": name, "valueFrom": {"fieldRef": field}}
+    if isinstance(value, FromResource):
+        resource = {"resource": value.name, "divisor": "1"}
+        return {"name": name, "valueFrom": {"resourceFieldRef": resource}}
     return {"name": name, "value": value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import kubernetes_validate
 import pytest
@@ -43,6 +43,9 @@ from tests.helpers.children_parts import (
     workloads_of,
 )
 from tests.helpers.settings import read_settings
+
+SMOLLM2_MIB = 257
+"""Size of the default model's weights, rounded up."""
 
 ROOT = Path(__file__).parents[4]
 LATEST = Capabilities.latest()
@@ -132,7 +135,7 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
         ]
     )
     container = container_of(children, "engine-main")
-    assert container["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert container["command"] == ["python", "-m", "ragcache_engine.start"]
     arguments = container["args"]
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert connector == {
@@ -143,7 +146,7 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
     assert arguments[-2:] == ["--max-num-seqs=4", "--model-impl=vllm"]
     assert "--otlp-traces-endpoint" not in arguments
     assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert container["resources"]["requests"]["memory"] == "5Gi"
+    assert container["resources"]["requests"]["memory"] == f"{5 * 1024 + SMOLLM2_MIB}Mi"
     assert "RAGCACHE_HOST_TIER_BYTES" not in env_of(children, "engine-main")
 
 
@@ -151,7 +154,39 @@ def test_an_engine_has_memory_for_its_host_tier_and_its_queue() -> None:
     children = build(engines=[{"kvMemory": "2Gi", "hostTier": "4Gi"}])
     assert env_of(children, "engine-main")["RAGCACHE_HOST_TIER_BYTES"] == str(4 << 30)
     container = container_of(children, "engine-main")
-    assert container["resources"]["requests"]["memory"] == "10Gi"
+    assert container["resources"]["requests"]["memory"] == f"{10 * 1024 + SMOLLM2_MIB}Mi"
+
+
+@pytest.mark.parametrize(
+    ("model", "weights_bytes"),
+    [
+        ({}, 269_060_552),
+        ({"dtype": "float32"}, 2 * 269_060_552),
+        ({"source": "bundled:tinyrag"}, 5_369_152),
+        ({"source": "hf:meta-llama/Llama-3.1-8B-Instruct"}, 16 * 10**9),
+        ({"source": "hf:Qwen/Qwen3-0.6B", "dtype": "float32"}, 24 * 10**8),
+        ({"source": "hf:Qwen/Qwen3-30B-A3B"}, 60 * 10**9),
+        ({"source": "hf:mistralai/Mixtral-8x7B-Instruct-v0.1"}, 112 * 10**9),
+        ({"source": "pvc:models/llama-70b"}, 140 * 10**9),
+        ({"source": "image:registry.example.com/models/smollm-135m:1"}, 27 * 10**7),
+        ({"source": "pvc:models/ours"}, 0),
+        ({"source": "hf:org/v2b3c"}, 0),
+        ({"source": "hf:meta-llama/Llama-3.1-8B-Instruct", "weights": "5Gi"}, 5 * 2**30),
+    ],
+)
+def test_an_engine_requests_memory_for_the_weights(
+    model: dict[str, Any], weights_bytes: int
+) -> None:
+    container = container_of(build(model=model), "engine-main")
+    requested = parse_quantity(container["resources"]["requests"]["memory"])
+    assert 0 <= requested - (5 * 2**30 + weights_bytes) < 2**20
+
+
+def test_an_engine_learns_the_memory_that_its_container_requests() -> None:
+    container = container_of(build(), "engine-main")
+    [variable] = [v for v in container["env"] if v["name"] == "RAGCACHE_MEMORY_REQUEST_BYTES"]
+    found = {"resource": "requests.memory", "divisor": "1"}
+    assert variable["valueFrom"] == {"resourceFieldRef": found}
 
 
 def test_vllm_exports_spans_to_the_collector_and_starts_no_trace() -> None:

@@ -97,6 +97,14 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
             "OutOfMemory",
             "memory",
         ),
+        (
+            pod(
+                **waiting("CrashLoopBackOff"),
+                lastState={"terminated": {"exitCode": 78, "message": "INFO a\nset weights"}},
+            ),
+            "InsufficientMemory",
+            "set weights",
+        ),
     ],
 )
 def test_a_pod_that_is_not_ready_has_a_reason(found: Any, reason: str, words: str) -> None:

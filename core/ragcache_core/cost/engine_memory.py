@@ -1,0 +1,84 @@
+"""How much host memory an engine needs, and whether it has as much.
+
+The operator derives the memory request from it. The engine compares it at its start with the real
+size of the weights, which the operator cannot always read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ragcache_core.errors import InvalidInput
+
+INSUFFICIENT_MEMORY_EXIT_CODE: Final = 78
+"""Exit code of an engine that would not fit (EX_CONFIG of sysexits.h)."""
+
+MEMORY_REQUEST: Final = "memory request"
+"""Name of the limit that the scheduler reserves. All other limits end the process."""
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+_PROCESS_BYTES: Final = 3 * _GIB
+"""vLLM's processes, their libraries and the activations of a full batch."""
+_LEAST_PROCESS_BYTES: Final = 1 * _GIB
+"""What vLLM's processes take with the smallest model."""
+_QUEUE_DIVISOR: Final = 4
+"""Values that wait to be copied into the host tier take a quarter of its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Sizes of what an engine keeps in host memory, in bytes."""
+
+    weights_bytes: int
+    kv_bytes: int
+    host_tier_bytes: int
+
+    @property
+    def request_bytes(self) -> int:
+        """What the engine should request, rounded up to MiB."""
+        return -(-(self._held_bytes + _PROCESS_BYTES) // _MIB) * _MIB
+
+    @property
+    def least_bytes(self) -> int:
+        """What the engine certainly fills."""
+        return self._held_bytes + _LEAST_PROCESS_BYTES
+
+    @property
+    def _held_bytes(self) -> int:
+        queue_bytes = self.host_tier_bytes // _QUEUE_DIVISOR
+        return self.weights_bytes + self.kv_bytes + self.host_tier_bytes + queue_bytes
+
+
+def check_engine_memory(memory: EngineMemory, limits_bytes: Mapping[str, int]) -> None:
+    """Check that an engine fits into its memory.
+
+    Args:
+        limits_bytes: Limits by name, like ``memory request``.
+
+    Raises:
+        InvalidInput: The engine certainly needs more than one of the limits.
+    """
+    name, limit_bytes = min(limits_bytes.items(), key=lambda item: item[1])
+    if memory.least_bytes <= limit_bytes:
+        return
+    weights = f"{math.ceil(memory.weights_bytes / (_GIB >> 4)) / 16:.4g}Gi"
+    enough = f"{math.ceil(memory.request_bytes / _GIB)}Gi"
+    raise InvalidInput(
+        "spec.engines[].resources",
+        f"the {name} of {_size(limit_bytes)} is too small: the weights take "
+        f"{_size(memory.weights_bytes)}, kvMemory {_size(memory.kv_bytes)}, hostTier "
+        f"{_size(memory.host_tier_bytes)} and vLLM at least {_size(_LEAST_PROCESS_BYTES)}",
+        f"set spec.model.weights to {weights}, which is a guess or 0 if unset, and raise memory "
+        f"and memoryLimit to {enough} where they are set"
+        if name == MEMORY_REQUEST
+        else f"use a {name} of {enough}, or a smaller model, kvMemory or hostTier",
+    )
+
+
+def _size(num_bytes: int) -> str:
+    gib = num_bytes / _GIB
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / _MIB:.0f} MiB"
