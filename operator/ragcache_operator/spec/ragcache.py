@@ -232,6 +232,24 @@ class HTTPRouteSpec(ManifestModel):
     object."""
 
 
+class GatewayLimitsSpec(ManifestModel):
+    """GatewayLimitsSpec sets the limits of each gateway replica. The gateway answers a request
+    above a limit with 429 and Retry-After. Requests about its own state have no limit."""
+
+    questions: Annotated[int, Field(ge=1, le=10_000)] = 128
+    """Maximum number of questions at once, from their arrival to the end of their answers. A larger
+    value needs more memory. It has no effect on how many requests the engines compute at once."""
+    document_requests: Annotated[int, Field(ge=1, le=10_000)] = 64
+    """Maximum number of requests at once that need the retriever alone: those about documents and
+    collections, and searches. Questions do not count."""
+    first_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 120
+    """Maximum time from sending a prompt to an engine to the first token of the answer. It includes
+    the time in the engine's queue. The gateway then answers with 503."""
+    next_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """Maximum time from one token of an answer to the next. The gateway then ends the answer with
+    an error."""
+
+
 class GatewaySpec(ManifestModel):
     """GatewaySpec sets the gateway, which serves the REST API."""
 
@@ -244,6 +262,8 @@ class GatewaySpec(ManifestModel):
     API in the cluster. If unset, the gateway has a fixed number of replicas."""
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each gateway pod."""
+    limits: GatewayLimitsSpec = GatewayLimitsSpec()
+    """Limits of the requests that each replica answers."""
     ingress: IngressSpec | None = None
     """Exposes the gateway through an Ingress. It cannot be combined with httpRoute."""
     http_route: HTTPRouteSpec | None = None

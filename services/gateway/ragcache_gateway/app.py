@@ -18,10 +18,13 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http import chat_routes, document_routes, status_routes
-from ragcache_gateway.http.errors import error_body, from_status, from_validation
-from ragcache_gateway.http.limits import AccessLog, BodyLimit, InFlightLimit, response_to
+from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
+from ragcache_gateway.http.middleware.access_log import AccessLog
+from ragcache_gateway.http.middleware.body_limit import BodyLimit
+from ragcache_gateway.http.middleware.request_limit import RequestLimit
+from ragcache_gateway.http.middleware.request_pools import RequestPools
+from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
 from ragcache_gateway.http.openapi import describe
-from ragcache_gateway.http.request_span import RequestSpans, record_refusal
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_gateway.wiring import connect_services
@@ -56,14 +59,15 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     for router in (chat_routes.router, document_routes.router, status_routes.router):
         app.include_router(router)
+    pools = RequestPools(settings, metrics)
     # The middleware added last is the outermost.
     app.add_middleware(
         BodyLimit,
+        pools=pools,
         max_bytes=settings.body_max_bytes,
-        total_bytes=settings.bodies_max_bytes,
         timeout_s=settings.body_timeout_s,
     )
-    app.add_middleware(InFlightLimit, max_in_flight=settings.max_in_flight, metrics=metrics)
+    app.add_middleware(RequestLimit, pools=pools)
     app.add_middleware(RequestSpans, tracer=spans)
     app.add_middleware(AccessLog, metrics=metrics)
     _translate_errors(app, metrics)

@@ -190,7 +190,7 @@ async def test_the_span_of_a_refused_request_has_the_reason(
 async def test_the_span_of_a_request_above_the_limit_has_the_reason(
     tiny_model: Path, traces: Traces
 ) -> None:
-    async with traced(tiny_model, traces, max_in_flight=0) as gateway:
+    async with traced(tiny_model, traces, max_questions=0) as gateway:
         assert (await ask(gateway, TRACED)).status_code == 429
     [span] = traces.of("gateway")
     assert span.name == "POST"

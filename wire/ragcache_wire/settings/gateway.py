@@ -115,22 +115,30 @@ class GatewaySettings(ServiceSettings):
     )
     """How long answers in flight may go on after SIGTERM. The default suits a terminal."""
 
-    max_in_flight: Count = setting(128, internal=_BOUND)
-    """Requests under /v1 at once. The gateway answers one more with 429."""
+    max_questions: Count = setting(128, spec="spec.gateway.limits.questions")
+    """Questions at once. The gateway answers one more with 429."""
+    max_document_requests: Count = setting(64, spec="spec.gateway.limits.documentRequests")
+    """Requests about documents, collections and searches at once. The gateway answers one more with
+    429. Requests about its own state have no limit."""
+    first_token_timeout_s: Seconds = setting(
+        120.0, spec="spec.gateway.limits.firstTokenTimeoutSeconds"
+    )
+    """Time from sending a prompt to its first token: queueing, loading and prefill."""
+    next_token_timeout_s: Seconds = setting(
+        60.0, spec="spec.gateway.limits.nextTokenTimeoutSeconds"
+    )
+    """Time from one token of an answer to the next."""
     body_max_bytes: Count = setting(8 << 20, internal=_BOUND)
     """Size of one request's body."""
-    bodies_max_bytes: Count = setting(128 << 20, internal=_BOUND)
-    """Size of all bodies in memory at once. The gateway answers a body over it with 429."""
+    bodies_max_bytes: Count = setting(64 << 20, internal=_BOUND)
+    """Size of all bodies in memory at once, of questions and of document requests each. The gateway
+    answers a body over it with 429."""
     body_timeout_s: Seconds = setting(60.0, internal=_BOUND)
     """Time for the whole body of a request to arrive."""
     send_timeout_s: Seconds = setting(60.0, internal=_BOUND)
     """Time for a client to take one event of a stream, before the gateway drops the client."""
     engine_connect_timeout_s: Seconds = setting(2.0, internal=_BOUND)
     """Time to connect to an engine."""
-    first_token_timeout_s: Seconds = setting(120.0, internal=_BOUND)
-    """Time from sending a prompt to its first token: queueing, loading and prefill."""
-    next_token_timeout_s: Seconds = setting(60.0, internal=_BOUND)
-    """Time from one token of an answer to the next."""
     engine_watch_s: Seconds = setting(2.0, internal="A fixed period, which tests shorten.")
     """Time between two health checks of an engine, and between two lookups of the host names."""
     default_max_tokens: Count = setting(512, internal="Requests set max_tokens themselves.")

@@ -71,7 +71,7 @@ class Engine:
             ),
             limits=httpx.Limits(
                 # The health check needs one connection more than the requests.
-                max_connections=settings.max_in_flight + 2,
+                max_connections=settings.max_questions + 2,
                 keepalive_expiry=_KEEPALIVE_S,
             ),
             # Requests inside the cluster do not go through a proxy that the environment names.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.scheduling.retry_after import jitter
 
 UNION_TAG = "~"
 """First character of the schema's union tags, which pydantic adds to paths. No field has it."""
@@ -59,7 +62,15 @@ class ErrorBody(BaseModel):
 
 
 class TooBusy(RagCacheError):
-    """More requests are in flight than the gateway accepts."""
+    """More requests are in flight than the gateway accepts.
+
+    Args:
+        retry_after_s: When there could be a free slot.
+    """
+
+    def __init__(self, problem: str, retry_after_s: float) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +89,18 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def to_http(error: RagCacheError) -> HttpError:
-    """Return status, body and headers for an error."""
+def response_to(error: RagCacheError) -> JSONResponse:
+    """Convert an error to a response, with jitter in ``Retry-After``."""
+    http = to_http(error, random.random())
+    return JSONResponse(http.body, http.status, dict(http.headers))
+
+
+def to_http(error: RagCacheError, unit: float = 0.0) -> HttpError:
+    """Return status, body and headers for an error.
+
+    Args:
+        unit: A random number from 0 to 1, for the jitter of ``Retry-After``.
+    """
     match error:
         case TooLarge():
             body = error_body(str(error), "invalid_request_error", error.field, "too_large")
@@ -96,10 +117,10 @@ def to_http(error: RagCacheError) -> HttpError:
                 "service_unavailable_error",
                 code=f"{error.component}_unavailable",
             )
-            return HttpError(503, body, _retry_after(error.retry_after_s))
+            return HttpError(503, body, _retry_after(error.retry_after_s, unit))
         case TooBusy():
             body = error_body(str(error), "rate_limit_error", code="too_many_requests")
-            return HttpError(429, body, _retry_after(1.0))
+            return HttpError(429, body, _retry_after(error.retry_after_s, unit))
         case _:
             return HttpError(500, error_body(str(error), "server_error", code="internal_error"))
 
@@ -169,5 +190,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
-def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+def _retry_after(wait_s: float, unit: float) -> dict[str, str]:
+    jittered_s = jitter(wait_s, unit)
+    # OpenAI's clients prefer the second header. The first one has whole seconds only.
+    return {
+        "Retry-After": str(math.ceil(jittered_s)),
+        "Retry-After-Ms": str(math.ceil(1e3 * jittered_s)),
+    }

@@ -29,7 +29,8 @@ class Metrics:
         )
         self.in_flight = Gauge(
             "ragcache_gateway_requests_in_flight",
-            "Requests under /v1 being answered.",
+            "Requests being answered, by pool: question, document or status.",
+            ("pool",),
             registry=self.registry,
         )
         self.disconnects = Counter(

@@ -15,7 +15,7 @@ from ragcache_gateway.http.errors import TooBusy, from_status, to_http, value_pa
         (TooLarge("body", "is over", "send less"), 413, "too_large"),
         (NotFound("document", "x", "list them"), 404, "document_not_found"),
         (Unavailable("engine", "is away", 2.5), 503, "engine_unavailable"),
-        (TooBusy("busy"), 429, "too_many_requests"),
+        (TooBusy("busy", 3.0), 429, "too_many_requests"),
         (RagCacheError("odd"), 500, "internal_error"),
     ],
 )
