@@ -304,7 +304,7 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _is_ready(site: Site) -> bool:
-    return (await site.gateway.get("/readyz")).status_code == 200
+    return (await site.gateway.get("/v1/status")).status_code == 200
 
 
 def default_model() -> Path:

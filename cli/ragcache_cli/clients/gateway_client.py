@@ -124,7 +124,7 @@ class GatewayApiClient:
     async def ready_problem(self) -> str | None:
         """Return why the gateway cannot answer questions, or None if it can."""
         try:
-            await self._call("GET", "/readyz")
+            await self._call("GET", "/v1/status")
         except RagCacheError as error:
             return str(error)
         return None

@@ -25,6 +25,7 @@ from ragcache_gateway.http.middleware.request_limit import RequestLimit
 from ragcache_gateway.http.middleware.request_pools import RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
 from ragcache_gateway.http.openapi import describe
+from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_gateway.wiring import connect_services
@@ -75,12 +76,14 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
 
 
 def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
-    async def known(_: Request, error: Exception) -> JSONResponse:
+    async def known(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RagCacheError)
-        if isinstance(error, Unavailable):
-            metrics.upstream_failures.labels(error.component).inc()
         record_refusal(error)
-        return response_to(to_rest_error(error))
+        if not isinstance(error, Unavailable):
+            return response_to(to_rest_error(error))
+        metrics.upstream_failures.labels(error.component).inc()
+        services: GatewayServices = request.app.state.services
+        return response_to(error, services.parts_watch.recovery_s(error.component))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

@@ -19,7 +19,7 @@ from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.http.readiness import Readiness
+from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
 from ragcache_gateway.prompts.conversation import Conversation
@@ -106,7 +106,7 @@ async def connect_services(
             documents=writer,
             retriever=clients.retriever,
             store=clients.store,
-            readiness=Readiness(engines, clients.retriever_health),
+            parts_watch=_start_parts_watch(tools, engines, clients),
         )
 
 
@@ -136,6 +136,13 @@ async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
     tools.stack.push_async_callback(engines.close)
     await engines.start()
     return engines
+
+
+def _start_parts_watch(tools: _Tools, engines: EnginePool, clients: _Clients) -> PartsWatch:
+    watch = PartsWatch(engines, clients.retriever_health, tools.settings.engine_watch_s)
+    watch.start()
+    tools.stack.push_async_callback(watch.close)
+    return watch
 
 
 def _start_precomputer(

@@ -45,7 +45,7 @@ class Fleet:
         return [len(engine.requests) for engine in self.engines.values()]
 
     async def endpoints(self) -> dict[str, Any]:
-        parts = (await self.client.get("/readyz")).json()["parts"]
+        parts = (await self.client.get("/v1/status")).json()["parts"]
         return {
             endpoint["address"].partition(":")[0]: endpoint
             for endpoint in parts["engine"]["endpoints"]
@@ -157,7 +157,7 @@ async def test_a_failed_engine_gets_no_request_until_it_is_healthy(two: Fleet) -
     failing = two.engines["127.0.0.2"]
     failing.healthy, failing.refuse = False, (503, {"error": {"message": "dying"}})
     await two.until_ready("127.0.0.3")
-    response = await two.client.get("/readyz")
+    response = await two.client.get("/v1/status")
     assert response.status_code == 200, "one healthy engine is enough"
     before = len(failing.requests)
     for _ in range(3):
@@ -176,7 +176,7 @@ async def test_all_engines_are_named_if_none_is_healthy(two: Fleet) -> None:
     for engine in two.engines.values():
         engine.healthy, engine.refuse = False, (500, {"error": {"message": "out of blocks"}})
     await two.until_ready()
-    response = await two.client.get("/readyz")
+    response = await two.client.get("/v1/status")
     assert response.status_code == 503
     message = response.json()["error"]["message"]
     assert all(f"{ip}:{two.port}: " in message for ip in two.engines)
@@ -244,7 +244,7 @@ async def test_a_host_without_addresses_has_no_engine(two: Fleet) -> None:
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_unavailable"
     assert NAME in response.json()["error"]["message"]
-    assert NAME in (await two.client.get("/readyz")).json()["error"]["message"]
+    assert NAME in (await two.client.get("/v1/status")).json()["error"]["message"]
 
 
 async def test_a_failing_lookup_removes_no_engine(two: Fleet) -> None:

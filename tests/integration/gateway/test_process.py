@@ -45,7 +45,8 @@ async def test_the_process_runs_without_the_other_components_and_stops_cleanly(
             base_url=f"http://127.0.0.1:{port}", trust_env=False
         ) as client:
             await until_it_answers(client)
-            response = await client.get("/readyz")
+            assert (await client.get("/readyz")).json() == {"status": "ready"}
+            response = await client.get("/v1/status")
             assert response.status_code == 503
             assert "the retriever is not ready" in response.json()["error"]["message"]
             assert "the engine is not ready" in response.json()["error"]["message"]

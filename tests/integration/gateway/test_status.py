@@ -23,12 +23,12 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
 async def until(gateway: World, status: int) -> httpx.Response:
     async with asyncio.timeout(10):
         # A client can only poll.
-        while (response := await gateway.client.get("/readyz")).status_code != status:  # noqa: ASYNC110
+        while (response := await gateway.client.get("/v1/status")).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return response
 
 
-async def test_ready_means_that_the_engine_has_answered(gateway: World) -> None:
+async def test_the_status_says_whether_an_engine_has_answered(gateway: World) -> None:
     response = await until(gateway, 200)
     engine = response.json()["parts"]["engine"]
     assert (engine["ready"], engine["problem"]) == (True, None)
@@ -47,7 +47,9 @@ async def test_ready_means_that_the_engine_has_answered(gateway: World) -> None:
     response = await until(gateway, 503)
     assert "the engine is not ready" in response.json()["error"]["message"]
     assert response.json()["parts"]["retriever"]["ready"] is True
-    assert (await gateway.client.get("/healthz")).status_code == 200
+    assert int(response.headers["Retry-After"]) >= 1
+    for path in ("/healthz", "/readyz"):
+        assert (await gateway.client.get(path)).status_code == 200
 
     gateway.engine.refuse = None
     await until(gateway, 200)

@@ -140,7 +140,8 @@ class GatewaySettings(ServiceSettings):
     engine_connect_timeout_s: Seconds = setting(2.0, internal=_BOUND)
     """Time to connect to an engine."""
     engine_watch_s: Seconds = setting(2.0, internal="A fixed period, which tests shorten.")
-    """Time between two health checks of an engine, and between two lookups of the host names."""
+    """Time between two health checks of an engine or the retriever, and between two lookups of the
+    host names."""
     default_max_tokens: Count = setting(512, internal="Requests set max_tokens themselves.")
     """Length of an answer for which the client sets none, at most a quarter of the context."""
     token_cache_bytes: Count = setting(64 << 20, internal=_BOUND)

@@ -89,17 +89,31 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def response_to(error: RagCacheError) -> JSONResponse:
-    """Convert an error to a response, with jitter in ``Retry-After``."""
-    http = to_http(error, random.random())
+def response_to(error: RagCacheError, recovery_s: float = 0.0) -> JSONResponse:
+    """Convert an error to a response.
+
+    Args:
+        recovery_s: When the part that failed is expected to be up.
+    """
+    http = to_http(error, recovery_s)
     return JSONResponse(http.body, http.status, dict(http.headers))
 
 
-def to_http(error: RagCacheError, unit: float = 0.0) -> HttpError:
+def retry_headers(wait_s: float) -> dict[str, str]:
+    """Return headers that tell clients to retry after this wait, with jitter."""
+    jittered_s = jitter(wait_s, random.random())
+    # OpenAI's clients prefer the second header. The first one has whole seconds only.
+    return {
+        "Retry-After": str(math.ceil(jittered_s)),
+        "Retry-After-Ms": str(math.ceil(1e3 * jittered_s)),
+    }
+
+
+def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
     """Return status, body and headers for an error.
 
     Args:
-        unit: A random number from 0 to 1, for the jitter of ``Retry-After``.
+        recovery_s: When the part that failed is expected to be up. The part may name a later time.
     """
     match error:
         case TooLarge():
@@ -117,10 +131,10 @@ def to_http(error: RagCacheError, unit: float = 0.0) -> HttpError:
                 "service_unavailable_error",
                 code=f"{error.component}_unavailable",
             )
-            return HttpError(503, body, _retry_after(error.retry_after_s, unit))
+            return HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
         case TooBusy():
             body = error_body(str(error), "rate_limit_error", code="too_many_requests")
-            return HttpError(429, body, _retry_after(error.retry_after_s, unit))
+            return HttpError(429, body, retry_headers(error.retry_after_s))
         case _:
             return HttpError(500, error_body(str(error), "server_error", code="internal_error"))
 
@@ -188,12 +202,3 @@ def _shown(value: object) -> str:
     except (TypeError, ValueError):
         return "not usable"
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-
-
-def _retry_after(wait_s: float, unit: float) -> dict[str, str]:
-    jittered_s = jitter(wait_s, unit)
-    # OpenAI's clients prefer the second header. The first one has whole seconds only.
-    return {
-        "Retry-After": str(math.ceil(jittered_s)),
-        "Retry-After-Ms": str(math.ceil(1e3 * jittered_s)),
-    }

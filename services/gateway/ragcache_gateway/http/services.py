@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 
 from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.writer import DocumentWriter
-from ragcache_gateway.http.readiness import Readiness
+from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -26,7 +26,7 @@ class GatewayServices:
     documents: DocumentWriter
     retriever: RetrieverClient
     store: AsyncShardedStore
-    readiness: Readiness
+    parts_watch: PartsWatch
 
 
 def _services_of(request: Request) -> GatewayServices:

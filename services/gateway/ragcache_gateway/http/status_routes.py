@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.quality.report import Verdict
-from ragcache_gateway.http.errors import ErrorDetail
+from ragcache_gateway.http.errors import ErrorDetail, retry_headers
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.readiness import NotReady, Ready, not_ready_message
+from ragcache_gateway.http.parts_watch import Answering, NotAnswering, not_ready_message
 from ragcache_gateway.http.services import Services
 from ragcache_gateway.status.cache import CacheSummary, summarize_cache
 
@@ -24,6 +24,12 @@ class Alive(BaseModel):
     """The process answers."""
 
     status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    """The gateway answers requests."""
+
+    status: Literal["ready"] = "ready"
 
 
 class QualityState(BaseModel):
@@ -44,27 +50,40 @@ class QualityState(BaseModel):
 
 @router.get("/healthz", summary="Whether the process answers")
 async def healthz() -> Alive:
-    """Report that the process answers; /readyz also checks other parts."""
+    """Report that the process answers."""
     return Alive()
 
 
+@router.get("/readyz", summary="Whether the gateway answers requests")
+async def readyz() -> Ready:
+    """Report ready while requests are accepted: a part that is down must not hide the others.
+
+    /v1/status says whether questions can be answered.
+    """
+    return Ready()
+
+
 @router.get(
-    "/readyz",
-    summary="Whether the gateway could answer a question",
-    response_model=Ready,
-    responses={503: {"model": NotReady, "description": "The message names the part."}},
+    "/v1/status",
+    summary="Whether questions can be answered, and which part prevents it",
+    response_model=Answering,
+    responses={
+        **ERRORS,
+        503: {"model": NotAnswering, "description": "The message names the part."},
+    },
 )
-async def readyz(services: Services) -> Response | Ready:
-    """Ready means: the retriever serves, and an engine has answered since it last failed."""
-    parts = await services.readiness.check()
+async def status(services: Services) -> Response | Answering:
+    """Questions need a retriever that serves, and an engine that answered since it last failed."""
+    watch = services.parts_watch
+    parts = watch.parts
     problem = not_ready_message(parts)
     if problem is None:
-        return Ready(parts=parts)
+        return Answering(parts=parts)
     error = ErrorDetail(
         message=problem, type="service_unavailable_error", param=None, code="not_ready"
     )
-    body = NotReady(error=error, parts=parts)
-    return JSONResponse(body.model_dump(), 503, {"Retry-After": "1"})
+    body = NotAnswering(error=error, parts=parts)
+    return JSONResponse(body.model_dump(), 503, retry_headers(watch.longest_recovery_s))
 
 
 @router.get(

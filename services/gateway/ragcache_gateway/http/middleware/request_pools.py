@@ -26,6 +26,7 @@ STATUS_PATHS: Final = frozenset(
         "/v1/cache",
         "/v1/models",
         "/v1/quality",
+        "/v1/status",
     }
 )
 """Paths that tell the gateway's state. Their requests are not limited."""

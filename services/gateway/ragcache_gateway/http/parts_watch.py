@@ -1,0 +1,144 @@
+"""Watches the parts that answers need: whether each one is up, and when one that is not may be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from ragcache_core.errors import RagCacheError
+from ragcache_core.scheduling.retry_after import OutageForecast
+from ragcache_gateway.engines.pool import EnginePool
+from ragcache_gateway.http.errors import ErrorDetail
+from ragcache_wire.clients.health_client import HealthClient
+
+
+class PartReadiness(BaseModel):
+    """Whether one part that the gateway depends on is ready."""
+
+    ready: bool
+    problem: str | None = None
+
+
+class EngineReadiness(PartReadiness):
+    """One engine, by the address of its server."""
+
+    address: str
+    in_flight: int = Field(description="Requests of this gateway that the engine is answering.")
+
+
+class EnginePoolReadiness(PartReadiness):
+    """All engines: ready if one of them is."""
+
+    endpoints: list[EngineReadiness]
+
+
+class AllReadiness(BaseModel):
+    """The parts that an answer needs."""
+
+    retriever: PartReadiness
+    engine: EnginePoolReadiness
+
+
+class Answering(BaseModel):
+    """Every part that an answer needs is ready."""
+
+    status: Literal["answering"] = "answering"
+    parts: AllReadiness
+
+
+class NotAnswering(BaseModel):
+    """A part that an answer needs is not ready."""
+
+    error: ErrorDetail = Field(description="The message names the part.")
+    parts: AllReadiness
+
+
+class PartsWatch:
+    """Asks the retriever for its health periodically, and the pool which engines have failed.
+
+    Args:
+        every_s: Time between two checks.
+    """
+
+    def __init__(self, engines: EnginePool, retriever: HealthClient, every_s: float) -> None:
+        self._engines = engines
+        self._client = retriever
+        self._every_s = every_s
+        self._retriever = PartReadiness(ready=False, problem="it has not answered yet")
+        self._outages = {"retriever": OutageForecast(), "engine": OutageForecast()}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @property
+    def parts(self) -> AllReadiness:
+        """The state of every part that an answer needs, as of the last check."""
+        return AllReadiness(retriever=self._retriever, engine=_engine_pool_readiness(self._engines))
+
+    def recovery_s(self, part: str) -> float:
+        """Return when a part that failed a request is expected to be up; 0 if it is not watched."""
+        outages = self._outages.get(part)
+        return 0.0 if outages is None else outages.remaining_s(time.monotonic())
+
+    @property
+    def longest_recovery_s(self) -> float:
+        """When the last part that is not ready is expected to be up."""
+        states = (("retriever", self.parts.retriever), ("engine", self.parts.engine))
+        return max((self.recovery_s(part) for part, state in states if not state.ready), default=0)
+
+    async def _watch(self) -> None:
+        while True:
+            self._retriever = await _retriever_readiness(self._client)
+            now = time.monotonic()
+            self._outages["retriever"].record(now, is_up=self._retriever.ready)
+            self._outages["engine"].record(now, is_up=self._engines.problem is None)
+            await asyncio.sleep(self._every_s)
+
+
+def not_ready_message(parts: AllReadiness) -> str | None:
+    """Return one line that names the parts that are not ready; None if all are."""
+    return (
+        "; ".join(
+            f"the {name} is not ready: {state.problem}"
+            for name, state in (("retriever", parts.retriever), ("engine", parts.engine))
+            if not state.ready
+        )
+        or None
+    )
+
+
+def _engine_pool_readiness(engines: EnginePool) -> EnginePoolReadiness:
+    return EnginePoolReadiness(
+        ready=engines.problem is None,
+        problem=engines.problem,
+        endpoints=[
+            EngineReadiness(
+                ready=engine.failure is None,
+                problem=engine.failure,
+                address=engine.address,
+                in_flight=engine.in_flight,
+            )
+            for engine in engines.known
+        ],
+    )
+
+
+async def _retriever_readiness(client: HealthClient) -> PartReadiness:
+    try:
+        serving = await client.serving()
+    except RagCacheError as error:
+        return PartReadiness(ready=False, problem=str(error))
+    return PartReadiness(ready=serving, problem=None if serving else "it is not serving yet")
