@@ -64,6 +64,10 @@ class LocalSite:
         """Return the address on which it listens."""
         return self.bind_address(endpoint)
 
+    def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Return no names: clients reach parts by loopback only."""
+        return ()
+
     def cache_store_members(self) -> str:
         """Return the address of the one store."""
         return str(self.address_of(Endpoint("cachestore", "grpc")))

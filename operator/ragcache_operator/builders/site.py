@@ -26,6 +26,7 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+_FULL: Final = "svc.cluster.local"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
 """Mount path of the volume with the model."""
@@ -79,6 +80,10 @@ class Site(Protocol):
 
     def address_of(self, endpoint: Endpoint) -> Address:
         """Return the address under which other components reach it."""
+        ...
+
+    def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Return the names under which clients reach it, beside IP addresses and localhost."""
         ...
 
     def cache_store_members(self) -> str:
@@ -185,6 +190,17 @@ class ClusterSite:
         """Return the address of the Service. Only the gateway's Service has a port of its own."""
         port = self.gateway_port if endpoint.workload == "gateway" else PORT_NUMBERS[endpoint.port]
         return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
+
+    def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Return the names of the Service, with the default domain of a cluster."""
+        service = f"{self.name}-{endpoint.workload}"
+        suffixes = (
+            "",
+            f".{self.namespace}",
+            f".{self.namespace}.svc",
+            f".{self.namespace}.{_FULL}",
+        )
+        return tuple(service + suffix for suffix in suffixes)
 
     def cache_store_members(self) -> str:
         """Return a mounted file, so that pods follow a change of shards without a restart."""

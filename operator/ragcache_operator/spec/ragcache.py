@@ -25,6 +25,7 @@ from ragcache_operator.spec.values import (
     EngineName,
     ForeignName,
     HostName,
+    HostPattern,
     ManifestModel,
     Namespace,
     ObjectMeta,
@@ -35,6 +36,7 @@ from ragcache_operator.spec.values import (
     ServerSchema,
     StorageSpec,
     StringPattern,
+    WebOrigin,
     validation_error,
 )
 
@@ -264,6 +266,25 @@ class GatewaySpec(ManifestModel):
     """Resource requests and limits of each gateway pod."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
     """Limits of the requests that each replica answers."""
+    allowed_hosts: Annotated[
+        tuple[HostPattern, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Further host names under which clients reach the gateway, like rag.example.com. *.example.com
+    allows all names below example.com, and * allows all names. The gateway answers other names with
+    403, so that no web site can have its own name resolve to the gateway (DNS rebinding). Always
+    allowed are IP addresses, localhost, the names of the Service, and the host names of ingress and
+    httpRoute. An httpRoute without host names allows all names."""
+    allowed_origins: Annotated[
+        tuple[WebOrigin, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Origins of web pages that may send requests from a browser, like https://app.example.com, or
+    * for all. The gateway answers pages of other origins with 403, and preflight requests of
+    allowed ones as CORS requires. Programs that are not browsers send no origin and need no
+    entry."""
     ingress: IngressSpec | None = None
     """Exposes the gateway through an Ingress. It cannot be combined with httpRoute."""
     http_route: HTTPRouteSpec | None = None

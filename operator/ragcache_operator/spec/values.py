@@ -153,6 +153,24 @@ HostName = Annotated[
     Field(max_length=253),
     StringPattern(SUBDOMAIN, "host name", "write it like rag.example.com"),
 ]
+HostPattern = Annotated[
+    str,
+    Field(max_length=255),
+    StringPattern(
+        rf"\*|(\*\.)?{SUBDOMAIN}",
+        "host name",
+        "write it like rag.example.com, or *.example.com for all names below, or * for all",
+    ),
+]
+WebOrigin = Annotated[
+    str,
+    Field(max_length=512),
+    StringPattern(
+        r"\*|[a-z][-+.a-z0-9]*://[^\s/,]+",
+        "origin",
+        "write it like https://app.example.com, without a path, or * for all",
+    ),
+]
 SecretEntry = Annotated[
     str,
     Field(max_length=253),

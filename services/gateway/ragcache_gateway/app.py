@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
@@ -21,6 +23,7 @@ from ragcache_gateway.http import chat_routes, document_routes, status_routes
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.body_limit import BodyLimit
+from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
 from ragcache_gateway.http.middleware.request_limit import RequestLimit
 from ragcache_gateway.http.middleware.request_pools import RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
@@ -30,7 +33,16 @@ from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_gateway.wiring import connect_services
 from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.tracing import tracer
+
+EXPOSED_HEADERS: Final = (
+    chat_routes.QUALITY_HEADER,
+    chat_routes.REUSE_HEADER,
+    "Retry-After",
+    "Retry-After-Ms",
+)
+"""Headers that pages of allowed origins may read, beside those that every page may."""
 
 
 def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
@@ -69,6 +81,21 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
         timeout_s=settings.body_timeout_s,
     )
     app.add_middleware(RequestLimit, pools=pools)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
+        )
+    own_host, _ = split_address(settings.listen)
+    app.add_middleware(
+        BrowserGuard,
+        hosts=(own_host, *settings.allowed_hosts),
+        origins=settings.allowed_origins,
+    )
     app.add_middleware(RequestSpans, tracer=spans)
     app.add_middleware(AccessLog, metrics=metrics)
     _translate_errors(app, metrics)

@@ -225,7 +225,7 @@ async def test_a_body_that_never_ends_times_out(tiny_model: Path) -> None:
     async with world(tiny_model, body_timeout_s=0.1) as gateway:
         url = httpx.URL(gateway.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        head = "POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: 100\r\nConnection: close\r\n\r\n{{".encode())
         answer = await asyncio.wait_for(reader.read(), 10)
         writer.close()

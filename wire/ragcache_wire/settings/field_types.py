@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -70,6 +71,12 @@ def _http_url(value: str) -> str:
     return value
 
 
+def _comma_separated(value: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    return tuple(filter(None, (entry.strip() for entry in value.split(","))))
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -104,6 +111,16 @@ Count = Annotated[int, BeforeValidator(whole_number), Accepts("a whole number, 0
 ByteQuantity = Annotated[int, BeforeValidator(_quantity), Accepts("bytes, as 4294967296 or 4Gi")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Accepts("a share from 0 to 1")]
 HttpUrl = Annotated[str, AfterValidator(_http_url), Accepts("a URL like http://collector:4318")]
+HostNames = Annotated[
+    tuple[str, ...],
+    PlainValidator(_comma_separated),
+    Accepts("host names, *.NAME or *, several with commas between"),
+]
+Origins = Annotated[
+    tuple[str, ...],
+    PlainValidator(_comma_separated),
+    Accepts("origins like https://app.example.com, or *, several with commas between"),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     BeforeValidator(_lower),

@@ -12,10 +12,12 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from ragcache_wire.settings.field_types import (
     Address,
     Count,
+    HostNames,
     HttpUrl,
     LogLevel,
     ModelDtype,
     OnOff,
+    Origins,
     Seconds,
     ShardMembers,
     Share,
@@ -115,6 +117,11 @@ class GatewaySettings(ServiceSettings):
     )
     """How long answers in flight may go on after SIGTERM. The default suits a terminal."""
 
+    allowed_hosts: HostNames = setting((), spec="spec.gateway.allowedHosts")
+    """Host names under which clients reach the gateway. The operator adds those of the Service and
+    of the Ingress. IP addresses, localhost and the bound address are always allowed."""
+    allowed_origins: Origins = setting((), spec="spec.gateway.allowedOrigins")
+    """Origins of web pages that may send requests, beside pages of the gateway's own origin."""
     max_questions: Count = setting(128, spec="spec.gateway.limits.questions")
     """Questions at once. The gateway answers one more with 429."""
     max_document_requests: Count = setting(64, spec="spec.gateway.limits.documentRequests")

@@ -154,6 +154,8 @@ def _default(field: FieldInfo) -> str | None:
             return None
         case None:
             return ""
+        case ():
+            return ""
         case bool(value):
             return "on" if value else "off"
         case float(value) if value.is_integer():

@@ -86,8 +86,22 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             model=site.model(model.parsed_source),
             model_name=model.served_name,
             stop_grace_s=str(_STOP_GRACE_S),
+            allowed_hosts=",".join(_allowed_hosts(cache, site)) or None,
+            allowed_origins=",".join(cache.spec.gateway.allowed_origins) or None,
         ),
     }
+
+
+def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
+    """Return the host names of the spec, of the Service and of what exposes it."""
+    gateway = cache.spec.gateway
+    hosts = [*gateway.allowed_hosts, *site.host_names(HTTP)]
+    if gateway.ingress is not None:
+        hosts.append(gateway.ingress.host)
+    if gateway.http_route is not None:
+        # Without host names the route matches those of the Gateway object.
+        hosts += gateway.http_route.hostnames or ("*",)
+    return tuple(dict.fromkeys(hosts))
 
 
 def _engine_address(group: EngineSpec, site: Site) -> EngineAddress:

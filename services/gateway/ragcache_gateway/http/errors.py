@@ -73,6 +73,20 @@ class TooBusy(RagCacheError):
         self.retry_after_s = retry_after_s
 
 
+class Forbidden(RagCacheError):
+    """A browser's request that the settings do not allow.
+
+    Args:
+        header: The header that shows it.
+        value: Its value.
+        setting: Field of the RagCache that would allow it.
+    """
+
+    def __init__(self, header: str, value: str, setting: str) -> None:
+        super().__init__(f"{header}: {_shown(value)} is not allowed; add it to {setting}")
+        self.header = header
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """An error as an HTTP response."""
@@ -118,25 +132,29 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
     match error:
         case TooLarge():
             body = error_body(str(error), "invalid_request_error", error.field, "too_large")
-            return HttpError(413, body)
+            http = HttpError(413, body)
         case InvalidInput():
             body = error_body(str(error), "invalid_request_error", error.field, "invalid_value")
-            return HttpError(400, body)
+            http = HttpError(400, body)
         case NotFound():
             code = f"{error.kind.replace(' ', '_')}_not_found"
-            return HttpError(404, error_body(str(error), "not_found_error", error.kind, code))
+            http = HttpError(404, error_body(str(error), "not_found_error", error.kind, code))
+        case Forbidden():
+            code = f"{error.header.lower()}_not_allowed"
+            http = HttpError(403, error_body(str(error), "permission_error", error.header, code))
         case Unavailable():
             body = error_body(
                 f"{error}; try again",
                 "service_unavailable_error",
                 code=f"{error.component}_unavailable",
             )
-            return HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
+            http = HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
         case TooBusy():
             body = error_body(str(error), "rate_limit_error", code="too_many_requests")
-            return HttpError(429, body, retry_headers(error.retry_after_s))
+            http = HttpError(429, body, retry_headers(error.retry_after_s))
         case _:
-            return HttpError(500, error_body(str(error), "server_error", code="internal_error"))
+            http = HttpError(500, error_body(str(error), "server_error", code="internal_error"))
+    return http
 
 
 def from_status(status: int, method: str, path: str, detail: str) -> HttpError:

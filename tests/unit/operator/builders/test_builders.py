@@ -623,3 +623,26 @@ def test_the_key_belongs_to_one_object() -> None:
 @given(specs)
 def test_no_built_object_contains_a_secret(spec: Object) -> None:
     assert not kinds_of(children_of(make_cache(**spec)), "Secret")
+
+
+def allowed_hosts(**gateway: Any) -> list[str]:
+    return env_of(build(gateway=gateway), "gateway")["RAGCACHE_ALLOWED_HOSTS"].split(",")
+
+
+def test_the_gateway_knows_the_names_under_which_clients_reach_it() -> None:
+    service = ["docs-gateway", "docs-gateway.team", "docs-gateway.team.svc"]
+    names = [*service, "docs-gateway.team.svc.cluster.local"]
+    assert allowed_hosts() == names
+    assert allowed_hosts(ingress={"host": "rag.example.com"}) == [*names, "rag.example.com"]
+    route = {"gateway": "edge", "hostnames": ["a.example.com"]}
+    assert allowed_hosts(httpRoute=route) == [*names, "a.example.com"]
+    assert allowed_hosts(httpRoute={"gateway": "edge"}) == [*names, "*"]
+    assert allowed_hosts(allowedHosts=["*.example.com"]) == ["*.example.com", *names]
+
+
+def test_the_gateway_gets_its_allowed_origins() -> None:
+    assert "RAGCACHE_ALLOWED_ORIGINS" not in env_of(build(), "gateway")
+    origins = ["https://app.example.com", "chrome-extension://abc"]
+    env = env_of(build(gateway={"allowedOrigins": origins}), "gateway")
+    told = read_settings(GatewaySettings, without_mounts(env))
+    assert told.allowed_origins == tuple(origins)

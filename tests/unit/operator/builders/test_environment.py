@@ -25,6 +25,7 @@ from tests.helpers.children_parts import build, container_of, make_cache
 
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
+    "gateway": {"allowedOrigins": ["*"]},
     "retriever": {
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}}
     },

@@ -127,7 +127,9 @@ BAD_SPECS = {
         "engines": [{"kvmemory": "1Gi"}]
     },
     "spec.gateway.zebra: unknown field; the fields here are port, replicas, autoscaling, "
-    "resources, limits, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "resources, limits, allowedHosts, allowedOrigins, ingress, httpRoute": {
+        "gateway": {"zebra": True}
+    },
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },
