@@ -136,6 +136,14 @@ def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> fl
     )
 
 
+def admission_gap_closed(results: Sequence[Result]) -> dict[str, float]:
+    """Return the mean gap closed by the default policy with each admission."""
+    return {
+        name: gap_closed(results, [result.admissions[name] for result in results])
+        for name in ADMISSION_NAMES
+    }
+
+
 def ratio(results: Sequence[Result], above: str, below: str) -> float:
     """Return the saved prefill seconds of one policy over another in ``exact``."""
     return statistics.geometric_mean(
@@ -151,10 +159,6 @@ def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str,
     told = [result for result in results if result.infinite_by_compute >= SMALLEST_GAP_SHARE]
     by_policy = {
         name: gap_closed(told, [result.policies[name] for result in told]) for name in POLICY_NAMES
-    }
-    by_admission = {
-        name: gap_closed(told, [result.admissions[name] for result in told])
-        for name in ADMISSION_NAMES
     }
     by_default = [
         result.admissions[default_admission(leaves_only=result.trace.exact)] for result in told
@@ -172,7 +176,10 @@ def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str,
         "pgdsf_without_clock_over_lfu": round(ratio(told, WITHOUT_CLOCK, "lfu"), 3),
         "pgdsf_over_gdsf": round(ratio(told, "pgdsf", "gdsf"), 3),
         "pgdsf_ratios_of": "share of prefill seconds saved, exact mode",
-        "admission_gap_closed": rounded(by_admission),
+        "admission_gap_closed": {
+            "exact": rounded(admission_gap_closed([one for one in told if one.trace.exact])),
+            "blend": rounded(admission_gap_closed([one for one in told if not one.trace.exact])),
+        },
         "admission_written_bytes": rounded(written(told)),
         "best_named_policy": max(by_policy, key=by_policy.__getitem__),
         "clairvoyant_beaten": beaten(results),

@@ -317,7 +317,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         "admission",
         _admission_fits_the_policy,
         CelRule(
-            "self.admission != 'score' || self.policy == 'score'",
+            "!has(self.admission) || self.admission != 'score' || self.policy == 'score'",
             "score requires policy score, and policy is another one; use policy score, or "
             "admission always or secondTouch",
         ),

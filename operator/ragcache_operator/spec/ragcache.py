@@ -413,11 +413,12 @@ class CacheStoreSpec(ManifestModel):
     """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
     per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of
     the RAGCache and Cache-Craft papers."""
-    admission: Literal["always", "secondTouch", "score"] = "always"
+    admission: Literal["always", "secondTouch", "score"] | None = None
     """Admission policy of the disk tier. always writes every variant in the background. secondTouch
     writes a variant at its first read. score writes a variant whose score is above that of the
-    variants it displaces; it requires policy score. A variant that is not on disk is lost when the
-    memory tier evicts it or the shard restarts."""
+    variants it displaces; it requires policy score. If unset, it is score for reuse mode blend with
+    policy score, and always otherwise. A variant that is not on disk is lost when the memory tier
+    evicts it or the shard restarts."""
     precision: PrecisionSpec = PrecisionSpec()
     """Codecs of attention keys and values."""
     replication: ReplicationSpec = ReplicationSpec()

@@ -84,7 +84,7 @@ class CacheStoreSettings(ServiceSettings):
     admission: Literal["always", "second-touch", "score"] = setting(
         "always", spec="spec.cacheStore.admission"
     )
-    """What is written to the disk. The default is score for reuse blend with policy score."""
+    """What is written to the disk. For reuse blend with policy score the default is score."""
     precision: Annotated[
         Literal["harag", "score"] | Precision,
         PlainValidator(_precision),

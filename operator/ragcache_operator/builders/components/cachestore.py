@@ -98,7 +98,8 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             own_address=site.shard_address(SHARDS),
             data_dir=site.data_dir(COMPONENT),
             disk_bytes=str(_disk_tier_bytes(store.disk)),
-            admission=_ADMISSIONS[store.admission],
+            # Without it, the store takes the default for its policy and reuse mode.
+            admission=_ADMISSIONS[store.admission] if store.admission else None,
             precision=str(_precision(store.precision)),
         ),
     }

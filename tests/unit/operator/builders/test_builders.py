@@ -276,7 +276,7 @@ def test_an_engine_publishes_no_events_of_its_cache() -> None:
 
 def test_the_store_gets_the_settings_of_the_spec() -> None:
     env = env_of(build(), "cachestore")
-    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("score", "always")
+    assert env["RAGCACHE_POLICY"] == "score"
     assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native", "on")
     assert "RAGCACHE_OTLP_ENDPOINT" not in env
     children = build(
@@ -345,6 +345,23 @@ def test_the_store_fits_its_volume_and_memory() -> None:
 def test_resources_are_derived_and_may_be_overridden(resources: Object, rendered: Object) -> None:
     children = build(cacheStore={"memory": "1Gi", "resources": resources})
     assert container_of(children, "cachestore")["resources"] == rendered
+
+
+@pytest.mark.parametrize(
+    ("spec", "admission"),
+    [
+        ({}, "always"),
+        ({"reuse": {"mode": "blend"}}, "score"),
+        ({"reuse": {"mode": "blend"}, "cacheStore": {"policy": "lru"}}, "always"),
+        ({"reuse": {"mode": "blend"}, "cacheStore": {"admission": "always"}}, "always"),
+        ({"cacheStore": {"admission": "secondTouch"}}, "second-touch"),
+    ],
+)
+def test_the_store_of_a_platform_has_the_admission_that_did_best(
+    spec: Object, admission: str
+) -> None:
+    env = {**env_of(build(**spec), "cachestore"), "RAGCACHE_OWN_ADDRESS": "docs-0:50051"}
+    assert read_settings(CacheStoreSettings, env).admission == admission
 
 
 def test_the_gateways_service_has_the_port_of_the_spec() -> None:

@@ -30,6 +30,7 @@ EVERYTHING: dict[str, Any] = {
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}}
     },
     "engines": [{"hostTier": "1Gi"}],
+    "cacheStore": {"admission": "always"},
     "reuse": {"mode": "blend", "quality": 0.9},
     "telemetry": {"otlp": {"endpoint": "http://collector:4318"}},
 }
