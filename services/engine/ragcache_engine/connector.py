@@ -115,7 +115,7 @@ class _ProfileMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Reuses the KV of chunks in an unpatched vLLM."""
+    """Loads the KV of chunks into vLLM's cache, and saves what vLLM computes."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
