@@ -205,7 +205,8 @@ class PutCompletion:
 class Deletion:
     """What one delete covers. A store applies each id once.
 
-    A deletion names at least one thing. Everything computed after a named chunk is deleted too.
+    A deletion that is sent names at least one thing. Everything computed after a named chunk is
+    deleted too. In the log of one store, a deletion that names nothing covers everything before it.
 
     Attributes:
         documents: Ids of documents of domain.
@@ -220,6 +221,16 @@ class Deletion:
     domain: str = ""
     made_at_ms: int = 0
 
+    @property
+    def num_names(self) -> int:
+        """Number of the chunks, variants and documents that it names."""
+        return len(self.chunks) + len(self.variants) + len(self.documents)
+
+    @property
+    def names_nothing(self) -> bool:
+        """Whether it covers everything that was stored before it."""
+        return not (self.num_names or self.domain)
+
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
@@ -227,6 +238,35 @@ class Tombstone:
 
     sequence: int
     deletion: Deletion
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenDeletes:
+    """The last delete that a store has forgotten. All deletes before it are forgotten as well.
+
+    Attributes:
+        sequence: Its number among the deletes of that store; 0 if none is forgotten.
+        applied_at_ms: Unix time at which the store applied it.
+    """
+
+    sequence: int = 0
+    applied_at_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionBatch:
+    """Deletes that one store has applied, in order, as another store pulls them.
+
+    Attributes:
+        store: Id of the data folder (ID_BYTES).
+        sequence: Sequence of the last delete that the batch covers. The next pull begins after it.
+        incomplete: Deletes before this batch were forgotten, and the puller has not pulled them.
+    """
+
+    store: bytes
+    sequence: int
+    incomplete: bool
+    deletions: tuple[Deletion, ...]
 
 
 class EventKind(StrEnum):

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import (
     Ack,
     Deletion,
+    DeletionBatch,
     Event,
     Hello,
     LookupAnswer,
@@ -41,7 +42,7 @@ from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.tcp_transport import TcpTransport
 from ragcache_kv.transport.transport import SERVICE, Transport, ValueRequest, to_unavailable
 from ragcache_kv.values.conversions import (
-    from_deletion,
+    from_deletion_batch,
     from_event,
     from_hello,
     from_lookup_reply,
@@ -49,6 +50,7 @@ from ragcache_kv.values.conversions import (
     to_deletion,
     to_key,
     to_lookup_request,
+    to_pull_positions,
     to_use_report,
 )
 from ragcache_kv.values.outgoing_value import OutgoingValue
@@ -256,20 +258,22 @@ class StoreClient:
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         return self._call(self._stub.Delete, request, timeout_s).removed
 
-    def tombstones(self, since_ms: int, idle_s: float = DELETE_TIMEOUT_S) -> Iterator[Deletion]:
-        """Return the deletes that the store has applied since a time, in that order.
+    def tombstones(
+        self, pulled: Mapping[bytes, int], idle_s: float = DELETE_TIMEOUT_S
+    ) -> Generator[DeletionBatch, None, None]:
+        """Return the deletes that the store has applied and the caller has not pulled, in order.
 
-        A caller that stops early ends the call.
+        There is at least one batch. A caller that stops early ends the call.
 
         Args:
-            since_ms: Unix time.
-            idle_s: Time that the next one may take. There may be many.
+            pulled: By store id, the sequence of the last batch that the caller has applied.
+            idle_s: Time that the next batch may take. There may be many.
 
         Raises:
             Unavailable: The store does not answer in time.
         """
         self._require_own()
-        request = pb.TombstonesRequest(since_ms=since_ms)
+        request = pb.TombstonesRequest(pulled=to_pull_positions(pulled))
         call: Any = self._stub.Tombstones(request, metadata=metadata(traceparent()))
         return _read_deletions(call, idle_s)
 
@@ -468,7 +472,7 @@ def _events(call: Any) -> Iterator[Event]:
         call.cancel()
 
 
-def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
+def _read_deletions(call: Any, idle_s: float) -> Generator[DeletionBatch, None, None]:
     waiting_since: list[float] = [time.monotonic()]  # empty while the caller works
     ended = threading.Event()
 
@@ -482,7 +486,7 @@ def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
     try:
         for message in call:
             waiting_since.clear()
-            yield _read(partial(from_deletion, "deletion", message))
+            yield _read(partial(from_deletion_batch, message))
             waiting_since.append(time.monotonic())
     except grpc.RpcError as error:
         raise from_rpc_error(SERVICE, error) from error

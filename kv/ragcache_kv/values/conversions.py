@@ -35,6 +35,7 @@ from ragcache_core.store_api import (
     AsOf,
     ChunkVariants,
     Deletion,
+    DeletionBatch,
     Event,
     EventKind,
     Hello,
@@ -627,6 +628,42 @@ def from_deletion(field: str, message: pb.Deletion) -> Deletion:
         documents=tuple(documents),
         domain=from_name(f"{field}.domain", message.domain),
         made_at_ms=message.made_at_ms,
+    )
+
+
+def to_pull_positions(positions: Mapping[bytes, int]) -> list[pb.PullPosition]:
+    """Convert the sequences up to which the deletes of other stores are pulled."""
+    return [pb.PullPosition(store=store, sequence=at) for store, at in positions.items()]
+
+
+def from_pull_positions(field: str, messages: Sequence[pb.PullPosition]) -> dict[bytes, int]:
+    """Read the sequences up to which deletes are pulled. Raises InvalidInput, TooLarge."""
+    check_count(field, len(messages))
+    return {
+        _from_id(f"{field}[{i}].store", message.store): message.sequence
+        for i, message in enumerate(messages)
+    }
+
+
+def to_deletion_batch(batch: DeletionBatch) -> pb.DeletionBatch:
+    """Convert the deletes that another store pulls."""
+    return pb.DeletionBatch(
+        store=batch.store,
+        sequence=batch.sequence,
+        incomplete=batch.incomplete,
+        deletions=map(to_deletion, batch.deletions),
+    )
+
+
+def from_deletion_batch(message: pb.DeletionBatch) -> DeletionBatch:
+    """Read the deletes that another store sent. Raises InvalidInput, TooLarge."""
+    return DeletionBatch(
+        store=_from_id("store", message.store),
+        sequence=message.sequence,
+        incomplete=message.incomplete,
+        deletions=tuple(
+            [from_deletion(f"deletions[{i}]", one) for i, one in enumerate(message.deletions)]
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from ragcache_cachestore.background.encoding_swapper import EncodingSwapper
 from ragcache_cachestore.background.housekeeping import Housekeeping
 from ragcache_cachestore.background.sweeper import Sweeper
 from ragcache_cachestore.background.tier_mover import TierMover
-from ragcache_cachestore.deletes import Deletes
+from ragcache_cachestore.deletes import MAX_TOMBSTONE_BYTES, Deletes
 from ragcache_cachestore.puts import Puts
 from ragcache_cachestore.reads import Reads
 from ragcache_cachestore.recovery import recover
@@ -29,6 +29,9 @@ from ragcache_cachestore.variants import VariantAccess
 from ragcache_core.eviction import DEFAULT_POLICY, make_policy
 from ragcache_core.eviction.admission import make_admission
 
+FORGET_INTERVAL_S = 60.0
+"""Interval at which the deletes are forgotten whose lifetime is over."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
@@ -44,6 +47,7 @@ class StoreOptions:
         clock: Returns monotonic seconds.
         wall_ms: Returns the Unix time in milliseconds.
         free_bytes: Returns the free bytes of the folder's volume.
+        max_tombstone_bytes: Bound of the memory for tombstones.
     """
 
     memory_bytes: int
@@ -55,6 +59,7 @@ class StoreOptions:
     clock: Callable[[], float] = time.monotonic
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
     free_bytes: Callable[[], int] | None = None
+    max_tombstone_bytes: int = MAX_TOMBSTONE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,16 @@ def open_components(folder: Path, options: StoreOptions) -> StoreComponents:
         )
         resources.callback(mover.close)
         housekeeping = Housekeeping(state, mover, disk_tier, metadata, status_page, options.wall_ms)
-        sweeper = Sweeper(options.clock, housekeeping.tasks())
+        deletes = Deletes(
+            state,
+            mover,
+            metadata,
+            status_page,
+            options.wall_ms,
+            max_tombstone_bytes=options.max_tombstone_bytes,
+        )
+        tasks = [*housekeeping.tasks(), (FORGET_INTERVAL_S, deletes.forget)]
+        sweeper = Sweeper(options.clock, tasks)
         recover(state, mover, metadata, disk_tier, options.wall_ms())
         return StoreComponents(
             memory_tier=memory_tier,
@@ -135,7 +149,7 @@ def open_components(folder: Path, options: StoreOptions) -> StoreComponents:
                 leaves_only=leaves_only,
                 sweep_soon=sweep_soon,
             ),
-            deletes=Deletes(state, mover, metadata, status_page, options.wall_ms),
+            deletes=deletes,
             variants=VariantAccess(state, mover),
             swapper=EncodingSwapper(state, memory_tier, mover),
             stats=StatsReader(state, lambda: mover.writer.backlog),

@@ -1,22 +1,48 @@
-"""The delete path: write tombstones, drop what they cover, report them to other shards."""
+"""The delete path: write tombstones, drop what they cover, report them to other shards.
+
+A delete must not be forgotten in a way that serves again what it removed. Before a delete is
+forgotten, what it covers is removed from disk. Afterwards the store refuses every put that had not
+seen it (``Tombstones.covers``), and tells a shard that pulls later that it has missed deletes.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from ragcache_cachestore.background.tier_mover import TierMover
 from ragcache_cachestore.state.store_state import StoreState
 from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_cachestore.storage.status_page import StatusPage
+from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import ID_BYTES, Deletion, Tombstone
+from ragcache_core.store_api import (
+    ID_BYTES,
+    Deletion,
+    DeletionBatch,
+    ForgottenDeletes,
+    Tombstone,
+)
 
 log = logging.getLogger(__name__)
+
+MAX_TOMBSTONE_BYTES = 64 << 20
+"""Bound of the memory for tombstones: some 50,000 deletes of eight chunks."""
+
+KEPT_SHARE = 0.875
+"""Share of the bound that is kept when it is exceeded, so that not every delete forgets another."""
+
+FORGET_BATCH = 256
+"""Deletes that are forgotten while the store's lock is held once."""
+
+PULL_BATCH = 256
+PULL_BATCH_NAMES = 1024
+"""A message to another shard ends with the delete that reaches one of these bounds."""
 
 
 class Deletes:
@@ -24,6 +50,7 @@ class Deletes:
 
     Args:
         wall_ms: Returns the Unix time in milliseconds.
+        max_tombstone_bytes: See MAX_TOMBSTONE_BYTES.
     """
 
     def __init__(
@@ -33,18 +60,20 @@ class Deletes:
         metadata: MetadataDb,
         status_page: StatusPage,
         wall_ms: Callable[[], int],
+        *,
+        max_tombstone_bytes: int = MAX_TOMBSTONE_BYTES,
     ) -> None:
         self._state = state
         self._mover = mover
         self._metadata = metadata
         self._status_page = status_page
         self._wall_ms = wall_ms
+        self._max_tombstone_bytes = max_tombstone_bytes
 
     def apply(self, deletions: Sequence[Deletion]) -> int:
         """Apply deletions with one sync of the disk. Return how many variants were removed.
 
-        A deletion whose id was applied before is ignored. So is one that is older than deletes
-        live, because it would remove what was put since. The store adds a missing id or time.
+        A deletion whose id was applied before is ignored. The store adds a missing id or time.
 
         Raises:
             Unavailable: The disk refuses. Nothing has changed.
@@ -55,31 +84,30 @@ class Deletes:
         with self._state.delete_lock:
             with self._state.lock:
                 new = [one for one in by_id.values() if one.id not in self._state.tombstones]
-                first = self._state.tombstones.last_sequence + 1
             if not new:
                 return 0
-            tombstones = [Tombstone(sequence, one) for sequence, one in enumerate(new, first)]
-            self._metadata.put_tombstones(tombstones)
-            for tombstone in tombstones:
+            for tombstone in self._put_tombstones(new):
                 num_removed += self._apply_one(tombstone, now_ms)
         self._state.telemetry.deleted(num_removed)
         self._mover.try_free_dropped_copies()
+        self._forget_excess()
         return num_removed
 
     @staticmethod
     def _complete(deletions: Sequence[Deletion], now_ms: int) -> list[Deletion]:
-        """Add missing ids and times, and leave out the deletes older than their lifetime."""
+        """Add missing ids and times."""
         dated = [
             one if 0 < one.made_at_ms <= now_ms else replace(one, made_at_ms=now_ms)
             for one in deletions
         ]
-        recent = [one for one in dated if one.made_at_ms > now_ms - LIFETIME_MS]
-        if len(recent) < len(deletions):
-            log.warning(
-                "deletes: ignored deletes older than their lifetime count=%d",
-                len(deletions) - len(recent),
-            )
-        return [replace(one, id=one.id or os.urandom(ID_BYTES)) for one in recent]
+        return [replace(one, id=one.id or os.urandom(ID_BYTES)) for one in dated]
+
+    def _put_tombstones(self, new: Sequence[Deletion]) -> list[Tombstone]:
+        """Write tombstones durably. The caller has the delete lock. Raises Unavailable."""
+        first = self._state.tombstones.last_sequence + 1
+        tombstones = [Tombstone(sequence, one) for sequence, one in enumerate(new, first)]
+        self._metadata.put_tombstones(tombstones)
+        return tombstones
 
     def _apply_one(self, tombstone: Tombstone, now_ms: int) -> int:
         with self._state.lock:
@@ -91,16 +119,113 @@ class Deletes:
             self._state.memory_freed.notify_all()
         return len(covered)
 
-    def since(self, since_ms: int) -> list[Deletion]:
-        """Return the deletes applied here since a Unix time, in that order.
+    def drop_all(self) -> int:
+        """Drop every variant, and refuse the puts that are planned before now. Return their number.
 
-        The deletes found at start count as applied at the start. Deletes that are about to be
-        forgotten are left out, so that no shard remembers them again.
+        Another shard has forgotten deletes that this store has never seen. They may cover any
+        variant that it has. Other shards do not learn of this.
+
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
         """
-        oldest_ms = self._wall_ms() - LIFETIME_MS
+        now_ms = self._wall_ms()
+        num_removed = 0
+        with self._state.delete_lock:
+            everything = Deletion(os.urandom(ID_BYTES), made_at_ms=now_ms)
+            (tombstone,) = self._put_tombstones([everything])
+            with self._state.lock:
+                self._state.tombstones.add(tombstone, now_ms)
+            for variant in self._state.in_batches():
+                with self._state.lock:
+                    if (
+                        self._state.catalog.contains(variant)
+                        and variant.delete_sequence < tombstone.sequence
+                    ):
+                        self._status_page.count_withdrawal()
+                        self._state.drop(variant, Miss.EVICTED)
+                        num_removed += 1
+            with self._state.lock:
+                self._state.memory_freed.notify_all()
+        self._mover.try_free_dropped_copies()
+        return num_removed
+
+    def after(self, sequence: int) -> DeletionBatch:
+        """Return the next deletes after a sequence. The last batch is the one without progress."""
+        # No delete is forgotten between the two reads.
+        with self._state.delete_lock:
+            tombstones = self._state.tombstones
+            last, forgotten = tombstones.last_sequence, tombstones.forgotten.sequence
+            incomplete = sequence < forgotten
+            if sequence > last:  # the volume was restored from an older copy
+                incomplete, sequence = True, 0
+            found, reached = self._read_batch(sequence)
+        deletions = [one for one in found if not one.names_nothing]
+        return DeletionBatch(self._state.store_id, reached or last, incomplete, tuple(deletions))
+
+    def _read_batch(self, sequence: int) -> tuple[list[Deletion], int]:
+        """Read deletes after a sequence. Also return the last one's, or 0 if there are no more."""
+        found: list[Deletion] = []
+        num_names = 0
+        for tombstone in self._metadata.tombstones(sequence):
+            found.append(tombstone.deletion)
+            num_names += tombstone.deletion.num_names
+            if len(found) == PULL_BATCH or num_names >= PULL_BATCH_NAMES:
+                return found, tombstone.sequence
+        return found, 0
+
+    def pull_positions(self) -> Mapping[bytes, int]:
+        """Return up to which sequence the deletes of other stores are applied here."""
+        return self._metadata.pull_positions
+
+    def note_pulled(self, store: bytes, sequence: int) -> None:
+        """Note that the deletes of another store are applied here up to a sequence.
+
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
+        """
+        if self._metadata.pull_positions.get(store) != sequence:
+            self._metadata.put_pull_position(store, sequence, self._wall_ms())
+
+    def forget(self) -> None:
+        """Forget the deletes whose lifetime is over, and the oldest above the bound of memory.
+
+        Raises:
+            Unavailable: The disk refuses.
+        """
         with self._state.lock:
-            tombstones = self._state.tombstones.since(since_ms)
-        return [one.deletion for one in tombstones if one.deletion.made_at_ms > oldest_ms]
+            excess = self._state.tombstones.num_bytes > self._max_tombstone_bytes
+        max_bytes = int(self._max_tombstone_bytes * (KEPT_SHARE if excess else 1))
+        before_ms = self._wall_ms() - LIFETIME_MS
+        while self._forget_batch(before_ms, max_bytes):
+            pass
+
+    def _forget_excess(self) -> None:
+        with self._state.lock:
+            excess = self._state.tombstones.num_bytes > self._max_tombstone_bytes
+        if not excess:
+            return
+        try:
+            self.forget()
+        except Unavailable as error:  # the delete is applied; housekeeping tries again
+            log.warning("deletes: cannot forget old deletes error=%s", error)
+
+    def _forget_batch(self, before_ms: int, max_bytes: int) -> int:
+        """Forget up to FORGET_BATCH of the oldest deletes. Return how many."""
+        with self._state.delete_lock:
+            with self._state.lock:
+                count = self._state.tombstones.num_due(before_ms, max_bytes, FORGET_BATCH)
+            if not count:
+                return 0
+            # What they cover must be removed from disk before they are forgotten.
+            self._mover.free_dropped_copies()
+            self._metadata.sync()
+            oldest = list(islice(self._metadata.tombstones(), count))
+            applied_ms = self._state.tombstones.applied_ms(count)
+            sequences = [one.sequence for one in oldest]
+            self._metadata.drop_tombstones(sequences, ForgottenDeletes(sequences[-1], applied_ms))
+            with self._state.lock:
+                self._state.tombstones.forget(oldest)
+        return count
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant without a tombstone. Return whether it was stored."""

@@ -36,11 +36,11 @@ def recover(
             "recovery: dropped all values, because deletes may be missed away_h=%.0f",
             away_ms / 3.6e6,
         )
-        metadata.clear()
+        metadata.clear_variants()
     with contextlib.suppress(Unavailable):  # a full disk can still be read
         metadata.note_alive(now_ms)
-    state.tombstones = Tombstones(
-        metadata.tombstones(), last_sequence=metadata.delete_sequence, applied_ms=now_ms
+    state.tombstones = Tombstones.recovered(
+        metadata.tombstones(), metadata.delete_sequence, metadata.forgotten
     )
     now = state.clock()
     for key, found in metadata.load(disk_tier.allocator):
@@ -54,7 +54,9 @@ def _recover_variant(
     copy = TierCopy(found.extents, found.info.num_bytes)
     state.next_identity = max(state.next_identity, found.put_order + 1)
     mover.note_recorded(key, copy)
-    if state.tombstones.covers(key, found.origin, found.delete_sequence):
+    # Before a delete is forgotten, what it covers is removed from disk.
+    seen = max(found.delete_sequence, state.tombstones.forgotten.sequence)
+    if state.tombstones.covers(key, found.origin, seen):
         state.drop_disk_copy(key, copy)
         return
     variant = CatalogVariant(

@@ -26,6 +26,7 @@ from ragcache_core.store_api import (
     REUSE,
     Ack,
     Deletion,
+    DeletionBatch,
     Event,
     EventKind,
     LookupAnswer,
@@ -199,9 +200,21 @@ class Store:
         """Apply deletions with one sync of the disk. Return how many variants were removed."""
         return self._deletes.apply(deletions)
 
-    def tombstones_since(self, since_ms: int) -> list[Deletion]:
-        """Return the deletes applied here since a Unix time, in that order."""
-        return self._deletes.since(since_ms)
+    def drop_all(self) -> int:
+        """Drop every variant, because deletes were missed. See Deletes.drop_all."""
+        return self._deletes.drop_all()
+
+    def deletes_after(self, sequence: int) -> DeletionBatch:
+        """Return the next deletes after a sequence. See Deletes.after."""
+        return self._deletes.after(sequence)
+
+    def pull_positions(self) -> Mapping[bytes, int]:
+        """Return up to which sequence the deletes of other stores are applied here."""
+        return self._deletes.pull_positions()
+
+    def note_pulled(self, store: bytes, sequence: int) -> None:
+        """Note that the deletes of another store are applied here up to a sequence."""
+        self._deletes.note_pulled(store, sequence)
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""
@@ -280,8 +293,8 @@ class Store:
         self._housekeeping.sweep()
 
     def forget_tombstones(self) -> None:
-        """Forget deletes that are too old to matter. See Housekeeping.forget_tombstones."""
-        self._housekeeping.forget_tombstones()
+        """Forget deletes that are too old to matter, or too many. See Deletes.forget."""
+        self._deletes.forget()
 
     def stats(self) -> Stats:
         """Return the sizes now, and the counts since the start."""

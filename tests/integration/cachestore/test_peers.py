@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.support.processes import free_port
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replicator
-from ragcache_cachestore.state.tombstones import AWAY_MS
+from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_core.cluster.replication import ReplicationThresholds
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import Unavailable
@@ -39,6 +42,22 @@ RAW = value(MIB)
 def deletion(made_at_ms: int | None = None) -> Deletion:
     made = time.time_ns() // 1_000_000 if made_at_ms is None else made_at_ms
     return Deletion(os.urandom(16), (KEY.chunk,), made_at_ms=made)
+
+
+def peer_ports(address: str) -> frozenset[int]:
+    """Return the local ports of this process's established connections to an address."""
+    port = int(address.rpartition(":")[2])
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, state = line.split()[1:4]
+        if int(remote.rpartition(":")[2], 16) == port and state == "01":
+            found.add(int(local.rpartition(":")[2], 16))
+    return frozenset(found)
+
+
+def pulled_to(puller: ServedStore, peer: ServedStore, sequence: int) -> bool:
+    """Return whether a shard has pulled the deletes of a peer up to a sequence."""
+    return puller.store.pull_positions().get(peer.store.store_id) == sequence
 
 
 def eventually(claim: Callable[[], bool]) -> None:
@@ -80,9 +99,7 @@ def test_start_returns_after_the_deletes_of_the_peers_are_applied(
         assert get(one.store, KEY) is Miss.DELETED
         assert get(one.store, key(2)) == RAW
     assert "deletes=1 removed_variants=1" in caplog.text
-    assert [d.id for d in one.store.tombstones_since(0)] == [
-        d.id for d in other.store.tombstones_since(0)
-    ]
+    assert one.store.deletes_after(0).deletions == other.store.deletes_after(0).deletions
 
 
 def test_a_delete_is_applied_once(
@@ -164,31 +181,165 @@ def test_a_shard_that_cannot_apply_deletes_does_not_serve(
     broken.set()
     starting.join(TIMEOUT_S)
     catch_up.close()
-    assert len(one.store.tombstones_since(0)) == 1
+    assert len(one.store.deletes_after(0).deletions) == 1
 
 
-def test_a_peer_that_was_silent_for_a_day_drops_all_variants(
-    shards: tuple[ServedStore, ServedStore],
+class TwoVolumes:
+    """Two shards on volumes and ports of their own. The second one can stop and start.
+
+    Attributes:
+        now_ms: The Unix time of the second shard.
+    """
+
+    def __init__(self, folder: Path, first: ServedStore, **settings: Any) -> None:
+        self.first = first
+        self.now_ms = time.time_ns() // 1_000_000
+        self.address = f"127.0.0.1:{free_port()}"
+        self._folder = folder
+        self._settings = settings
+
+    def second(self, volume: str = "second") -> AbstractContextManager[ServedStore]:
+        """Run the second shard on a volume, at the same address as always."""
+        return serving(
+            self._folder / volume,
+            port=int(self.address.rpartition(":")[2]),
+            wall_ms=lambda: self.now_ms,
+            **self._settings,
+        )
+
+    def pull(self) -> None:
+        """Let the first shard pull the deletes of the second one, as after a restart."""
+        with catching_up(self.first, self.address):
+            pass
+
+
+@pytest.fixture
+def volumes(tmp_path: Path, shards: tuple[ServedStore, ServedStore]) -> TwoVolumes:
+    return TwoVolumes(tmp_path, shards[0])
+
+
+def test_a_pull_gets_what_came_after_the_last_one(
+    volumes: TwoVolumes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, _ = shards
-    put(one.store, KEY, RAW)
-    now_ms = [time.time_ns() // 1_000_000]
-    members = FixedMembers((one.address, f"127.0.0.1:{free_port()}"))
-    catch_up = CatchUp(
-        one.store,
-        members,
-        one.address,
-        now_ms=lambda: now_ms[0],
-        first_pull_s=0.0,
-        pull_interval_s=0.02,
-    )
-    catch_up.start()
-    now_ms[0] += AWAY_MS - 60_000
-    time.sleep(0.1)
-    assert get(one.store, KEY) == RAW
-    now_ms[0] += 120_000
-    eventually(lambda: get(one.store, KEY) is Miss.EVICTED)
-    catch_up.close()
+    with volumes.second() as second, caplog.at_level("INFO"):
+        second.store.delete(deletion())
+        volumes.pull()
+        second.store.delete(deletion())
+        second.store.delete(deletion())
+        volumes.pull()
+        volumes.pull()
+    assert [int(n) for n in re.findall(r" deletes=(\d+)", caplog.text)] == [1, 2, 0]
+
+
+def test_a_peer_that_was_dead_for_days_costs_no_variant(volumes: TwoVolumes) -> None:
+    put(volumes.first.store, KEY, RAW)
+    with volumes.second() as second:
+        put(second.store, KEY, RAW)
+        second.store.delete(Deletion(b"", (key(7).chunk,)))
+        volumes.pull()
+    with catching_up(volumes.first, volumes.address, interval_s=0.02, first_s=0.0):
+        time.sleep(0.1)
+        assert get(volumes.first.store, KEY) == RAW
+    volumes.now_ms += 3 * LIFETIME_MS
+    with volumes.second() as second:
+        second.store.forget_tombstones()
+        assert (second.store.stats().variants, second.store.stats().tombstones) == (0, 0)
+        volumes.pull()
+    assert get(volumes.first.store, KEY) == RAW
+
+
+def test_a_delete_that_only_a_dead_peer_knew_is_applied_when_it_returns(
+    volumes: TwoVolumes,
+) -> None:
+    put(volumes.first.store, KEY, RAW)
+    put(volumes.first.store, key(2), RAW)
+    with volumes.second() as second:
+        volumes.pull()
+        second.store.delete(deletion(volumes.now_ms))
+    volumes.now_ms += 3 * LIFETIME_MS
+    with volumes.second():
+        volumes.pull()
+    assert get(volumes.first.store, KEY) is Miss.DELETED
+    assert get(volumes.first.store, key(2)) == RAW
+
+
+def test_deletes_that_a_peer_has_forgotten_drop_every_variant(
+    volumes: TwoVolumes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shards could not reach each other for longer than a delete is remembered."""
+    put(volumes.first.store, KEY, RAW)
+    put(volumes.first.store, key(2), RAW)
+    with volumes.second() as second:
+        volumes.pull()
+        second.store.delete(deletion(volumes.now_ms))
+        volumes.now_ms += LIFETIME_MS + 1
+        second.store.delete(Deletion(b"", (key(7).chunk,)))
+        second.store.forget_tombstones()
+        volumes.pull()
+        assert get(volumes.first.store, KEY) is Miss.EVICTED
+        assert get(volumes.first.store, key(2)) is Miss.EVICTED
+        assert "has forgotten deletes" in caplog.text
+        put(volumes.first.store, key(2), RAW)
+        volumes.pull()
+    assert get(volumes.first.store, key(2)) == RAW, "dropped once"
+
+
+def test_deletes_above_the_bound_of_memory_are_not_missed(
+    tmp_path: Path, shards: tuple[ServedStore, ServedStore]
+) -> None:
+    volumes = TwoVolumes(tmp_path, shards[0], max_tombstone_bytes=20_000)
+    put(volumes.first.store, key(5000), RAW)
+    with volumes.second() as second:
+        for first in range(0, 500, 25):
+            second.store.delete_many(
+                [Deletion(b"", (key(n).chunk,)) for n in range(first, first + 25)]
+            )
+            volumes.pull()
+        assert second.store.stats().tombstones < 100
+        assert get(volumes.first.store, key(5000)) == RAW, "each pull came in time"
+        second.store.delete_many([Deletion(b"", (key(n).chunk,)) for n in range(4901, 5101)])
+        volumes.pull()
+    assert get(volumes.first.store, key(5000)) is Miss.EVICTED
+
+
+def test_a_peer_on_an_empty_disk_is_pulled_from_the_start(volumes: TwoVolumes) -> None:
+    put(volumes.first.store, KEY, RAW)
+    with volumes.second() as second:
+        for number in range(50, 60):
+            second.store.delete(Deletion(b"", (key(number).chunk,)))
+        volumes.pull()
+    with volumes.second("new") as second:
+        # Its numbers begin at 1 again.
+        second.store.delete(Deletion(b"", (key(2).chunk,)))
+        volumes.pull()
+        assert get(volumes.first.store, KEY) == RAW
+        second.store.delete(deletion())
+        volumes.pull()
+    assert get(volumes.first.store, KEY) is Miss.DELETED
+    with volumes.second() as second:  # the first volume is back
+        volumes.pull()
+        assert len(volumes.first.store.deletes_after(0).deletions) == 12
+
+
+def test_an_empty_shard_joins_peers_that_have_forgotten_deletes(volumes: TwoVolumes) -> None:
+    with volumes.second() as second:
+        second.store.delete(deletion(volumes.now_ms))
+        volumes.now_ms += LIFETIME_MS + 1
+        second.store.forget_tombstones()
+        volumes.pull()
+        assert put(volumes.first.store, KEY, RAW) is PutOutcome.STORED
+        volumes.pull()
+    assert get(volumes.first.store, KEY) == RAW
+
+
+def test_one_connection_to_a_peer_serves_all_pulls(volumes: TwoVolumes) -> None:
+    with volumes.second() as second, catching_up(volumes.first, volumes.address, interval_s=0.01):
+        ports = {peer_ports(second.address)}
+        for number in range(1, 6):
+            second.store.delete(Deletion(b"", (key(number).chunk,)))
+            eventually(partial(pulled_to, volumes.first, second, number))
+            ports.add(peer_ports(second.address))
+    assert len(ports) == 1
 
 
 def test_a_single_shard_asks_no_peers(shards: tuple[ServedStore, ServedStore]) -> None:
@@ -254,8 +405,17 @@ def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: T
     assert get(pair.second.store, KEY) is Miss.EVICTED
     assert get(pair.owner.store, KEY) == RAW
     # It is dropped without a tombstone, so that it may come back.
-    assert pair.second.store.tombstones_since(0) == []
+    assert pair.second.store.deletes_after(0).deletions == ()
     assert pair.replicator.change(KEY, pair.second.address, drop=False)
+    assert get(pair.second.store, KEY) == RAW
+
+
+def test_a_variant_that_was_put_again_after_a_delete_is_copied(pair: TwoShards) -> None:
+    for shard in (pair.owner, pair.second):
+        shard.store.delete(deletion())
+    with catching_up(pair.owner, pair.second.address):
+        put(pair.owner.store, KEY, RAW)
+        assert pair.replicator.change(KEY, pair.second.address, drop=False)
     assert get(pair.second.store, KEY) == RAW
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,11 @@ def test_deletes_and_their_tombstones(served: ServedStore) -> None:
     assert found is Miss.DELETED
     outcome = put_value(served.client, key(1), value(10), as_of=planned)
     assert outcome is PutOutcome.DELETED
-    (tombstone,) = served.client.tombstones(0)
-    assert (tombstone.id, tombstone.chunks) == (deletion.id, deletion.chunks)
-    later_ms = time.time_ns() // 1_000_000 + 1000
-    assert list(served.client.tombstones(later_ms)) == []
+    batch, end = served.client.tombstones({})
+    assert [(one.id, one.chunks) for one in batch.deletions] == [(deletion.id, deletion.chunks)]
+    assert end == replace(batch, deletions=())
+    assert (batch.store, batch.sequence, batch.incomplete) == (served.store.store_id, 1, False)
+    assert list(served.client.tombstones({batch.store: 1, bytes(16): 9})) == [end]
 
 
 def test_prefetches_are_counted(served: ServedStore) -> None:
@@ -357,7 +359,7 @@ def test_a_gated_service_answers_only_deletes_and_tombstones(
         put_value(served.client, key(2), value(10))
     assert served.client.stats().variants == 1
     assert served.client.delete(Deletion(os.urandom(16), (key(1).chunk,))) == 1
-    assert len(list(served.client.tombstones(0))) == 1
+    assert len(next(served.client.tombstones({})).deletions) == 1
     served.service.open()
     assert served.client.lookup([LookupKey.for_variant(key(1))]).variants[0].miss is Miss.DELETED
 

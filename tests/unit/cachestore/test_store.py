@@ -697,47 +697,126 @@ def test_a_value_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
         assert put(store, key(1), b"old plan", as_of=AsOf()) is PutOutcome.DELETED
 
 
-def test_tombstones_are_listed_and_live_for_a_day(tmp_path: Path) -> None:
+DAY_MS = 24 * 3600 * 1000
+
+
+def test_deletes_are_listed_in_order_and_live_for_a_day(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         store.delete(deletion(1))
         now_ms += 1000
         store.delete(deletion(2))
         store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # in the future
-        listed = store.tombstones_since(now_ms - 500)
-        assert [d.chunks for d in listed] == [(key(2).chunk,), (key(3).chunk,)]
-        assert [d.made_at_ms for d in listed] == [now_ms, now_ms]
-        assert len(store.tombstones_since(0)) == 3
-    now_ms += 12 * 3600 * 1000
+        listed = store.deletes_after(1)
+        assert [d.chunks for d in listed.deletions] == [(key(2).chunk,), (key(3).chunk,)]
+        assert [d.made_at_ms for d in listed.deletions] == [now_ms, now_ms]
+        assert (listed.store, listed.sequence, listed.incomplete) == (store.store_id, 3, False)
+        assert store.deletes_after(3) == replace(listed, deletions=())
+    now_ms += DAY_MS // 2
     opened(tmp_path, wall_ms=lambda: now_ms).__enter__().close()
-    now_ms += 12 * 3600 * 1000 - 1
+    now_ms += DAY_MS // 2 - 1
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert store.stats().tombstones == 3
-        assert len(store.tombstones_since(0)) == 2  # the oldest is about to be forgotten
-        assert len(store.tombstones_since(now_ms)) == 2  # applied again at the start
         store.forget_tombstones()
         assert store.stats().tombstones == 2
+        assert store.deletes_after(0).incomplete
+        assert not store.deletes_after(1).incomplete
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert store.lookup([]).as_of.sequence == 3
+        assert store.deletes_after(0).incomplete
+        assert len(store.deletes_after(1).deletions) == 2
 
 
-def test_tombstones_since_a_time_count_from_their_application(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
-        relayed = Deletion(bytes([7]) * 16, chunks=(key(1).chunk,), made_at_ms=now_ms - 3_600_000)
-        store.delete(relayed)
-        assert store.tombstones_since(now_ms - 600_000) == [relayed]
-        assert store.tombstones_since(now_ms + 1) == []
-
-
-def test_a_delete_older_than_a_day_is_ignored(tmp_path: Path) -> None:
+def test_a_delete_of_days_ago_is_applied_and_remembered(tmp_path: Path) -> None:
+    """A shard that was away for days may report it, and no other one may know it."""
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         put(store, key(1), b"x")
-        old = now_ms - 24 * 3600 * 1000
-        assert store.delete(Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)) == 0
-        assert get(store, key(1)) == b"x"
+        old = now_ms - 3 * DAY_MS
+        assert store.delete(Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)) == 1
+        assert get(store, key(1)) is Miss.DELETED
+        store.forget_tombstones()
+        assert store.stats().tombstones == 1
+
+
+def test_a_volume_from_a_backup_reports_that_deletes_may_be_missed(store: Store) -> None:
+    store.delete(deletion(1))
+    assert store.deletes_after(7).incomplete
+
+
+def test_a_puller_gets_many_deletes_in_batches(store: Store) -> None:
+    store.delete_many([deletion(number) for number in range(600)])
+    store.delete_many([deletion(*range(1000)), deletion(*range(1000)), deletion(1)])
+    sequence, sizes = 0, []
+    while (batch := store.deletes_after(sequence)).sequence > sequence:
+        sequence = batch.sequence
+        sizes.append(len(batch.deletions))
+    assert sizes == [256, 256, 89, 2]
+    assert sequence == 603
+
+
+def test_above_the_bound_of_memory_the_oldest_deletes_are_forgotten(tmp_path: Path) -> None:
+    with opened(tmp_path, max_tombstone_bytes=100_000) as store:
+        put(store, key(5000), b"kept", ack=Ack.DURABLE)
+        before = store.lookup([]).as_of
+        for first in range(0, 1000, 50):
+            store.delete_many([deletion(number) for number in range(first, first + 50)])
+        remembered = store.stats().tombstones
+        assert 100 < remembered < 300
+        forgotten = 1000 - remembered
+        assert store.deletes_after(forgotten - 1).incomplete
+        assert not store.deletes_after(forgotten).incomplete
+        # A put that has not seen a forgotten delete is refused, also if that did not name it.
+        assert put(store, key(0), b"old plan", as_of=before) is PutOutcome.DELETED
+        assert put(store, key(7777), b"of another", as_of=before) is PutOutcome.DELETED
+        assert put(store, key(7777), b"unknown", as_of=AsOf()) is PutOutcome.DELETED
+        assert put(store, key(0), b"new plan") is PutOutcome.STORED
+        assert get(store, key(5000)) == b"kept"
+    with opened(tmp_path, max_tombstone_bytes=100_000) as store:
+        assert store.stats().tombstones == remembered
+        assert get(store, key(5000)) == b"kept", "put before the forgotten deletes, and not covered"
+        assert get(store, key(0)) == b"new plan"
+        assert put(store, key(8888), b"old plan", as_of=before) is PutOutcome.DELETED
+
+
+def test_a_plan_from_before_a_forgotten_delete_is_refused(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms, max_tombstone_bytes=1) as store:
+        store.delete(deletion(1))
         assert store.stats().tombstones == 0
+        seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
+        early, later = (replace(seen, planned_at_ms=now_ms + at) for at in (0, 60_000))
+        assert put(store, key(1), b"planned before", as_of=early) is PutOutcome.DELETED
+        assert put(store, key(1), b"planned after", as_of=later) is PutOutcome.STORED
+
+
+def test_missed_deletes_drop_every_variant_and_refuse_earlier_puts(tmp_path: Path) -> None:
+    with opened(tmp_path, flush=False) as store:
+        for number in range(4):
+            put(store, key(number), value(100, number), ack=Ack.DURABLE)
+        before = store.lookup([]).as_of
+        incoming = store.begin_put(variant(key(9), b"abc", as_of=before))
+        assert not isinstance(incoming, PutOutcome)
+        fill(incoming.views, b"abc")
+        store._metadata.remove = lambda keys: None  # type: ignore[method-assign]
+        assert store.drop_all() == 4
+        assert get(store, key(1)) is Miss.EVICTED
+        assert incoming.commit(completion(incoming.new, b"abc")) is PutOutcome.DELETED
+        assert put(store, key(1), b"old plan", as_of=before) is PutOutcome.DELETED
+        assert put(store, key(1), b"new plan", ack=Ack.DURABLE) is PutOutcome.STORED
+        assert store.deletes_after(0).deletions == (), "the other shards have missed nothing"
+    with opened(tmp_path) as store:  # killed before the metadata was removed
+        assert [n for n in range(4) if tier_of(store, key(n))] == [1]
+
+
+def test_positions_of_pulls_survive_a_restart(tmp_path: Path) -> None:
+    one, other = bytes([1]) * 16, bytes([2]) * 16
+    with opened(tmp_path, flush=False) as store:
+        store.note_pulled(one, 5)
+        store.note_pulled(other, 6)
+        store.note_pulled(one, 7)
+    with opened(tmp_path) as store:
+        assert store.pull_positions() == {one: 7, other: 6}
 
 
 def test_many_deletes_take_one_sync(store: Store) -> None:

@@ -883,23 +883,84 @@ class DeleteReply(_message.Message):
 Global___DeleteReply: _TypeAlias = DeleteReply  # noqa: Y015
 
 @_typing.final
-class TombstonesRequest(_message.Message):
+class PullPosition(_message.Message):
+    """How far a shard has pulled the deletes of another one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SINCE_MS_FIELD_NUMBER: _builtins.int
-    since_ms: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    store: _builtins.bytes
+    """HelloReply.store of the other one"""
+    sequence: _builtins.int
+    """DeletionBatch.sequence"""
     def __init__(
         self,
         *,
-        since_ms: _builtins.int = ...,
+        store: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_ms", b"since_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullPosition: _TypeAlias = PullPosition  # noqa: Y015
+
+@_typing.final
+class TombstonesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULLED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pulled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullPosition]:
+        """of every store; the shard that is asked reads its own"""
+
+    def __init__(
+        self,
+        *,
+        pulled: _abc.Iterable[Global___PullPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulled", b"pulled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TombstonesRequest: _TypeAlias = TombstonesRequest  # noqa: Y015
+
+@_typing.final
+class DeletionBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_FIELD_NUMBER: _builtins.int
+    DELETIONS_FIELD_NUMBER: _builtins.int
+    store: _builtins.bytes
+    """HelloReply.store"""
+    sequence: _builtins.int
+    """the next pull begins after this one"""
+    incomplete: _builtins.bool
+    """the shard has forgotten deletes that the caller has not pulled"""
+    @_builtins.property
+    def deletions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Deletion]: ...
+    def __init__(
+        self,
+        *,
+        store: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+        incomplete: _builtins.bool = ...,
+        deletions: _abc.Iterable[Global___Deletion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "incomplete", b"incomplete", "sequence", b"sequence", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletionBatch: _TypeAlias = DeletionBatch  # noqa: Y015
 
 @_typing.final
 class ChangeReplicaRequest(_message.Message):

@@ -82,7 +82,7 @@ class CacheStoreStub:
         self.Tombstones = channel.unary_stream(
                 '/ragcache.v1.CacheStore/Tombstones',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.FromString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.FromString,
                 _registered_method=True)
         self.ChangeReplica = channel.unary_unary(
                 '/ragcache.v1.CacheStore/ChangeReplica',
@@ -168,7 +168,8 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tombstones(self, request, context):
-        """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them.
+        """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
+        message or more. Shards ask each other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,7 +241,7 @@ def add_CacheStoreServicer_to_server(servicer, server):
             'Tombstones': grpc.unary_stream_rpc_method_handler(
                     servicer.Tombstones,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.SerializeToString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.SerializeToString,
             ),
             'ChangeReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeReplica,
@@ -505,7 +506,7 @@ class CacheStore:
             target,
             '/ragcache.v1.CacheStore/Tombstones',
             ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.FromString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,8 +58,10 @@ class CacheStoreStub:
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
-    Tombstones: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]
-    """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
+    Tombstones: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.DeletionBatch]
+    """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
+    message or more. Shards ask each other.
+    """
     ChangeReplica: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]
     """Makes or drops a copy of a variant on another shard."""
     Watch: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]
@@ -96,8 +98,10 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
-    Tombstones: _aio.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]  # type: ignore[assignment]
-    """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
+    Tombstones: _aio.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.DeletionBatch]  # type: ignore[assignment]
+    """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
+    message or more. Shards ask each other.
+    """
     ChangeReplica: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]  # type: ignore[assignment]
     """Makes or drops a copy of a variant on another shard."""
     Watch: _aio.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]  # type: ignore[assignment]
@@ -185,8 +189,10 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _cachestore_pb2.TombstonesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Deletion], _abc.AsyncIterator[_cachestore_pb2.Deletion]]:
-        """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
+    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.DeletionBatch], _abc.AsyncIterator[_cachestore_pb2.DeletionBatch]]:
+        """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
+        message or more. Shards ask each other.
+        """
 
     @_abc_1.abstractmethod
     def ChangeReplica(

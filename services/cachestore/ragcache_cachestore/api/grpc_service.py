@@ -47,9 +47,10 @@ from ragcache_kv.values.conversions import (
     from_key,
     from_keys,
     from_lookup_request,
+    from_pull_positions,
     from_put_header,
     from_use_report,
-    to_deletion,
+    to_deletion_batch,
     to_event,
     to_hello,
     to_lookup_reply,
@@ -157,7 +158,9 @@ class CacheStoreService:
                 self._delete, pb.DeleteRequest.FromString, pb.DeleteReply.SerializeToString
             ),
             "Tombstones": stream(
-                self._tombstones, pb.TombstonesRequest.FromString, pb.Deletion.SerializeToString
+                self._tombstones,
+                pb.TombstonesRequest.FromString,
+                pb.DeletionBatch.SerializeToString,
             ),
             "ChangeReplica": unary(
                 self._change_replica,
@@ -355,10 +358,15 @@ class CacheStoreService:
 
     async def _tombstones(
         self, request: pb.TombstonesRequest, context: Context
-    ) -> AsyncIterator[pb.Deletion]:
-        """Stream the remembered deletes in the order in which this store applied them."""
-        for deletion in self._store.tombstones_since(request.since_ms):
-            yield to_deletion(deletion)
+    ) -> AsyncIterator[pb.DeletionBatch]:
+        """Stream the deletes that the caller has not pulled, in the order of this store."""
+        sequence = from_pull_positions("pulled", request.pulled).get(self._store.store_id, 0)
+        batch = None
+        while batch is None or batch.sequence != sequence:
+            if batch is not None:
+                sequence = batch.sequence
+            batch = await self._run_in(self._slow, partial(self._store.deletes_after, sequence))
+            yield to_deletion_batch(batch)
 
     async def _change_replica(
         self, request: pb.ChangeReplicaRequest, context: Context

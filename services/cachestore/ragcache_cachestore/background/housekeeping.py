@@ -1,4 +1,4 @@
-"""The housekeeping of a store: eviction down to the watermarks, heartbeats, old deletes."""
+"""The housekeeping of a store: eviction down to the watermarks, and heartbeats."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 from ragcache_cachestore.background.tier_mover import TierMover
 from ragcache_cachestore.state.store_state import StoreState
-from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_cachestore.storage.status_page import StatusPage
 
 SWEEP_INTERVAL_S = 0.5
 ALIVE_INTERVAL_S = 10.0
-FORGET_INTERVAL_S = 600.0
 
 
 class Housekeeping:
@@ -44,7 +42,6 @@ class Housekeeping:
         return [
             (SWEEP_INTERVAL_S, self.sweep),
             (ALIVE_INTERVAL_S, self.note_alive),
-            (FORGET_INTERVAL_S, self.forget_tombstones),
         ]
 
     def sweep(self) -> None:
@@ -74,18 +71,3 @@ class Housekeeping:
         """
         self._disk_tier.punch_free(self._state.lock)
         self._metadata.note_alive(self._wall_ms())
-
-    def forget_tombstones(self) -> None:
-        """Forget deletes that are too old to matter.
-
-        Raises:
-            Unavailable: The disk refuses.
-        """
-        before_ms = self._wall_ms() - LIFETIME_MS
-        with self._state.delete_lock:
-            # The variants that they cover must be removed from disk before they are forgotten.
-            self._mover.free_dropped_copies()
-            self._metadata.sync()
-            self._metadata.drop_tombstones(before_ms)
-            with self._state.lock:
-                self._state.tombstones.forget(before_ms)

@@ -13,26 +13,25 @@ from serving. A store without variants cannot serve a deleted one, so it asks on
 thread asks every peer at intervals. A shard that was frozen or cut off without a restart has
 missed deletes too, and a peer that was away at the start may have some to report.
 
-A peer that did not answer for AWAY_MS may have forgotten deletes, because they live for a day.
-Then this store drops all its variants. The time of the last answer is not kept over a restart: a
-store that was itself away for so long starts empty.
+A peer numbers its deletes. This store keeps, over restarts, up to which number it has applied those
+of each data folder, and asks for what came after. So the silence of a peer costs nothing: when the
+peer answers again, it has the deletes that came after the number, or it reports that it has
+forgotten some of them. Only then this store drops all its variants, because any may be covered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
-from ragcache_cachestore.state.tombstones import AWAY_MS
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.keys import VariantKey
-from ragcache_core.store_api import Deletion, Event
+from ragcache_core.store_api import Deletion, DeletionBatch
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.watched.members import Members
 
@@ -52,12 +51,6 @@ STARTUP_PULL_INTERVAL_S = 1.0
 STARTUP_S = 10.0
 """How long after the start peers are asked more often, because some start at the same time."""
 
-OVERLAP_MS = 600_000
-"""How far each pull reaches back before the last one, because clocks differ."""
-
-BATCH = 256
-"""Number of deletions that are applied with one sync of the disk."""
-
 
 class DeletingStore(Protocol):
     """The part of a store that CatchUp needs."""
@@ -68,11 +61,14 @@ class DeletingStore(Protocol):
     def delete_many(self, batch: Sequence[Deletion]) -> int:
         """Apply deletions durably. Those whose id was applied before are ignored."""
 
-    def snapshot(self) -> tuple[int, list[Event]]:
-        """Return the last sequence, and an event for every variant."""
+    def drop_all(self) -> int:
+        """Drop every variant. Return how many there were."""
 
-    def discard(self, key: VariantKey) -> bool:
-        """Drop a variant as eviction does."""
+    def pull_positions(self) -> Mapping[bytes, int]:
+        """Return up to which sequence the deletes of other stores are applied here."""
+
+    def note_pulled(self, store: bytes, sequence: int) -> None:
+        """Note that the deletes of another store are applied here up to a sequence."""
 
 
 class _CannotApply(Exception):
@@ -92,7 +88,6 @@ class CatchUp:
 
     Args:
         progress: Called with the progress of the start.
-        now_ms: Returns the Unix time in milliseconds.
         first_pull_s: See FIRST_PULL_S.
         idle_s: See IDLE_S.
     """
@@ -104,7 +99,6 @@ class CatchUp:
         own: str,
         *,
         progress: Callable[[str], None] = lambda _: None,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         first_pull_s: float = FIRST_PULL_S,
         idle_s: float = IDLE_S,
         pull_interval_s: float = PULL_INTERVAL_S,
@@ -113,12 +107,11 @@ class CatchUp:
         self._members = members
         self._own = own
         self._progress = progress
-        self._now_ms = now_ms
         self._first_pull_s = first_pull_s
         self._idle_s = idle_s
         self._pull_interval_s = pull_interval_s
-        self._answered_ms: dict[str, int] = {}
-        self._since_ms: dict[str, int] = {}
+        self._clients: dict[str, StoreClient] = {}
+        self._answered: set[str] = set()
         self._silent: set[str] = set()
         self._apply_failed = False
         self._stop = threading.Event()
@@ -163,6 +156,8 @@ class CatchUp:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._thread.is_alive():
             self._thread.join()
+        for client in self._clients.values():
+            client.close()
 
     def _keep_pulling(self) -> None:
         began = time.monotonic()
@@ -174,7 +169,6 @@ class CatchUp:
             if self._stop.wait(interval_s):
                 return
             try:
-                self._drop_if_cut_off()
                 self._pull(self._peers())
             except Exception:
                 if not self._stop.is_set():
@@ -184,41 +178,20 @@ class CatchUp:
         """Return the other shards, and forget those that have left."""
         assert self._members is not None
         peers = [name for name in self._members.current() if name != self._own]
-        for gone in self._since_ms.keys() - set(peers):
-            del self._since_ms[gone]
-            self._answered_ms.pop(gone, None)
+        for gone in self._clients.keys() - set(peers):
+            self._clients.pop(gone).close()
         self._silent &= set(peers)
-        now_ms = self._now_ms()
-        for peer in peers:
-            self._answered_ms.setdefault(peer, now_ms)
+        self._answered &= set(peers)
         return peers
 
-    def _drop_if_cut_off(self) -> None:
-        """Drop all variants if a peer was silent for so long that it may forget its deletes."""
-        now_ms = self._now_ms()
-        cut_off = [
-            peer
-            for peer in self._peers()
-            if peer in self._silent and now_ms - self._answered_ms[peer] > AWAY_MS
-        ]
-        if not cut_off:
-            return
-        log.error(
-            "catch-up: dropped all variants, because peers were silent for a day peers=%s",
-            ",".join(cut_off),
-        )
-        for event in self._store.snapshot()[1]:
-            if event.key is not None:
-                self._store.discard(event.key)
-        for peer in cut_off:
-            self._answered_ms[peer] = now_ms
-
-    def _pull(self, peers: Iterable[str]) -> tuple[set[str], bool]:
+    def _pull(self, peers: Collection[str]) -> tuple[set[str], bool]:
         """Ask peers in parallel.
 
         Returns the peers that answered, and whether this store has applied every delete.
         """
-        new = {peer for peer in peers if peer not in self._since_ms} | self._silent
+        for peer in peers:
+            if peer not in self._clients:
+                self._clients[peer] = StoreClient(peer)
         asked = [(peer, self._pool.submit(self._pull_from, peer)) for peer in peers]
         answered: set[str] = set()
         applied = True
@@ -236,8 +209,10 @@ class CatchUp:
                 self._silent.add(peer)
                 continue
             answered.add(peer)
+            is_first = peer not in self._answered or peer in self._silent
+            self._answered.add(peer)
             self._silent.discard(peer)
-            if peer in new or pulled.removed:
+            if is_first or pulled.removed:
                 log.info(
                     "catch-up: applied deletes peer=%s deletes=%d removed_variants=%d",
                     peer,
@@ -254,21 +229,30 @@ class CatchUp:
             RagCacheError: The peer does not answer.
             _CannotApply: This store fails.
         """
-        began_ms = self._now_ms()
-        since_ms = max(0, self._since_ms.get(peer, 0) - OVERLAP_MS)
         pulled = _PullResult()
-        client = StoreClient(peer)
-        try:
-            deletions = client.tombstones(since_ms, self._idle_s)
-            while batch := list(islice(deletions, BATCH)):
+        batches = self._clients[peer].tombstones(self._store.pull_positions(), self._idle_s)
+        with contextlib.closing(batches):
+            for batch in batches:
                 if self._stop.is_set():
                     return pulled
                 try:
-                    pulled.removed += self._store.delete_many(batch)
+                    pulled.removed += self._apply(peer, batch)
                 except RagCacheError as error:
                     raise _CannotApply(str(error)) from error
-                pulled.deletions += len(batch)
-        finally:
-            client.close()
-        self._since_ms[peer] = self._answered_ms[peer] = began_ms
+                pulled.deletions += len(batch.deletions)
         return pulled
+
+    def _apply(self, peer: str, batch: DeletionBatch) -> int:
+        """Apply deletes of a peer. Return how many variants that removed."""
+        num_removed = 0
+        if batch.incomplete:
+            num_removed = self._store.drop_all()
+            log.error(
+                "catch-up: dropped all variants, because the peer has forgotten deletes that this "
+                "shard never pulled peer=%s removed_variants=%d",
+                peer,
+                num_removed,
+            )
+        num_removed += self._store.delete_many(batch.deletions)
+        self._store.note_pulled(batch.store, batch.sequence)
+        return num_removed

@@ -9,9 +9,9 @@ A thread checks every few seconds what this shard has served, and
 
 The gRPC service answers ChangeReplica with ``replicator.change`` in a thread.
 
-A copy is an ordinary put with an empty AsOf. The other shard refuses it if any delete that it knows
-covers the variant. So a delete that is under way cannot miss the copy. The price: a variant that
-was put again after a delete is not copied until the tombstone is a day old.
+A copy is an ordinary put. It has seen the deletes of the other shard that this shard has pulled.
+The other shard refuses it if a later delete covers the variant. So a delete that is under way
+cannot miss the copy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from ragcache_core.cluster.replication import ReplicationThresholds, ServedBytes, decide_replication
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.store_api import NewVariant, PutOutcome
+from ragcache_core.store_api import AsOf, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.watched.members import Members
@@ -50,6 +51,9 @@ class ReplicatedStore(Protocol):
 
         The put has an empty AsOf. The read counts neither as hit nor as miss.
         """
+
+    def pull_positions(self) -> Mapping[bytes, int]:
+        """Return up to which sequence the deletes of other stores are applied here."""
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
         """Set the other shards that lookups report, until the variant is dropped."""
@@ -155,13 +159,18 @@ class Replicator:
                     self._forget(key)
 
     def _copy(self, key: VariantKey, shard: str) -> bool:
-        exported = self._store.export(key)
-        if exported is None:
-            return False
-        variant, value = exported
         client = StoreClient(shard)
         try:
-            outcome = client.put(variant, value, COPY_TIMEOUT_S)
+            client.connect()
+            assert client.hello is not None
+            # Read before the variant, so that the variant has survived these deletes.
+            target = client.hello.store
+            as_of = AsOf(target, self._store.pull_positions().get(target, 0))
+            exported = self._store.export(key)
+            if exported is None:
+                return False
+            variant, value = exported
+            outcome = client.put(replace(variant, as_of=as_of), value, COPY_TIMEOUT_S)
         finally:
             client.close()
         if outcome not in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:

@@ -2,115 +2,164 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from math import ceil
 
-from ragcache_core.identity.keys import ChunkKey, VariantKey
+from ragcache_cachestore.state.sequence_index import SequenceIndex
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
-from ragcache_core.store_api import Tombstone
+from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone
 
 AWAY_MS = 23 * 3600 * 1000
-"""How long a folder may be away, or a peer silent, and still hear of every delete.
+"""How long a folder may be away and keep its variants.
 
 It is less than LIFETIME_MS, because clocks differ and a pull takes time.
 """
 
 LIFETIME_MS = 24 * 3600 * 1000
-"""How long a delete is remembered. A folder that was away longer starts empty."""
+"""How long a delete is remembered after this store applied it."""
+
+TOMBSTONE_BYTES = 224
+NAME_BYTES = 144
+"""Memory of a tombstone, and of each name in it, with the dicts. ``bench/deletes.py`` measures."""
 
 
 class Tombstones:
     """Tombstones in the order of their sequence. The store's lock guards them.
 
-    Another shard may have made a delete long before this store applies it. A shard that asks for
-    the deletes since a time is answered by the time at which this store applied them.
-
-    Args:
-        applied_ms: Unix time noted for the tombstones found at start.
+    RocksDB has the deletes themselves. In memory are only their names, each with the sequence of
+    the last delete that has it. Deletes are forgotten from the oldest on. A computation that has
+    not seen a forgotten delete may be covered by it, so ``covers`` is true for it.
 
     Attributes:
         last_sequence: Sequence of the last delete, even if it is forgotten.
+        forgotten: The last delete that was forgotten.
+        num_bytes: Estimated memory.
     """
 
-    def __init__(
-        self,
-        tombstones: Iterable[Tombstone] = (),
-        last_sequence: int = 0,
-        *,
-        applied_ms: int = 0,
-    ) -> None:
+    def __init__(self, last_sequence: int = 0, forgotten: ForgottenDeletes | None = None) -> None:
         self.last_sequence = last_sequence
-        self._by_id: OrderedDict[bytes, Tombstone] = OrderedDict()
-        self._chunks: dict[ChunkKey, int] = {}
-        self._variants: dict[VariantKey, int] = {}
-        self._documents: dict[tuple[str, str], int] = {}
-        self._domains: dict[str, int] = {}
-        # One item for each tombstone of _by_id, in the same order. Both lists ascend.
-        self._applied_ms: list[int] = []
-        self._sequences: list[int] = []
-        for tombstone in sorted(tombstones, key=lambda one: one.sequence):
-            self.add(tombstone, applied_ms)
+        self.forgotten = forgotten or ForgottenDeletes()
+        self.num_bytes = 0
+        self._ids = SequenceIndex()
+        self._chunks = SequenceIndex()
+        self._variants = SequenceIndex()
+        self._documents = SequenceIndex()
+        self._domains = SequenceIndex()
+        self._everything = 0
+        # One item for each tombstone, from _first on. Both ascend.
+        self._sequences = array("Q")
+        self._applied_ms = array("Q")
+        self._first = 0
+
+    @classmethod
+    def recovered(
+        cls, tombstones: Iterable[Tombstone], last_sequence: int, forgotten: ForgottenDeletes
+    ) -> Tombstones:
+        """Return the tombstones found at start, which are in order.
+
+        They count as applied when they were made, which was not later.
+        """
+        found = cls(last_sequence, forgotten)
+        for tombstone in tombstones:
+            found.add(tombstone, tombstone.deletion.made_at_ms)
+        return found
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._sequences) - self._first
 
-    def __contains__(self, deletion_id: object) -> bool:
-        return deletion_id in self._by_id
+    def __contains__(self, deletion_id: bytes) -> bool:
+        return deletion_id in self._ids
 
     def add(self, tombstone: Tombstone, applied_ms: int) -> None:
         """Add a delete with a new id and a sequence greater than all before."""
         deletion, sequence = tombstone.deletion, tombstone.sequence
-        self._by_id[deletion.id] = tombstone
-        # A clock that was set back must not hide a delete from a caller that asks by time.
-        self._applied_ms.append(max([applied_ms, *self._applied_ms[-1:]]))
+        self._ids.set(deletion.id, sequence)
+        # A clock that was set back must not change the order.
+        latest_ms = self._applied_ms[-1] if self._applied_ms else self.forgotten.applied_at_ms
+        self._applied_ms.append(max(applied_ms, latest_ms))
         self._sequences.append(sequence)
         self.last_sequence = max(self.last_sequence, sequence)
-        for chunk in deletion.chunks:
-            self._chunks[chunk] = sequence
-        for key in deletion.variants:
-            self._variants[key] = sequence
-        for document in deletion.documents:
-            self._documents[deletion.domain, document] = sequence
-        if deletion.domain and not deletion.documents:
-            self._domains[deletion.domain] = sequence
+        self.num_bytes += _num_bytes(deletion)
+        if deletion.names_nothing:
+            self._everything = sequence
+        for index, name in self._names(deletion):
+            index.set(name, sequence)
 
     def covers(self, key: VariantKey, origin: Origin, after: int) -> bool:
-        """Return whether a delete with a sequence greater than after covers this variant."""
-        if not self._by_id:
+        """Return whether a delete with a sequence greater than after may cover this variant."""
+        if self.last_sequence <= after:
             return False
+        if self.forgotten.sequence > after or self._everything > after:
+            return True
         document = (origin.domain, origin.document)
         return (
-            self._chunks.get(key.chunk, 0) > after
-            or self._variants.get(key, 0) > after
-            or (bool(origin.document) and self._documents.get(document, 0) > after)
-            or self._domains.get(origin.domain, 0) > after
-            or any(self._chunks.get(chunk, 0) > after for chunk in origin.prefix_chunks)
+            self._chunks.get(key.chunk) > after
+            or self._variants.get(key) > after
+            or (bool(origin.document) and self._documents.get(document) > after)
+            or self._domains.get(origin.domain) > after
+            or any(self._chunks.get(chunk) > after for chunk in origin.prefix_chunks)
         )
 
     def names(self, key: VariantKey) -> bool:
         """Return whether a delete names this variant or its chunk."""
         return key.chunk in self._chunks or key in self._variants
 
-    def since(self, since_ms: int) -> list[Tombstone]:
-        """Return the deletes applied here at since_ms or later, in that order."""
-        first = bisect_left(self._applied_ms, since_ms)
-        return list(islice(self._by_id.values(), first, None))
-
     def applied_by(self, at_ms: int) -> int:
-        """Return the sequence of the last remembered delete that was applied by at_ms, or 0."""
-        end = bisect_right(self._applied_ms, at_ms)
-        return self._sequences[end - 1] if end else 0
+        """Return the sequence of the last delete that was applied by at_ms, or 0.
 
-    def forget(self, before_ms: int) -> int:
-        """Remove the deletes made before before_ms. Return how many there were."""
-        dated = zip(self._by_id.values(), self._applied_ms, strict=True)
-        kept = [item for item in dated if item[0].deletion.made_at_ms >= before_ms]
-        num_forgotten = len(self._by_id) - len(kept)
-        if num_forgotten:
-            rebuilt = Tombstones(last_sequence=self.last_sequence)
-            for tombstone, applied_ms in kept:
-                rebuilt.add(tombstone, applied_ms)
-            self.__dict__.update(rebuilt.__dict__)
-        return num_forgotten
+        A forgotten delete counts only if every forgotten one was applied by then.
+        """
+        end = bisect_right(self._applied_ms, at_ms, self._first)
+        if end > self._first:
+            return self._sequences[end - 1]
+        return self.forgotten.sequence if self.forgotten.applied_at_ms <= at_ms else 0
+
+    def num_due(self, before_ms: int, max_bytes: int, limit: int) -> int:
+        """Return how many of the oldest deletes to forget now, at most limit.
+
+        Args:
+            before_ms: Deletes that were applied before this Unix time are due.
+            max_bytes: While more memory is in use, the oldest are due at any age. Their number is
+                estimated by the mean size, so the caller asks again.
+        """
+        num_old = bisect_left(self._applied_ms, before_ms, self._first) - self._first
+        excess_bytes = max(0, self.num_bytes - max_bytes)
+        num_excess = ceil(excess_bytes * len(self) / self.num_bytes) if excess_bytes else 0
+        return min(limit, max(num_old, num_excess))
+
+    def applied_ms(self, number: int) -> int:
+        """Return when the delete was applied that is the number-th of the oldest, from 1 on."""
+        return self._applied_ms[self._first + number - 1]
+
+    def forget(self, oldest: Sequence[Tombstone]) -> None:
+        """Forget the oldest deletes, which are passed in order. Takes time by their number only."""
+        for tombstone in oldest:
+            sequence, deletion = tombstone.sequence, tombstone.deletion
+            assert self._sequences[self._first] == sequence
+            self.forgotten = ForgottenDeletes(sequence, self._applied_ms[self._first])
+            self._first += 1
+            self.num_bytes -= _num_bytes(deletion)
+            self._ids.remove(deletion.id, sequence)
+            for index, name in self._names(deletion):
+                index.remove(name, sequence)
+        if 2 * self._first > len(self._sequences):
+            del self._sequences[: self._first], self._applied_ms[: self._first]
+            self._first = 0
+
+    def _names(self, deletion: Deletion) -> Iterator[tuple[SequenceIndex, Hashable]]:
+        for chunk in deletion.chunks:
+            yield self._chunks, chunk
+        for key in deletion.variants:
+            yield self._variants, key
+        for document in deletion.documents:
+            yield self._documents, (deletion.domain, document)
+        if deletion.domain and not deletion.documents:
+            yield self._domains, deletion.domain
+
+
+def _num_bytes(deletion: Deletion) -> int:
+    chars = len(deletion.domain) + sum([len(document) for document in deletion.documents])
+    return TOMBSTONE_BYTES + NAME_BYTES * deletion.num_names + 4 * chars

@@ -1,7 +1,7 @@
 """The metadata of values on disk, and the deletes, in RocksDB. Values are not stored here.
 
-Keys: ``v`` + variant key -> DiskVariant, ``t`` + sequence (big endian) -> Deletion, ``m`` + name
--> a setting of the folder.
+Keys: ``v`` + variant key -> DiskVariant, ``t`` + sequence (big endian) -> Deletion, ``p`` + id of
+another store -> how far its deletes are pulled, ``m`` + name -> a setting of the folder.
 
 Durability. Every call writes RocksDB's log with write(2) before it returns (``manual_wal_flush``
 is off), so what returned survives ``kill -9``. Tombstones and settings are also synced to the
@@ -51,7 +51,7 @@ from ragcache_cachestore.storage.disk_variant import ByteReader, DiskVariant
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.storage.extents import ExtentAllocator
-from ragcache_core.store_api import ID_BYTES, Deletion, Tombstone
+from ragcache_core.store_api import ID_BYTES, Deletion, ForgottenDeletes, Tombstone
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,17 @@ WRITE_BUFFERS = 3
 STALL_TIMEOUT_S = 10.0
 _STALL_POLL_S = 0.005
 
-_VARIANT, _TOMBSTONE, _META = b"v", b"t", b"m"
+MAX_PULL_POSITIONS = 1024
+"""Bound of the stores whose positions are kept. Every replaced volume is a new store."""
+
+_VARIANT, _TOMBSTONE, _POSITION, _META = b"v", b"t", b"p", b"m"
 _STORE_ID = _META + b"store_id"
 _DELETE_SEQUENCE = _META + b"delete_sequence"
 _LAST_ALIVE = _META + b"last_alive_ms"
+_FORGOTTEN = _META + b"forgotten"
 
 _NUMBER = struct.Struct(">Q")
+_TWO_NUMBERS = struct.Struct(">QQ")
 _DELETION = struct.Struct("<BQIII")
 _LENGTH = struct.Struct("<H")
 _DELETION_VERSION = 1
@@ -83,6 +88,9 @@ class MetadataDb:
         store_id: ID_BYTES random bytes, made with the folder.
         delete_sequence: That of the last tombstone, 0 before the first.
         last_alive_ms: The last time noted by note_alive, 0 before the first.
+        forgotten: The last delete that drop_tombstones has removed.
+        pull_positions: By store, the sequence up to which its deletes are applied here. The dict
+            is replaced and never changed.
         num_damaged: Variants whose metadata was found damaged by load.
     """
 
@@ -96,6 +104,7 @@ class MetadataDb:
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
         self._tombstone_lock = threading.Lock()
+        self._position_lock = threading.Lock()
         self.num_damaged = 0
         try:
             self._db = Rdict(str(folder), _options())
@@ -105,6 +114,9 @@ class MetadataDb:
             self.store_id = self._meta(_STORE_ID, os.urandom(ID_BYTES))
             self.delete_sequence = _NUMBER.unpack(self._meta(_DELETE_SEQUENCE, _NUMBER.pack(0)))[0]
             self.last_alive_ms = _NUMBER.unpack(self._meta(_LAST_ALIVE, _NUMBER.pack(0)))[0]
+            forgotten = self._meta(_FORGOTTEN, _TWO_NUMBERS.pack(0, 0))
+            self.forgotten = ForgottenDeletes(*_TWO_NUMBERS.unpack(forgotten))
+            self.pull_positions = self._load_pull_positions()
         except Exception as error:
             self._db.close()
             raise self._damaged(error) from error
@@ -169,10 +181,9 @@ class MetadataDb:
         """
         self._apply([(_VARIANT + key.to_bytes(), None) for key in keys])
 
-    def clear(self) -> None:
-        """Remove all variants and tombstones. The sequence of deletes continues."""
-        for kind in (_VARIANT, _TOMBSTONE):
-            self._apply([(kind + raw_key, None) for raw_key, _ in self._items(kind)])
+    def clear_variants(self) -> None:
+        """Remove all variants. Other stores may still pull the deletes."""
+        self._apply([(_VARIANT + raw_key, None) for raw_key, _ in self._items(_VARIANT)])
         self.sync()
 
     def put_tombstones(self, tombstones: Sequence[Tombstone]) -> None:
@@ -193,8 +204,8 @@ class MetadataDb:
             self.delete_sequence = last
         self.sync()
 
-    def tombstones(self) -> list[Tombstone]:
-        """Return every delete, oldest first.
+    def tombstones(self, after: int = 0) -> Iterator[Tombstone]:
+        """Yield the remembered deletes with a sequence greater than after, oldest first.
 
         Damaged metadata of a variant may be dropped, but a damaged delete may not: what it removed
         might come back.
@@ -203,22 +214,45 @@ class MetadataDb:
             InvalidInput: A tombstone is damaged.
         """
         try:
-            return [
-                Tombstone(_NUMBER.unpack(raw_key)[0], _deletion_from_bytes(raw))
-                for raw_key, raw in self._items(_TOMBSTONE)
-            ]
+            first = max(after, self.forgotten.sequence) + 1
+            for raw_key, raw in self._items(_TOMBSTONE, _NUMBER.pack(first)):
+                yield Tombstone(_NUMBER.unpack(raw_key)[0], _deletion_from_bytes(raw))
         except (ValueError, struct.error) as error:
             raise self._damaged(error) from error
 
-    def drop_tombstones(self, before_ms: int) -> int:
-        """Remove the deletes made before a Unix time. Return how many there were."""
-        old: list[_Change] = [
-            (_TOMBSTONE + _NUMBER.pack(tombstone.sequence), None)
-            for tombstone in self.tombstones()
-            if tombstone.deletion.made_at_ms < before_ms
-        ]
-        self._apply(old)
-        return len(old)
+    def drop_tombstones(self, sequences: Iterable[int], forgotten: ForgottenDeletes) -> None:
+        """Remove the oldest deletes, and note the last of them, both or none.
+
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
+        """
+        # Not as a range: every iterator would read all the ranges that were removed before.
+        note = _TWO_NUMBERS.pack(forgotten.sequence, forgotten.applied_at_ms)
+        removed: list[_Change] = [(_TOMBSTONE + _NUMBER.pack(one), None) for one in sequences]
+        self._apply([*removed, (_FORGOTTEN, note)])
+        self.forgotten = forgotten
+
+    def put_pull_position(self, store: bytes, sequence: int, now_ms: int) -> None:
+        """Note that the deletes of another store are applied up to sequence.
+
+        It is not synced, so it never outlives the deletes that were written before it.
+
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
+        """
+        with self._position_lock:
+            positions = {one: at for one, at in self.pull_positions.items() if one != store}
+            positions[store] = sequence
+            oldest = list(positions)[:-MAX_PULL_POSITIONS]
+            for one in oldest:
+                del positions[one]
+            self._apply(
+                [
+                    (_POSITION + store, _TWO_NUMBERS.pack(sequence, now_ms)),
+                    *[(_POSITION + one, None) for one in oldest],
+                ]
+            )
+            self.pull_positions = positions
 
     def note_alive(self, now_ms: int) -> None:
         """Write last_alive_ms. It is on the device on return.
@@ -251,14 +285,20 @@ class MetadataDb:
             raise ValueError(f"{name!r} has {len(found)} bytes")
         return bytes(found)
 
-    def _items(self, kind: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys without their kind, and values, in order.
+    def _load_pull_positions(self) -> dict[bytes, int]:
+        """Return the positions in the order in which they were noted."""
+        found = [(_TWO_NUMBERS.unpack(raw), raw_key) for raw_key, raw in self._items(_POSITION)]
+        found.sort(key=lambda item: item[0][1])
+        return {store: sequence for (sequence, _), store in found}
+
+    def _items(self, kind: bytes, first: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys without their kind, and values, in order, from a key on.
 
         Raises:
             InvalidInput: The file is damaged.
         """
         iterator = self._db.iter()
-        iterator.seek(kind)
+        iterator.seek(kind + first)
         while iterator.valid():
             key = iterator.key()
             if not key.startswith(kind):

@@ -29,7 +29,7 @@ from ragcache_core.identity.variant import (
     VariantInfo,
 )
 from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
-from ragcache_core.store_api import Deletion, Tombstone
+from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone
 
 PAGES = 64
 
@@ -201,24 +201,49 @@ def test_metadata_outside_of_the_file_or_damaged_is_dropped(tmp_path: Path) -> N
 
 def test_tombstones_are_loaded_in_order_with_the_last_sequence(tmp_path: Path) -> None:
     with opened(tmp_path) as db:
-        assert (db.delete_sequence, db.tombstones()) == (0, [])
+        assert (db.delete_sequence, list(db.tombstones())) == (0, [])
         for sequence in (1, 2, 300):
             db.put_tombstones([tombstone(sequence)])
         assert db.delete_sequence == 300
     with opened(tmp_path) as db:
         assert db.delete_sequence == 300
-        assert db.tombstones() == [tombstone(n) for n in (1, 2, 300)]
+        assert list(db.tombstones()) == [tombstone(n) for n in (1, 2, 300)]
+        assert list(db.tombstones(after=1)) == [tombstone(n) for n in (2, 300)]
+        assert list(db.tombstones(after=300)) == []
 
 
 def test_old_tombstones_are_dropped_and_the_sequence_continues(tmp_path: Path) -> None:
     with opened(tmp_path) as db:
-        for sequence, made_at_ms in ((1, 500), (2, 1000), (3, 999)):
-            db.put_tombstones([tombstone(sequence, made_at_ms)])
-        assert db.drop_tombstones(before_ms=1000) == 2
-        assert db.tombstones() == [tombstone(2, 1000)]
-        assert db.drop_tombstones(before_ms=2000) == 1
+        db.put_tombstones([tombstone(n) for n in (1, 2, 3)])
+        assert db.forgotten == ForgottenDeletes()
+        db.drop_tombstones([1, 2], ForgottenDeletes(2, 500))
+        assert list(db.tombstones()) == [tombstone(3)]
     with opened(tmp_path) as db:
-        assert (db.tombstones(), db.delete_sequence) == ([], 3)
+        assert (list(db.tombstones()), db.delete_sequence) == ([tombstone(3)], 3)
+        assert db.forgotten == ForgottenDeletes(2, 500)
+        db.drop_tombstones([3], ForgottenDeletes(3, 600))
+        assert list(db.tombstones()) == []
+        db.put(key(1), metadata(1))  # its key comes after those of tombstones
+    with opened(tmp_path) as db:
+        assert (db.delete_sequence, db.forgotten.sequence) == (3, 3)
+        assert len(db.load(make_allocator())) == 1
+
+
+def test_the_oldest_pull_positions_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_cachestore.storage.metadata_db.MAX_PULL_POSITIONS", 2)
+    one, two, three = (bytes([n]) * 16 for n in (9, 5, 7))
+    with opened(tmp_path) as db:
+        db.put_pull_position(one, 1, now_ms=10)
+        db.put_pull_position(two, 2, now_ms=20)
+        db.put_pull_position(one, 3, now_ms=30)
+    with opened(tmp_path) as db:
+        assert db.pull_positions == {one: 3, two: 2}
+        db.put_pull_position(three, 4, now_ms=40)
+        assert db.pull_positions == {one: 3, three: 4}
+    with opened(tmp_path) as db:
+        assert db.pull_positions == {one: 3, three: 4}
 
 
 def test_a_damaged_tombstone_is_an_error(tmp_path: Path) -> None:
@@ -226,7 +251,7 @@ def test_a_damaged_tombstone_is_an_error(tmp_path: Path) -> None:
         db.put_tombstones([tombstone(1)])
         db._db.put(b"t" + (2).to_bytes(8), b"\1nonsense")
         with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR"):
-            db.tombstones()
+            list(db.tombstones())
 
 
 def test_the_folder_keeps_its_id_and_times(tmp_path: Path) -> None:
@@ -240,14 +265,14 @@ def test_the_folder_keeps_its_id_and_times(tmp_path: Path) -> None:
         assert other.store_id != store_id
 
 
-def test_clear_keeps_the_id_and_the_sequence(tmp_path: Path) -> None:
+def test_clear_keeps_the_id_and_the_deletes(tmp_path: Path) -> None:
     with opened(tmp_path) as db:
         db.put(key(1), metadata(1))
         db.put_tombstones([tombstone(5)])
         store_id = db.store_id
-        db.clear()
+        db.clear_variants()
     with opened(tmp_path) as db:
-        assert (db.load(make_allocator()), db.tombstones()) == ([], [])
+        assert (db.load(make_allocator()), list(db.tombstones())) == ([], [tombstone(5)])
         assert (db.store_id, db.delete_sequence) == (store_id, 5)
 
 
@@ -282,7 +307,7 @@ def test_a_put_survives_a_kill_without_a_sync(tmp_path: Path) -> None:
     with opened(tmp_path) as db:
         found = {variant for variant, _ in db.load(make_allocator())}
         assert found == {key(n) for n in range(61)} - {key(3), key(4)}
-        assert db.tombstones() == [tombstone(9)]
+        assert list(db.tombstones()) == [tombstone(9)]
 
 
 def test_many_threads_write_more_than_the_memtables_hold(tmp_path: Path) -> None:

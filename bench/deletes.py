@@ -1,0 +1,151 @@
+"""Measures what a million deletes cost a cache store: its lock, its memory, and forgetting them.
+
+Deletes of eight chunks each are applied to a real store in batches, as a pull of another shard
+does. Then all are a day old and are forgotten, while new ones arrive. A wrapper of the store's lock
+notes the longest time for which it was held. No lookup is answered meanwhile, so that is the bound
+of their delay. On a busy machine the process may have to wait for a processor while it has the
+lock, so ``cpu`` is the longest time of the thread's own work.
+
+Two processes run one after another: one without a bound of memory, and one with the default bound.
+``bytes_per_tombstone`` is the growth of resident memory by each remembered delete.
+``estimated_bytes`` is what the store counts for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ragcache_cachestore.components import StoreOptions
+from ragcache_cachestore.deletes import MAX_TOMBSTONE_BYTES
+from ragcache_cachestore.state.tombstones import LIFETIME_MS
+from ragcache_cachestore.store import Store
+from ragcache_core.identity.keys import KEY_BYTES
+from ragcache_core.store_api import ID_BYTES, Deletion
+
+CHUNKS = 8
+BATCH = 256
+MIB = 1 << 20
+
+
+class TimedLock:
+    """A lock that notes how long it was held."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._taken_at = (0.0, 0.0)
+        self._longest_s = (0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._taken_at = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        held_s = time.perf_counter() - self._taken_at[0]
+        worked_s = time.thread_time() - self._taken_at[1]
+        self._longest_s = max(self._longest_s[0], held_s), max(self._longest_s[1], worked_s)
+        self._lock.release()
+
+    def take_longest_ms(self) -> dict[str, float]:
+        """Return the longest hold since the last call, in milliseconds."""
+        (held_s, worked_s), self._longest_s = self._longest_s, (0.0, 0.0)
+        return {"held": round(held_s * 1e3, 2), "cpu": round(worked_s * 1e3, 2)}
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def delete(store: Store, number: int, count: int) -> None:
+    """Apply new deletes, the first of which has a number."""
+    store.delete_many(
+        [
+            Deletion(os.urandom(ID_BYTES), tuple([os.urandom(KEY_BYTES) for _ in range(CHUNKS)]))
+            for _ in range(number, number + count)
+        ]
+    )
+
+
+def measure(folder: Path, num_deletes: int, max_bytes: int) -> dict[str, Any]:
+    """Apply deletes, then forget them when they are a day old."""
+    now_ms = [time.time_ns() // 1_000_000]
+    options = StoreOptions(
+        16 * MIB, 64 * MIB, wall_ms=lambda: now_ms[0], max_tombstone_bytes=max_bytes
+    )
+    store = Store(folder, options)
+    lock = TimedLock(store._state.lock)
+    store._state.lock = lock  # type: ignore[assignment]
+    gc.collect()
+    before_bytes, began = resident_bytes(), time.perf_counter()
+    for number in range(0, num_deletes, BATCH):
+        delete(store, number, min(BATCH, num_deletes - number))
+    applied_s = time.perf_counter() - began
+    apply_ms = lock.take_longest_ms()
+    gc.collect()
+    remembered = store.stats().tombstones
+    grown_bytes = resident_bytes() - before_bytes
+    estimated_bytes = store._state.tombstones.num_bytes
+    lock.take_longest_ms()
+
+    now_ms[0] += LIFETIME_MS + 1
+    stop = threading.Event()
+
+    def keep_deleting() -> None:
+        number = num_deletes
+        while not stop.is_set():
+            delete(store, number, 1)
+            number += 1
+
+    deleting = threading.Thread(target=keep_deleting)
+    deleting.start()
+    began = time.perf_counter()
+    store.forget_tombstones()
+    forgot_s = time.perf_counter() - began
+    stop.set()
+    deleting.join()
+    result = {
+        "deletes": num_deletes,
+        "remembered": remembered,
+        "apply_s": round(applied_s, 1),
+        "longest_hold_ms_applying": apply_ms,
+        "forget_s": round(forgot_s, 2),
+        "longest_hold_ms_forgetting": lock.take_longest_ms(),
+        "memory_mib": round(grown_bytes / MIB, 1),
+        "bytes_per_tombstone": round(grown_bytes / remembered),
+        "estimated_bytes": round(estimated_bytes / remembered),
+    }
+    store.close()
+    return result
+
+
+def run(num_deletes: int) -> dict[str, Any]:
+    """Measure in a process for each bound, so that their memory does not mix."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Any] = {}
+    for name, max_bytes in (("unbounded", sys.maxsize), ("bounded", MAX_TOMBSTONE_BYTES)):
+        with tempfile.TemporaryDirectory() as folder, context.Pool(1) as pool:
+            found[name] = pool.apply(measure, (Path(folder), num_deletes, max_bytes))
+    return found
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="50,000 deletes, not a million")
+    quick = parser.parse_args().quick
+    print(json.dumps(run(50_000 if quick else 1_000_000)))
+
+
+if __name__ == "__main__":
+    main()
