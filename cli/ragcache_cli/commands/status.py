@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,5 +54,11 @@ def describe_cache(cache: Mapping[str, Any]) -> str:
     if reasons:
         missed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons)
         line += f" (misses: {missed})"
-    away = [shard["address"] for shard in cache["shards"] if not shard["up"]]
-    return line + (f"; no answer from {', '.join(away)}" if away else "")
+    for shard in cache["shards"]:
+        if not shard["up"]:
+            line += f"; no answer from {shard['address']}"
+        elif shard["reset_at_ms"]:
+            at = datetime.datetime.fromtimestamp(shard["reset_at_ms"] / 1000, datetime.UTC)
+            line += f"; {shard['address']} has started empty at {at:%Y-%m-%d %H:%M} UTC, because "
+            line += f"its metadata was damaged ({shard['reset_reason']})"
+    return line

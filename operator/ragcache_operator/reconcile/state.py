@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ragcache_operator.status.gateway_client import BlendQuality, StoreUsage
+from ragcache_operator.status.shard_resets import ShardReset
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class ReconcileState:
     next_signing_key_s: float = 0.0
     reported: frozenset[str] = frozenset()
     """Messages of unsupported features that an Event has reported."""
+    reported_resets: frozenset[ShardReset] = frozenset()
+    """Resets of shards that an Event has reported."""
     corrections: dict[tuple[str, str, str], DriftCorrection] = field(default_factory=dict)
 
 

@@ -35,6 +35,7 @@ from ragcache_operator.status.events import PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient
 from ragcache_operator.status.observe import component_states, workload_states
 from ragcache_operator.status.report import accepted_status, refused_status
+from ragcache_operator.status.shard_resets import reset_event, unreported_resets
 
 PROGRESS_POLL_S: Final = 3.0
 """Interval of reading the startup progress of pods. No watch delivers it."""
@@ -112,7 +113,7 @@ class StatusReporter:
             if not test.passed or test.generation != generation:
                 waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            await self._refresh_usage(url, state)
+            await self._refresh_usage(url, state, post_event)
             waits_s.append(USAGE_POLL_S)
         await write(test)
         return min(waits_s, default=None)
@@ -128,10 +129,16 @@ class StatusReporter:
         state.test_failures += 1
         return SelfTest(False, "SelfTestFailed", result.message, generation)
 
-    async def _refresh_usage(self, url: str, state: ReconcileState) -> None:
+    async def _refresh_usage(self, url: str, state: ReconcileState, post_event: PostEvent) -> None:
         if time.monotonic() >= state.next_usage_s:
             state.next_usage_s = time.monotonic() + USAGE_POLL_S
-            state.store_usage = await self._gateway_client.store_usage(url) or state.store_usage
+            usage = await self._gateway_client.store_usage(url)
+            if usage is not None:
+                state.store_usage = usage
+                now_ms = time.time_ns() // 1_000_000
+                for reset in unreported_resets(usage.resets, state.reported_resets, now_ms):
+                    post_event(reset_event(reset))
+                state.reported_resets |= frozenset(usage.resets)
             quality = await self._gateway_client.blend_quality(url)
             state.blend_quality = quality or state.blend_quality
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from ragcache_operator.status.shard_resets import ShardReset
+
 SELF_TEST_COLLECTION = "ragcache-self-test"
 """The first self-test creates this collection if the platform has no documents."""
 
@@ -37,10 +39,14 @@ class SelfTestResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """Usage of all shards. ``hit_rate`` is the share of reads that hit, None without reads."""
+    """Usage of all shards. ``hit_rate`` is the share of reads that hit, None without reads.
+
+    ``resets`` has the shards whose data was damaged once, so that they started empty.
+    """
 
     hit_rate: float | None
     num_bytes: int
+    resets: tuple[ShardReset, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,14 @@ class GatewayClient:
         """Return the usage of the cache store, or None if the gateway does not answer."""
         try:
             usage = await self._json("GET", f"{url}/v1/cache")
-            return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]))
+            resets = [
+                ShardReset(
+                    str(shard["address"]), int(shard["reset_at_ms"]), str(shard["reset_reason"])
+                )
+                for shard in usage["shards"]
+                if shard["reset_at_ms"]
+            ]
+            return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]), tuple(resets))
         except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
             return None
 

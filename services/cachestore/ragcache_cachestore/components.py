@@ -22,6 +22,7 @@ from ragcache_cachestore.storage.data_dir import DataDir
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_cachestore.storage.metadata_db import MetadataDb
+from ragcache_cachestore.storage.metadata_reset import open_metadata
 from ragcache_cachestore.storage.status_page import StatusPage
 from ragcache_cachestore.storage.tier_space import TierSpace
 from ragcache_cachestore.telemetry.exporter import Telemetry
@@ -101,10 +102,10 @@ def open_components(folder: Path, options: StoreOptions) -> StoreComponents:
         resources.callback(memory_tier.close)
         status_page = StatusPage()
         resources.callback(status_page.close)
+        metadata = open_metadata(data, options.wall_ms())  # first: a reset removes the values
+        resources.callback(metadata.close)
         disk_tier = DiskTier(data.values, options.disk_bytes, options.free_bytes)
         resources.callback(disk_tier.close)
-        metadata = MetadataDb(data.metadata)
-        resources.callback(metadata.close)
         state = _make_state(options, memory_tier, disk_tier, metadata)
 
         def sweep_soon() -> None:
@@ -152,7 +153,7 @@ def open_components(folder: Path, options: StoreOptions) -> StoreComponents:
             deletes=deletes,
             variants=VariantAccess(state, mover),
             swapper=EncodingSwapper(state, memory_tier, mover),
-            stats=StatsReader(state, lambda: mover.writer.backlog),
+            stats=StatsReader(state, lambda: mover.writer.backlog, metadata.reset),
             resources=resources.pop_all(),
         )
 

@@ -141,6 +141,19 @@ def test_a_stop_keeps_accepted_values(tmp_path: Path, port: int) -> None:
             assert get_value(client, key(number)) == value(100_000, number)
 
 
+def test_a_process_on_a_damaged_database_starts_empty(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (process, client):
+        put_value(client, key(0), value(size_of(0)))
+        process.send_signal(signal.SIGTERM)
+        process.wait(TIMEOUT_S)
+    (tmp_path / "records" / "CURRENT").write_bytes(b"nonsense")
+    with running(tmp_path, port) as (_, client):
+        stats = client.stats(TIMEOUT_S)
+        assert (stats.variants, stats.reset_at_ms > 0) == (0, True)
+        assert "CURRENT file does not end with newline" in stats.reset_reason
+        put_value(client, key(0), value(size_of(0)))
+
+
 def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
     health = f"127.0.0.1:{free_port()}"
     env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}

@@ -87,6 +87,7 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
 
 async def test_the_shards_of_the_cache_store_are_summed(gateway: World) -> None:
     (shard,) = gateway.config.cachestore.current()
+    gateway.store.stats.reset_at_ms, gateway.store.stats.reset_reason = 5, "Corruption"
     response = await gateway.client.get("/v1/cache")
     assert response.json() == {
         "variants": 3,
@@ -101,7 +102,7 @@ async def test_the_shards_of_the_cache_store_are_summed(gateway: World) -> None:
         "evictions": {},
         "corrupt": 0,
         "hit_rate": None,
-        "shards": [{"address": shard, "up": True}],
+        "shards": [{"address": shard, "up": True, "reset_at_ms": 5, "reset_reason": "Corruption"}],
     }
     gateway.store.stats.hits_memory, gateway.store.stats.hits_disk = 4, 2
     gateway.store.stats.misses = 2

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
+from ragcache_operator.kube.api import Api
+from ragcache_operator.reconcile.children import Children
+from ragcache_operator.reconcile.state import ReconcileState
+from ragcache_operator.reconcile.status_reporter import StatusReporter
+from ragcache_operator.status.events import ObjectEvent
 from ragcache_operator.status.gateway_client import (
     SELF_TEST_COLLECTION,
     BlendQuality,
     GatewayClient,
     StoreUsage,
 )
+from ragcache_operator.status.shard_resets import ShardReset
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
+
+
+RESET = ShardReset("store-1:50051", time.time_ns() // 1_000_000 - 60_000, "Corruption: bad block")
+OLD_RESET = ShardReset("store-2:50051", 1_700_000_000_000, "Corruption: CURRENT file")
+
+
+def shard_state(reset: ShardReset) -> dict[str, Any]:
+    """Return the part of /v1/cache about one shard."""
+    return {
+        "address": reset.shard,
+        "up": True,
+        "reset_at_ms": reset.at_ms,
+        "reset_reason": reset.reason,
+    }
 
 
 class Gateway:
@@ -28,6 +50,12 @@ class Gateway:
         self.status = 200
         self.requests: list[tuple[str, str, Any]] = []
         self.url = ""
+        healthy = {"address": "store-0:50051", "up": True, "reset_at_ms": 0, "reset_reason": ""}
+        self.cache = {
+            "hit_rate": 0.5,
+            "disk_bytes": 7,
+            "shards": [healthy, shard_state(RESET), shard_state(OLD_RESET)],
+        }
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
@@ -38,7 +66,7 @@ class Gateway:
             case "/v1/chat/completions":
                 return web.json_response(self.answer, status=self.status)
             case "/v1/cache":
-                return web.json_response({"hit_rate": 0.5, "disk_bytes": 7})
+                return web.json_response(self.cache)
             case "/v1/quality":
                 return web.json_response({"verdict": "failed"})
             case "/readyz":
@@ -123,11 +151,30 @@ async def test_an_unreachable_gateway_fails(gateways: GatewayClient) -> None:
 
 
 async def test_usage_and_progress_are_read(gateway: Gateway, gateways: GatewayClient) -> None:
-    assert await gateways.store_usage(gateway.url) == StoreUsage(0.5, 7)
+    assert await gateways.store_usage(gateway.url) == StoreUsage(0.5, 7, (RESET, OLD_RESET))
     assert await gateways.store_usage("http://127.0.0.1:1") is None
     address = gateway.url.removeprefix("http://")
     assert await gateways.startup_progress(address) == "indexing 1 of 2"
     assert await gateways.startup_progress("127.0.0.1:1") is None
+
+
+async def test_a_shard_that_started_empty_is_reported_once(
+    gateway: Gateway, gateways: GatewayClient
+) -> None:
+    reporter = StatusReporter(cast(Api, None), cast(Children, None), gateways)
+    state, posted = ReconcileState(), list[ObjectEvent]()
+    for _ in range(2):
+        state.next_usage_s = 0.0
+        await reporter._refresh_usage(gateway.url, state, posted.append)
+    (event,) = posted  # the old one was reported before this operator started
+    assert (event.kind, event.reason) == ("Warning", "CacheDataDamaged")
+    assert "store-1:50051 has started empty" in event.message
+    assert "Corruption: bad block" in event.message
+    again = replace(RESET, at_ms=RESET.at_ms + 1000)
+    gateway.cache["shards"] = [shard_state(again)]
+    state.next_usage_s = 0.0
+    await reporter._refresh_usage(gateway.url, state, posted.append)
+    assert len(posted) == 2
 
 
 async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayClient) -> None:

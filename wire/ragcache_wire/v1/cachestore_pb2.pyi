@@ -1502,6 +1502,8 @@ class StatsReply(_message.Message):
     SCORE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     UNWRITTEN_FIELD_NUMBER: _builtins.int
     REPORTED_USES_FIELD_NUMBER: _builtins.int
+    RESET_AT_MS_FIELD_NUMBER: _builtins.int
+    RESET_REASON_FIELD_NUMBER: _builtins.int
     variants: _builtins.int
     disk_bytes: _builtins.int
     disk_capacity_bytes: _builtins.int
@@ -1518,6 +1520,9 @@ class StatsReply(_message.Message):
     """values that the store has yet to write to disk"""
     reported_uses: _builtins.int
     """uses of stored variants that needed no Get"""
+    reset_at_ms: _builtins.int
+    """Unix time at which the shard has last started empty, because its metadata was damaged; 0: never."""
+    reset_reason: _builtins.str
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1556,10 +1561,12 @@ class StatsReply(_message.Message):
         score_histogram: _abc.Iterable[_builtins.int] | None = ...,
         unwritten: _builtins.int = ...,
         reported_uses: _builtins.int = ...,
+        reset_at_ms: _builtins.int = ...,
+        reset_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "reported_uses", b"reported_uses", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "reported_uses", b"reported_uses", "reset_at_ms", b"reset_at_ms", "reset_reason", b"reset_reason", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

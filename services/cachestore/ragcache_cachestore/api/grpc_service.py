@@ -444,6 +444,8 @@ class CacheStoreService:
             tombstones=stats.tombstones,
             unwritten=stats.unwritten,
             score_histogram=stats.score_histogram,
+            reset_at_ms=stats.reset_at_ms,
+            reset_reason=stats.reset_reason,
         )
 
     def _run_in(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> asyncio.Future[R]:

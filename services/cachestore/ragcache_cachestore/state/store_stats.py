@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from ragcache_cachestore.state.store_state import StoreState
+from ragcache_cachestore.storage.metadata_db import DataReset
 from ragcache_cachestore.telemetry.counters import Stats, score_histogram
 from ragcache_cachestore.telemetry.exporter import StoreLevels
 
@@ -18,11 +19,15 @@ class StatsReader:
 
     Args:
         num_unwritten: Returns the number of writes that are queued or running.
+        reset: When and why the data folder has last started empty, because it was damaged.
     """
 
-    def __init__(self, state: StoreState, num_unwritten: Callable[[], int]) -> None:
+    def __init__(
+        self, state: StoreState, num_unwritten: Callable[[], int], reset: DataReset | None
+    ) -> None:
         self._state = state
         self._num_unwritten = num_unwritten
+        self._reset = reset
         self._histogram: tuple[float, tuple[int, ...]] = (-math.inf, ())
 
     def stats(self) -> Stats:
@@ -50,6 +55,8 @@ class StatsReader:
                 tombstones=len(state.tombstones),
                 unwritten=unwritten,
                 score_histogram=histogram,
+                reset_at_ms=0 if self._reset is None else self._reset.at_ms,
+                reset_reason="" if self._reset is None else self._reset.reason,
             )
 
     def levels(self) -> StoreLevels:

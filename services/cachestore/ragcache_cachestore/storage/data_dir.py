@@ -2,7 +2,7 @@
 
 ``LOCK`` is held by the one process that uses the folder, and ``FORMAT`` names the layout. The file
 ``values`` holds the values (``disk_tier``). The folder ``records`` holds their metadata
-(``metadata_db``).
+(``metadata_db``). ``records.damaged`` is the one that was replaced last (``metadata_reset``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class DataDir:
     Attributes:
         values: Path of the file of values.
         metadata: Path of RocksDB's folder.
+        damaged_metadata: Path of the folder that a reset has replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,6 +34,7 @@ class DataDir:
         self.path = path
         self.values = path / "values"
         self.metadata = path / "records"
+        self.damaged_metadata = path / "records.damaged"
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -35,6 +35,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rocksdict import (
@@ -70,6 +71,7 @@ _STORE_ID = _META + b"store_id"
 _DELETE_SEQUENCE = _META + b"delete_sequence"
 _LAST_ALIVE = _META + b"last_alive_ms"
 _FORGOTTEN = _META + b"forgotten"
+_RESET = _META + b"reset"
 
 _NUMBER = struct.Struct(">Q")
 _TWO_NUMBERS = struct.Struct(">QQ")
@@ -77,8 +79,37 @@ _DELETION = struct.Struct("<BQIII")
 _LENGTH = struct.Struct("<H")
 _DELETION_VERSION = 1
 
+_DAMAGED = ("Corruption", "IO error: No such file or directory")
+"""How RocksDB's errors begin if its files are damaged or missing."""
+
 _Change = tuple[bytes, bytes | None]
 """Key, and the new value or None to delete."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataReset:
+    """A start with an empty folder, because the metadata was damaged.
+
+    Attributes:
+        at_ms: Unix time.
+        reason: The error of RocksDB.
+    """
+
+    at_ms: int
+    reason: str
+
+    def to_bytes(self) -> bytes:
+        """Encode it."""
+        return _NUMBER.pack(self.at_ms) + self.reason.encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> DataReset:
+        """Decode it. Raises ValueError, struct.error."""
+        return cls(_NUMBER.unpack(raw[: _NUMBER.size])[0], raw[_NUMBER.size :].decode())
+
+
+class DamagedMetadata(InvalidInput):
+    """The files of RocksDB are damaged, or what is written in them."""
 
 
 class MetadataDb:
@@ -89,6 +120,7 @@ class MetadataDb:
         delete_sequence: That of the last tombstone, 0 before the first.
         last_alive_ms: The last time noted by note_alive, 0 before the first.
         forgotten: The last delete that drop_tombstones has removed.
+        reset: When and why the folder has started empty; None if it has not.
         pull_positions: By store, the sequence up to which its deletes are applied here. The dict
             is replaced and never changed.
         num_damaged: Variants whose metadata was found damaged by load.
@@ -98,6 +130,7 @@ class MetadataDb:
         """Open the database.
 
         Raises:
+            DamagedMetadata: Its files are damaged.
             InvalidInput: It cannot be opened.
         """
         self._folder = folder
@@ -109,17 +142,21 @@ class MetadataDb:
         try:
             self._db = Rdict(str(folder), _options())
         except Exception as error:  # the binding raises nothing more precise
-            raise self._damaged(error) from error
+            raise self._not_opened(error) from error
         try:
-            self.store_id = self._meta(_STORE_ID, os.urandom(ID_BYTES))
-            self.delete_sequence = _NUMBER.unpack(self._meta(_DELETE_SEQUENCE, _NUMBER.pack(0)))[0]
-            self.last_alive_ms = _NUMBER.unpack(self._meta(_LAST_ALIVE, _NUMBER.pack(0)))[0]
-            forgotten = self._meta(_FORGOTTEN, _TWO_NUMBERS.pack(0, 0))
-            self.forgotten = ForgottenDeletes(*_TWO_NUMBERS.unpack(forgotten))
+            self.store_id = self._fixed_meta(_STORE_ID, os.urandom(ID_BYTES))
+            (self.delete_sequence,) = self._numbers(_DELETE_SEQUENCE, _NUMBER)
+            (self.last_alive_ms,) = self._numbers(_LAST_ALIVE, _NUMBER)
+            self.forgotten = ForgottenDeletes(*self._numbers(_FORGOTTEN, _TWO_NUMBERS))
+            reset = self._meta(_RESET)
+            self.reset = None if reset is None else DataReset.from_bytes(reset)
             self.pull_positions = self._load_pull_positions()
-        except Exception as error:
+        except (ValueError, struct.error) as error:
             self._db.close()
             raise self._damaged(error) from error
+        except Exception as error:  # the binding raises nothing more precise
+            self._db.close()
+            raise self._not_opened(error) from error
 
     def close(self) -> None:
         """Flush and close. No call may run or follow."""
@@ -132,7 +169,7 @@ class MetadataDb:
         file, or if a newer variant has its pages.
 
         Raises:
-            InvalidInput: RocksDB itself is damaged.
+            DamagedMetadata: RocksDB itself is damaged.
         """
         found: list[tuple[VariantKey, DiskVariant]] = []
         damaged: list[bytes] = []
@@ -211,7 +248,7 @@ class MetadataDb:
         might come back.
 
         Raises:
-            InvalidInput: A tombstone is damaged.
+            DamagedMetadata: A tombstone is damaged.
         """
         try:
             first = max(after, self.forgotten.sequence) + 1
@@ -275,15 +312,48 @@ class MetadataDb:
         except Exception as error:  # the binding raises nothing more precise
             raise Unavailable("cachestore", f"its disk does not sync: {error}") from error
 
-    def _meta(self, name: bytes, default: bytes) -> bytes:
-        found = self._db.get(name)
+    def verify(self) -> None:
+        """Read everything once, so that damage shows before anything is used.
+
+        Raises:
+            DamagedMetadata: A file is damaged, or a tombstone is.
+        """
+        for _ in self._items(_VARIANT):
+            pass
+        for _ in self.tombstones():
+            pass
+
+    def note_reset(self, reset: DataReset) -> None:
+        """Note that the folder has started empty, and refuse what was planned before.
+
+        What was deleted before is not known any more.
+
+        Raises:
+            Unavailable: The disk refuses.
+        """
+        self._apply([(_RESET, reset.to_bytes())])
+        everything = Deletion(os.urandom(ID_BYTES), made_at_ms=reset.at_ms)
+        self.put_tombstones([Tombstone(self.delete_sequence + 1, everything)])
+        self.reset = reset
+
+    def _numbers(self, name: bytes, layout: struct.Struct) -> tuple[int, ...]:
+        """Return a setting of numbers, which are 0 if there is none."""
+        return layout.unpack(self._fixed_meta(name, bytes(layout.size)))
+
+    def _fixed_meta(self, name: bytes, default: bytes) -> bytes:
+        """Return a setting of the length of its default, which is written if there is none."""
+        found = self._meta(name)
         if found is None:
             self._apply([(name, default)])
             self.sync()
             return default
         if len(found) != len(default):
             raise ValueError(f"{name!r} has {len(found)} bytes")
-        return bytes(found)
+        return found
+
+    def _meta(self, name: bytes) -> bytes | None:
+        found = self._db.get(name)
+        return None if found is None else bytes(found)
 
     def _load_pull_positions(self) -> dict[bytes, int]:
         """Return the positions in the order in which they were noted."""
@@ -295,7 +365,7 @@ class MetadataDb:
         """Yield keys without their kind, and values, in order, from a key on.
 
         Raises:
-            InvalidInput: The file is damaged.
+            DamagedMetadata: The file is damaged.
         """
         iterator = self._db.iter()
         iterator.seek(kind + first)
@@ -332,11 +402,20 @@ class MetadataDb:
             else:
                 return
 
-    def _damaged(self, error: Exception) -> InvalidInput:
+    def _not_opened(self, error: Exception) -> InvalidInput:
+        if str(error).startswith(_DAMAGED):
+            return self._damaged(error)
         return InvalidInput(
             "RAGCACHE_DATA_DIR",
             f"{self._folder} cannot be opened: {error}",
             "check the volume, or empty the folder to start over",
+        )
+
+    def _damaged(self, error: Exception) -> DamagedMetadata:
+        return DamagedMetadata(
+            "RAGCACHE_DATA_DIR",
+            f"{self._folder} is damaged and cannot be opened: {error}",
+            "check the volume",
         )
 
 

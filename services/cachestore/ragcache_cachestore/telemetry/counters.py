@@ -34,6 +34,9 @@ class Stats:
         unwritten: Number of writes to disk that are queued or running.
         score_histogram: Number of variants by saved seconds per GiB, one bin for each power of ten
             from 10^-6 up. The first and the last bin also count what lies beyond.
+        reset_at_ms: Unix time at which the folder has last started empty, because its metadata was
+            damaged; 0 if never.
+        reset_reason: The error.
     """
 
     variants: int
@@ -53,6 +56,8 @@ class Stats:
     tombstones: int
     unwritten: int
     score_histogram: tuple[int, ...]
+    reset_at_ms: int
+    reset_reason: str
 
     @property
     def hits_memory(self) -> int:

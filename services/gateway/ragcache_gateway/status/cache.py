@@ -15,6 +15,11 @@ class ShardState(BaseModel):
 
     address: str
     up: bool
+    reset_at_ms: int = Field(
+        description="Unix time at which it has last started empty, because its metadata was "
+        "damaged; 0 if never."
+    )
+    reset_reason: str = Field(description="The error that the metadata had.")
 
 
 class CacheSummary(BaseModel):
@@ -66,7 +71,12 @@ def summarize_cache(
         corrupt=sum(reply.corrupt for reply in replies),
         hit_rate=round(hits / (hits + misses), 4) if hits + misses else None,
         shards=[
-            ShardState(address=address, up=reply is not None)
+            ShardState(
+                address=address,
+                up=reply is not None,
+                reset_at_ms=0 if reply is None else reply.reset_at_ms,
+                reset_reason="" if reply is None else reply.reset_reason,
+            )
             for address, reply in sorted(stats_by_address.items())
         ],
     )

@@ -123,7 +123,7 @@ def test_cache_counters_are_a_line() -> None:
         "hits": 0,
         "misses": 0,
         "misses_by_reason": {},
-        "shards": [{"address": "a:1", "up": True}],
+        "shards": [{"address": "a:1", "up": True, "reset_at_ms": 0, "reset_reason": ""}],
     }
     assert describe_cache(nothing).endswith("; nothing read yet")
     some = nothing | {"variants": 1200, "disk_bytes": 10**9, "hits": 12, "misses": 4}
@@ -134,6 +134,11 @@ def test_cache_counters_are_a_line() -> None:
     assert missed.endswith("hit (misses: 3 evicted, 1 never stored)")
     away = describe_cache(nothing | {"shards": [{"address": "b:1", "up": False}]})
     assert away.endswith("; no answer from b:1")
+    reset = {"address": "c:1", "up": True, "reset_at_ms": 60_000, "reset_reason": "Corruption"}
+    assert describe_cache(nothing | {"shards": [reset]}).endswith(
+        "c:1 has started empty at 1970-01-01 00:01 UTC, because its metadata was damaged "
+        "(Corruption)"
+    )
 
 
 def test_findings_come_with_a_fix_or_none() -> None:
