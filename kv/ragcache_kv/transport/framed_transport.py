@@ -9,11 +9,12 @@ from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.framing import (
     MAX_REPLY_BYTES,
     ConnectionBroken,
+    ConnectionEvicted,
     FramedConnection,
     FrameKind,
     TooManyCalls,
@@ -27,6 +28,9 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_CONNECTIONS = 8
 """Connections of one client to one store. Further calls wait for one, within their deadlines."""
+
+MAX_EVICTED_TRIES = 4
+"""Connections that one call may lose to the store's eviction. It fails after that."""
 
 DEFERRED_SEND_S = 0.05
 """How long a deferred message waits for a call that it can go out with."""
@@ -58,32 +62,59 @@ class ConnectionPool(Generic[C]):
     def take(self, deadline: float) -> C:
         """Return a connection for one call, which gives or drops it.
 
+        If the store refuses another connection, the call waits for one that this client has.
+
         Raises:
             ConnectionBroken: No connection can be made.
             TooManyCalls: No connection became free by the deadline.
+            RagCacheError: The store refused the connection, and this client has no other.
         """
-        with self._changed:
-            while len(self._used) + self._connecting >= MAX_CONNECTIONS and not self._closed:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TooManyCalls(f"this client already makes {MAX_CONNECTIONS} calls")
-            if self._closed:
-                raise ConnectionBroken("the transport is closed")
-            if self._idle:
-                connection = self._idle.pop()
-                self._used.add(connection)
+        refused: Unavailable | None = None
+        while True:
+            connection = self._take_idle(deadline, refused)
+            if connection is not None:
                 return connection
-            self._connecting += 1
-        try:
-            connection = self._connect(deadline)
-        except BaseException:
+            try:
+                connection = self._connect(deadline)
+            except BaseException as error:
+                with self._changed:
+                    self._connecting -= 1
+                    self._changed.notify()
+                    if not isinstance(error, Unavailable) or not self._used:
+                        raise
+                refused = error
+                continue
             with self._changed:
                 self._connecting -= 1
-                self._changed.notify()
-            raise
+                self._used.add(connection)
+            return connection
+
+    def _take_idle(self, deadline: float, refused: Unavailable | None) -> C | None:
+        """Return an idle connection, or None if the caller must connect and is counted for that.
+
+        Args:
+            refused: Why the store has refused another connection.
+        """
         with self._changed:
-            self._connecting -= 1
-            self._used.add(connection)
-        return connection
+            while not self._closed and self._must_wait(refused is not None):
+                if not self._changed.wait(deadline - time.monotonic()):
+                    problem = f"this client already makes {len(self._used)} calls"
+                    raise TooManyCalls(problem if refused is None else f"{problem}, and {refused}")
+            if self._closed:
+                raise ConnectionBroken("the transport is closed")
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.is_open:
+                    self._used.add(connection)
+                    return connection
+                connection.close()  # evicted by the store, or the store has stopped
+            self._connecting += 1
+        return None
+
+    def _must_wait(self, refused: bool) -> bool:
+        if refused and self._used and not self._idle:
+            return True
+        return len(self._used) + self._connecting >= MAX_CONNECTIONS
 
     def give(self, connection: C) -> None:
         """Take back a connection whose call is complete."""
@@ -296,6 +327,22 @@ class FramedTransport(Transport, Generic[C]):
             ConnectionBroken: The connection ended.
             RagCacheError: The store's error. The connection stays usable.
         """
+        for _ in range(MAX_EVICTED_TRIES - 1):
+            try:
+                return self._call_once(kind, message, reply_kind, reply_type, deadline, early)
+            except ConnectionEvicted:
+                continue
+        return self._call_once(kind, message, reply_kind, reply_type, deadline, early)
+
+    def _call_once(
+        self,
+        kind: FrameKind,
+        message: Message,
+        reply_kind: FrameKind,
+        reply_type: type[M],
+        deadline: float,
+        early: Sequence[bytes | memoryview],
+    ) -> OpenCall[C, M]:
         connection = self.pool.take(deadline)
         asked_at = time.monotonic()
         try:
@@ -319,6 +366,8 @@ def receive_reply(connection: FramedConnection, reply_kind: FrameKind, reply_typ
         return _parse(reply_type, payload)
     if kind == FrameKind.ERROR:
         raise from_error(SERVICE, _parse(pb.DataError, payload))
+    if kind == FrameKind.EVICTED:
+        raise ConnectionEvicted("the store has ended this connection, which was idle")
     raise ConnectionBroken(f"a frame of kind {kind} arrived instead of {reply_kind.name}")
 
 

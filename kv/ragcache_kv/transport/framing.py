@@ -26,6 +26,9 @@ connection carries one call at a time, so replies need no number. Most releases 
 A client may put a value while it computes it. The checksums of the parts are known only at the end,
 so they come last. A short value goes out in one piece, with COMMIT among the first bytes.
 
+A store with too many connections ends the one that has been idle for longest. It sends EVICTED
+first, in place of a reply, so that the client connects again.
+
 A call that breaks off ends its connection. The store then drops the connection's leases and its
 incomplete puts.
 """
@@ -96,10 +99,15 @@ class FrameKind(IntEnum):
     PUT_DONE = 67
     ERROR = 68
     RELEASED = 69
+    EVICTED = 70
 
 
 class ConnectionBroken(Exception):
     """The connection ended or carried an invalid frame. It cannot be used any more."""
+
+
+class ConnectionEvicted(ConnectionBroken):
+    """The store has ended an idle connection, to have room for others. It has served no call."""
 
 
 class TimedOut(ConnectionBroken):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.api.listeners import allow_many_sockets
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.orphan_collector import OrphanCollector
@@ -172,6 +173,7 @@ def _assignment(config: CacheStoreSettings) -> PrecisionAssignment:
 def main() -> int:
     """Run the service. Return the exit status."""
     reuse_freed_memory()
+    allow_many_sockets()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         config = CacheStoreSettings()

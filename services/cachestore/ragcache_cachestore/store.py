@@ -300,6 +300,20 @@ class Store:
         """Return the sizes now, and the counts since the start."""
         return self._stats.stats()
 
+    def note_connections(self, count: int, *, evicted: bool = False, refused: bool = False) -> None:
+        """Count the connections of the data transports.
+
+        Args:
+            count: Open ones now.
+            evicted: One was ended to have room for another.
+            refused: One was refused, because all others are in use.
+        """
+        with self._state.lock:
+            counters = self._state.counters
+            counters.connections = count
+            counters.connections_evicted += evicted
+            counters.connections_refused += refused
+
     def flush(self) -> None:
         """Wait until every queued write has ended."""
         self._mover.writer.flush()

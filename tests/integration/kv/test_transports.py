@@ -750,16 +750,120 @@ def test_a_slow_client_is_disconnected(
     reader.close()
 
 
-def test_too_many_connections_get_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_cachestore.api.data_server.MAX_CONNECTIONS", 1)
-    for transport in ("shared", "socket"):
-        with client_of(served.address, transport) as first:
-            first.connect()
-            with client_of(served.address, transport) as second:
-                with pytest.raises(Unavailable, match="too many connections") as refused:
-                    second.connect()
-                assert refused.value.retry_after_s == 1.0
-        eventually(lambda: not served.transports._connections)
+def reading(client: StoreClient, number: int) -> Iterator[Any]:
+    """Begin to read two values. The connection stays in use until the second one is taken."""
+    values = client.get([key(number), key(number)], TIMEOUT_S)
+    next(values)
+    return values
+
+
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_the_idlest_connection_makes_room_and_its_client_connects_again(
+    served: Served,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # A client of shared memory has a second connection, which shows that the store is alive.
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 4 if transport == "shared" else 2)
+    with contextlib.ExitStack() as ends:
+        clients = [ends.enter_context(client_of(served.address, transport)) for _ in range(5)]
+        variant, value = new(1, [1000])
+        clients[0].put(variant, whole(variant, value), TIMEOUT_S)
+        with caplog.at_level("INFO"):
+            for round_ in range(3):
+                for client in clients:
+                    found = only(client, 1)
+                    assert isinstance(found, StoredValue), round_
+                    assert found.value == value
+        stats = clients[0].stats()
+        assert stats.connections_evicted >= 5
+        assert (stats.connections <= 4, stats.connections_refused) == (True, 0)
+        assert "broken" not in caplog.text, "an eviction is no failure"
+
+
+def test_connections_in_use_are_not_evicted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 2)
+    variant, value = new(1, [1000])
+    with contextlib.ExitStack() as ends:
+        one, other, third = (
+            ends.enter_context(client_of(served.address, "socket")) for _ in range(3)
+        )
+        one.put(variant, whole(variant, value), TIMEOUT_S)
+        values = reading(one, 1), reading(other, 1)
+        with pytest.raises(Unavailable, match="too many connections") as refused:
+            third.connect()
+        assert refused.value.retry_after_s == 1.0
+        assert served.store.stats().connections_refused == 1
+        for reads in values:
+            assert len(list(reads)) == 1
+        # Their leases end some time after the values are read.
+        eventually(lambda: not served.store.stats().leases)
+        third.connect()
+        assert isinstance(only(third, 1), StoredValue)
+
+
+def test_a_client_that_gets_no_more_connections_waits_for_its_own(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 1)
+    with client_of(served.address, "socket") as client, ThreadPoolExecutor(1) as pool:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        reads = reading(client, 1)
+        waiting = pool.submit(only, client, 1)
+        eventually(lambda: served.store.stats().connections_refused == 1)
+        assert not waiting.done()
+        with pytest.raises(Unavailable, match="too many connections") as full:
+            list(client.get([key(1)], 2 * data_server.FULL_WAIT_S))
+        assert not isinstance(full.value, NoAnswer), "the store is well"
+        list(reads)
+        assert isinstance(waiting.result(TIMEOUT_S), StoredValue)
+
+
+@pytest.mark.parametrize("kind", [FrameKind.EVICTED, None])
+def test_an_eviction_while_the_call_is_on_its_way_is_not_noticed(
+    served: Served, kind: FrameKind | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client checks its connection before the call. The eviction comes after that."""
+    with client_of(served.address, "socket") as client:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        eventually(lambda: not served.store.stats().leases)
+        (connection,) = served.transports._connections
+        send = FramedConnection.send
+
+        def evict_first(self: FramedConnection, sent: FrameKind, *args: Any, **more: Any) -> None:
+            if sent == FrameKind.GET and served.transports._connections == {connection}:
+                if kind is None:
+                    connection.channel.interrupt()  # as if the store had stopped
+                else:
+                    eventually(connection.try_evict)
+            send(self, sent, *args, **more)
+
+        monkeypatch.setattr(FramedConnection, "send", evict_first)
+        found = only(client, 1)
+        assert isinstance(found, StoredValue)
+        assert found.value == value
+
+
+def test_many_clients_share_few_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections of 64 engines with two clients each, against room for a quarter."""
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 32)
+    variant, value = new(1, [1000])
+    with contextlib.ExitStack() as ends:
+        clients = [ends.enter_context(client_of(served.address, "socket")) for _ in range(128)]
+        clients[0].put(variant, whole(variant, value), TIMEOUT_S)
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda client: only(client, 1), 3 * clients))
+        assert all(isinstance(one, StoredValue) for one in found)
+        stats = served.store.stats()
+        assert stats.connections <= 32
+        assert stats.connections_refused == 0
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
@@ -1394,6 +1498,7 @@ def test_without_a_liveness_connection_the_store_is_asked(
 ) -> None:
     with remembering(served, [1, 2]) as client:
         monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 1)
+        monkeypatch.setattr(data_connection.DataConnection, "try_evict", lambda _: False)
         kinds = asked(client, monkeypatch)
         found = [one for _, one in client.get([key(1), key(2)], TIMEOUT_S)]
         assert all(isinstance(one, StoredValue) for one in found)

@@ -1504,6 +1504,9 @@ class StatsReply(_message.Message):
     REPORTED_USES_FIELD_NUMBER: _builtins.int
     RESET_AT_MS_FIELD_NUMBER: _builtins.int
     RESET_REASON_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_EVICTED_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_REFUSED_FIELD_NUMBER: _builtins.int
     variants: _builtins.int
     disk_bytes: _builtins.int
     disk_capacity_bytes: _builtins.int
@@ -1523,6 +1526,12 @@ class StatsReply(_message.Message):
     reset_at_ms: _builtins.int
     """Unix time at which the shard has last started empty, because its metadata was damaged; 0: never."""
     reset_reason: _builtins.str
+    connections: _builtins.int
+    """open ones, of the data transports"""
+    connections_evicted: _builtins.int
+    """idle ones, ended to have room for others"""
+    connections_refused: _builtins.int
+    """because all others were in use"""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1563,10 +1572,13 @@ class StatsReply(_message.Message):
         reported_uses: _builtins.int = ...,
         reset_at_ms: _builtins.int = ...,
         reset_reason: _builtins.str = ...,
+        connections: _builtins.int = ...,
+        connections_evicted: _builtins.int = ...,
+        connections_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "reported_uses", b"reported_uses", "reset_at_ms", b"reset_at_ms", "reset_reason", b"reset_reason", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "connections", b"connections", "connections_evicted", b"connections_evicted", "connections_refused", b"connections_refused", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "reported_uses", b"reported_uses", "reset_at_ms", b"reset_at_ms", "reset_reason", b"reset_reason", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,9 +25,10 @@ GRPC: Final = Endpoint(COMPONENT, "grpc")
 DATA: Final = Endpoint(COMPONENT, "data")
 HEALTH: Final = Endpoint(COMPONENT, "health")
 
-_PROCESS_BYTES = 768 << 20
-"""Memory of the process besides the memory tier. It needs 75 MiB, 160 more once it packs values,
-and up to 256 MiB for each copy of a value that it packs or sends by gRPC."""
+_PROCESS_BYTES = 960 << 20
+"""Memory of the process besides the memory tier. It needs 75 MiB, 160 more once it packs values, 64
+for deletes, 128 for connections, and up to 256 MiB for each copy of a value that it packs or sends
+by gRPC."""
 
 _DISK_PER_MEMORY = 256
 """Bytes of disk for each byte of memory that the records of values take. A record of a value of 28

@@ -4,7 +4,8 @@ Over the Unix socket the store sends only the extents of a value. The client, on
 maps the memory tier and reads the file of values itself. Over TCP the store sends the bytes.
 
 When a connection ends, its leases and its puts end with it. The store ends a connection whose
-client is slower than a lease lasts, or silent for IDLE_S.
+client is slower than a lease lasts, or silent for IDLE_S. It ends idle ones earlier if it needs
+their memory for others (``data_server``).
 """
 
 from __future__ import annotations
@@ -131,6 +132,22 @@ class DataConnection(threading.Thread):
         self._transport = "shared" if self._shared else "socket"
         self._leases: dict[int, tuple[ReadLease, float]] = {}
         self._reads_reported_at = time.monotonic()
+        self._lock = threading.Lock()  # guards the two below
+        self._evicted = False
+        self.idle_since: float | None = None
+        """When it began to wait for a call without a lease, on the monotonic clock; else None."""
+
+    def try_evict(self) -> bool:
+        """End the connection if it is idle. Return whether it was. Safe to call from any thread."""
+        with self._lock:
+            if self.idle_since is None or self._evicted:
+                return False
+            self._evicted = True
+        # Its thread waits for a frame, so the socket has room and no other sender.
+        with contextlib.suppress(OSError):
+            self.channel.socket.send(frame(FrameKind.EVICTED), socket.MSG_DONTWAIT)
+        self.channel.interrupt()
+        return True
 
     def refuse(self) -> None:
         """Tell the client that there are too many connections, without waiting for it."""
@@ -176,9 +193,15 @@ class DataConnection(threading.Thread):
 
     def _serve_one(self) -> None:
         """Wait for a call and serve it."""
-        self.channel.deadline = time.monotonic() + IDLE_S
+        now = time.monotonic()
+        self.channel.deadline = now + IDLE_S
+        self.idle_since = None if self._leases else now
         self.channel.spin_wait()
         kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
+        with self._lock:
+            if self._evicted:
+                raise ConnectionBroken("it was evicted while it was idle")
+            self.idle_since = None
         self.channel.deadline = time.monotonic() + LEASE_S
         try:
             self._dispatch(kind, payload)

@@ -2,6 +2,10 @@
 
 Each connection has one thread and blocks, so a round trip takes two system calls and no event
 loop. ``data_connection`` serves the calls, ``ragcache_kv.transport.framing`` has the protocol.
+
+The memory of connections is bounded. Above the bound, a new connection takes the place of the one
+that has been idle for longest. Its client connects again when it needs to. A connection is refused
+only if all others are in use.
 """
 
 from __future__ import annotations
@@ -20,8 +24,18 @@ from ragcache_core.store_api import Hello
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
-"""Bound of connections, and so of threads. An engine has a handful."""
+CONNECTION_BYTES = 64 << 10
+"""Memory of an idle connection with its thread (``bench/connections.py``)."""
+
+MAX_CONNECTIONS_BYTES = 128 << 20
+"""Bound of the memory of all connections."""
+
+MAX_CONNECTIONS = MAX_CONNECTIONS_BYTES // CONNECTION_BYTES
+
+FULL_WAIT_S = 0.25
+"""How long a new connection waits until one is idle. Clients release leases 50 ms after a read."""
+
+FULL_POLL_S = 0.01
 
 CLOSE_TIMEOUT_S = 5.0
 """How long close waits for calls that wait for the disk."""
@@ -51,6 +65,7 @@ class DataServer:
         self._headers = HeaderCache()
         self._lock = threading.Lock()
         self._connections: set[DataConnection] = set()
+        self._ending: set[DataConnection] = set()  # evicted, and their threads still run
         self._closed = False
         self._listeners: list[socket.socket] = []
         self._socket_id: tuple[int, int] | None = None
@@ -94,7 +109,7 @@ class DataServer:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
+            connections = [*self._connections, *self._ending]
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept
@@ -129,14 +144,44 @@ class DataServer:
 
     def _serve(self, sock: socket.socket) -> None:
         connection = DataConnection(self._store, sock, self.hello(), self._headers, self._remove)
+        deadline = time.monotonic() + FULL_WAIT_S
+        while not self._try_start(connection):
+            if self._closed or time.monotonic() >= deadline:
+                with self._lock:
+                    count = len(self._connections)
+                    self._store.note_connections(count, refused=True)
+                log.warning("data server: refused a connection, all are in use open=%d", count)
+                connection.refuse()
+                return
+            time.sleep(FULL_POLL_S)
+
+    def _try_start(self, connection: DataConnection) -> bool:
+        """Start to serve a connection. Return False if there is no room for it now."""
         with self._lock:
-            accepted = len(self._connections) < MAX_CONNECTIONS and not self._closed
-            if accepted:
-                connection.start()  # within the lock, so that close can join every connection
-                self._connections.add(connection)
-        if not accepted:
-            connection.refuse()
+            is_full = len(self._connections) >= MAX_CONNECTIONS
+            if self._closed or (is_full and not self._evict_idlest()):
+                return False
+            connection.start()  # within the lock, so that close can join every connection
+            self._connections.add(connection)
+            self._store.note_connections(len(self._connections), evicted=is_full)
+        return True
+
+    def _evict_idlest(self) -> bool:
+        """End the connection that has been idle for longest. The caller has the lock."""
+        idle = [
+            (since, id(connection), connection)
+            for connection in self._connections
+            if (since := connection.idle_since) is not None
+        ]
+        for _, _, connection in sorted(idle):
+            if connection.try_evict():
+                self._connections.discard(connection)
+                self._ending.add(connection)
+                return True
+        return False
 
     def _remove(self, connection: DataConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
+            self._ending.discard(connection)
+            self._store.note_connections(len(self._connections))

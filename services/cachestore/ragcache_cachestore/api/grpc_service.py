@@ -444,6 +444,9 @@ class CacheStoreService:
             tombstones=stats.tombstones,
             unwritten=stats.unwritten,
             score_histogram=stats.score_histogram,
+            connections=stats.connections,
+            connections_evicted=stats.connections_evicted,
+            connections_refused=stats.connections_refused,
             reset_at_ms=stats.reset_at_ms,
             reset_reason=stats.reset_reason,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 from pathlib import Path
@@ -15,6 +16,12 @@ BACKLOG = 64
 PROBE_TIMEOUT_S = 1.0
 SOCKET_MODE: Final = 0o660
 """A process that can connect to the Unix socket can write to the memory tier."""
+
+
+def allow_many_sockets() -> None:
+    """Raise the process's limit of open files as far as it may. The default is often 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen_unix(path: Path) -> socket.socket:

@@ -55,6 +55,9 @@ class StatsReader:
                 tombstones=len(state.tombstones),
                 unwritten=unwritten,
                 score_histogram=histogram,
+                connections=counters.connections,
+                connections_evicted=counters.connections_evicted,
+                connections_refused=counters.connections_refused,
                 reset_at_ms=0 if self._reset is None else self._reset.at_ms,
                 reset_reason="" if self._reset is None else self._reset.reason,
             )
@@ -71,6 +74,9 @@ class StatsReader:
             leases=stats.leases,
             tombstones=stats.tombstones,
             unwritten=stats.unwritten,
+            connections=stats.connections,
+            connections_evicted=stats.connections_evicted,
+            connections_refused=stats.connections_refused,
             bytes_by_precision=stats.bytes_by_precision,
             score_histogram=stats.score_histogram,
         )

@@ -15,7 +15,7 @@ _LOWEST_POWER = -6
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start. The store's lock guards them."""
+    """Counts since the start, and the connections now. The store's lock guards them."""
 
     hits: Counter[Tier] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
@@ -24,6 +24,9 @@ class Counters:
     corrupt: int = 0
     puts: int = 0
     reported_uses: int = 0
+    connections: int = 0
+    connections_evicted: int = 0
+    connections_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class Stats:
         unwritten: Number of writes to disk that are queued or running.
         score_histogram: Number of variants by saved seconds per GiB, one bin for each power of ten
             from 10^-6 up. The first and the last bin also count what lies beyond.
+        connections: Open connections of the data transports.
+        connections_evicted: Idle ones that were ended to have room for others.
+        connections_refused: Those that were refused, because all others were in use.
         reset_at_ms: Unix time at which the folder has last started empty, because its metadata was
             damaged; 0 if never.
         reset_reason: The error.
@@ -56,6 +62,9 @@ class Stats:
     tombstones: int
     unwritten: int
     score_histogram: tuple[int, ...]
+    connections: int
+    connections_evicted: int
+    connections_refused: int
     reset_at_ms: int
     reset_reason: str
 

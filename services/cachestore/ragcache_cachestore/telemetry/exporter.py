@@ -59,6 +59,9 @@ class StoreLevels:
     leases: int
     tombstones: int
     unwritten: int
+    connections: int
+    connections_evicted: int
+    connections_refused: int
     bytes_by_precision: Mapping[str, int]
     score_histogram: Sequence[int]
 
@@ -356,6 +359,21 @@ _GAUGES: Final = (
         "{variant}",
         "Writes to disk that are queued or running",
         lambda levels: [(levels.unwritten, {})],
+    ),
+    _Gauge(
+        "connections",
+        "{connection}",
+        "Open connections of the data transports",
+        lambda levels: [(levels.connections, {})],
+    ),
+    _Gauge(
+        "connections.ended",
+        "{connection}",
+        "Connections that were evicted or refused since the start, because there were too many",
+        lambda levels: [
+            (levels.connections_evicted, {"reason": "evicted"}),
+            (levels.connections_refused, {"reason": "refused"}),
+        ],
     ),
     _Gauge(
         "precision",

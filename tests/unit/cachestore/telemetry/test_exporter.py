@@ -38,6 +38,9 @@ LEVELS = StoreLevels(
     leases=1,
     tombstones=2,
     unwritten=4,
+    connections=5,
+    connections_evicted=6,
+    connections_refused=7,
     bytes_by_precision={"native": 15, "int8/int4": 5},
     score_histogram=[0, 2, 1],
 )
@@ -131,6 +134,9 @@ def test_levels_are_read_at_export(kept: RecordedTelemetry) -> None:
     assert kept.value("leases") == 1
     assert kept.value("tombstones") == 2
     assert kept.value("unwritten") == 4
+    assert kept.value("connections") == 5
+    assert kept.value("connections.ended", reason="evicted") == 6
+    assert kept.value("connections.ended", reason="refused") == 7
     assert kept.value("precision", precision="int8/int4") == 5
     assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
 

@@ -325,7 +325,7 @@ def test_the_store_fits_its_volume_and_memory() -> None:
 @pytest.mark.parametrize(
     ("resources", "rendered"),
     [
-        ({}, {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "1832Mi"}}),
+        ({}, {"requests": {"cpu": "100m", "memory": "2024Mi"}, "limits": {"memory": "2024Mi"}}),
         # A component that bounds its memory has its request as the limit.
         (
             {"cpu": "0.5", "memory": "4096Mi"},
@@ -333,7 +333,7 @@ def test_the_store_fits_its_volume_and_memory() -> None:
         ),
         (
             {"memoryLimit": "3Gi"},
-            {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "3Gi"}},
+            {"requests": {"cpu": "100m", "memory": "2024Mi"}, "limits": {"memory": "3Gi"}},
         ),
         # A server rejects a request above the limit.
         (
