@@ -87,7 +87,7 @@ class NoCompiler:
 
 
 def test_a_failed_warm_up_is_logged_and_loads_still_work(caplog: pytest.LogCaptureFixture) -> None:
-    unused = SimpleNamespace(max_tokens=64)
+    unused = SimpleNamespace(max_tokens=64, chunk_shift=None)
     blend = SimpleNamespace(rotation=NoCompiler(), recomputer=unused, observer=unused)
     worker = WorkerHarness(blend=cast("BlendComponents", blend))
     worker.connector.wait_until_warm()
