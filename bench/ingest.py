@@ -244,9 +244,9 @@ async def running_retriever(
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Return the CPU time of a process."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    """Return the CPU time of a process and of the processes that it has started."""
+    all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(times.user + times.system for times in all_times))
 
 
 async def ingest(
