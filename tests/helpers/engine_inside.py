@@ -95,6 +95,7 @@ def shift_chunk(
     """
     import torch
 
+    from ragcache_core.blend.slices import runs_outside
     from ragcache_engine.blend.chunk_shift import ChunkShift
     from ragcache_engine.blend.prompt_slice import PromptSlice
     from ragcache_kv.rotation import KeyRotation, read_rope
@@ -113,7 +114,10 @@ def shift_chunk(
     recomputer.chunk_shift = ChunkShift(cache, rope)
     other = PromptSlice(token_ids[:50], [6 * BLOCKS_APART], [range(50)])
     recomputer.recompute_slices(
-        [PromptSlice(token_ids, blocks, recomputed, [chunk], [chunk]), other]
+        [
+            PromptSlice(token_ids, blocks, recomputed, [chunk], runs_outside([chunk], recomputed)),
+            other,
+        ]
     )
     recomputer.chunk_shift = None
     after = cache.read(blocks, 0, count)[0].float()

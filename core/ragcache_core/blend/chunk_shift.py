@@ -46,28 +46,29 @@ class ShiftPlan:
 def plan_shift(
     chunks: Sequence[range], runs: Sequence[range], shifted_runs: Sequence[range]
 ) -> ShiftPlan | None:
-    """Return what to shift; None if no chunk has enough recomputed tokens, or none to shift.
+    """Return what a pass shifts; None if nothing.
+
+    If several passes recompute tokens of a chunk, each adds its part of the chunk's mean change.
 
     Args:
         chunks: Disjoint ranges of the prompt whose KV is reused and not exact, ascending.
-        runs: The positions to recompute, ascending.
-        shifted_runs: The other positions of the chunks, ascending.
+        runs: The positions that this pass recomputes, ascending.
+        shifted_runs: The positions of the chunks that no pass recomputes, ascending.
     """
     recomputed = np.asarray([p for run in runs for p in run], dtype=np.int64)
     to_shift = np.asarray([p for run in shifted_runs for p in run], dtype=np.int64)
-    to_shift = np.setdiff1d(to_shift, recomputed)
     rows: list[NDArray[np.float32]] = []
     positions: list[NDArray[np.int64]] = []
     chunk_of: list[NDArray[np.int64]] = []
     for chunk in chunks:
         inside = (recomputed >= chunk.start) & (recomputed < chunk.stop)
-        count = int(inside.sum())
         others = to_shift[(to_shift >= chunk.start) & (to_shift < chunk.stop)]
-        if count < MIN_RECOMPUTED or not len(others):
+        num_recomputed = len(chunk) - len(others)  # by all passes
+        if num_recomputed < MIN_RECOMPUTED or not len(others) or not inside.any():
             continue
         positions.append(others)
         chunk_of.append(np.full(len(others), len(rows), dtype=np.int64))
-        rows.append(inside * np.float32(SHIFT_FACTOR / count))
+        rows.append(inside * np.float32(SHIFT_FACTOR / num_recomputed))
     if not rows:
         return None
     return ShiftPlan(

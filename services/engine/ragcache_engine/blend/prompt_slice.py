@@ -19,8 +19,8 @@ class PromptSlice:
         blocks: Its block table.
         runs: Ascending, each of maximal length.
         chunks: Ranges whose KV was loaded and is not exact, ascending.
-        shifted_runs: Tokens of the chunks that are shifted (``ChunkShift``), ascending. Tokens that
-            other passes recompute are not among them.
+        shifted_runs: Positions of the chunks that no pass recomputes, ascending. This pass shifts
+            them by its part of the chunk's change (``ChunkShift``).
     """
 
     token_ids: Sequence[int]

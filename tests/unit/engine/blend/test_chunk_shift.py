@@ -12,6 +12,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_core.blend.chunk_shift import plan_shift
+from ragcache_core.blend.slices import runs_outside
 from ragcache_engine.blend.chunk_shift import ChunkShift, _TorchShift
 from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
@@ -29,7 +30,7 @@ NUM_TOKENS = 3 * BLOCK + 5
 TABLE = [7, 2, 5, 1]
 CHUNKS = [range(4, 40), range(40, 90), range(90, 96)]
 RUNS = [range(6, 14), range(30, 33), range(50, 58), range(96, NUM_TOKENS)]
-NEXT_RUNS = [range(14, 30), range(60, 66), range(92, 94)]
+SHIFTED_RUNS = runs_outside(CHUNKS, RUNS)
 
 ROPES = {
     "halves": Rope(DIM, DIM, Pairing.HALVES, tuple(10.0**-i for i in range(DIM // 2))),
@@ -54,7 +55,7 @@ def test_the_compiled_shift_equals_the_one_of_a_gpu(
     order: str, dtype: torch.dtype, rope: Rope
 ) -> None:
     compiled, expected = filled_cache(order, dtype), filled_cache(order, dtype)
-    one = PromptSlice(list(range(NUM_TOKENS)), TABLE, RUNS, CHUNKS, NEXT_RUNS)
+    one = PromptSlice(list(range(NUM_TOKENS)), TABLE, RUNS, CHUNKS, SHIFTED_RUNS)
     slots = torch.cat([compiled.slots(TABLE, run.start, run.stop) for run in RUNS])
     generator = torch.Generator().manual_seed(5)
     # Rows of vLLM's own come first. The model's keys and values are views of one projection.
@@ -63,9 +64,10 @@ def test_the_compiled_shift_equals_the_one_of_a_gpu(
     key, value = both[:, :HEADS], both[:, HEADS:]
     own_slots = torch.arange(own) + 3 * BLOCK
 
-    plan = plan_shift(CHUNKS, RUNS, NEXT_RUNS)
+    plan = plan_shift(CHUNKS, RUNS, SHIFTED_RUNS)
     assert plan is not None
-    assert len(plan.positions) == 22  # the third chunk has no recomputed token
+    assert plan.positions.tolist() == [p for run in SHIFTED_RUNS[:-1] for p in run]
+    assert SHIFTED_RUNS[-1] == CHUNKS[-1], "the third chunk has no recomputed token"
     by_torch = _TorchShift.of(one, plan, slice(-len(slots), None), expected, rope)
     with ChunkShift(compiled, rope).attached([one]):
         for index in range(LAYERS):
@@ -95,7 +97,7 @@ def test_the_compiled_shift_equals_the_one_of_a_gpu(
 
 def test_shifting_ends_with_the_context() -> None:
     cache = filled_cache("as presented", torch.float32)
-    one = PromptSlice(list(range(NUM_TOKENS)), TABLE, RUNS, CHUNKS, NEXT_RUNS)
+    one = PromptSlice(list(range(NUM_TOKENS)), TABLE, RUNS, CHUNKS, SHIFTED_RUNS)
     update = cache.layers[0].impl.do_kv_cache_update
     with ChunkShift(cache, ROPES["halves"]).attached([one]):
         assert cache.layers[0].impl.do_kv_cache_update != update

@@ -67,6 +67,7 @@ class FakeModel:
     questions: list[tuple[range, tuple[int, ...]]] = field(default_factory=list)
     attended: tuple[int, ...] = ()
     chunk_shift: None = None
+    shifted: list[tuple[range, ...]] = field(default_factory=list)
     error: Exception | None = None
 
     def recompute_slices(self, slices: Sequence[PromptSlice]) -> None:
@@ -77,6 +78,7 @@ class FakeModel:
         assert len(runs) <= self.max_runs
         assert sum(len(run) for _, run in runs) <= self.max_tokens
         self.passes.append(tuple(run for _, run in runs))
+        self.shifted += [tuple(one.shifted_runs) for one in slices]
         for one, run in runs:
             value = torch.full((2, 2, len(run), 1, 4), COMPUTED, dtype=torch.bfloat16)
             self.cache.write(value, self.cache.slots(one.blocks, run.start, run.stop))
@@ -363,6 +365,16 @@ def test_a_step_with_other_requests_recomputes_one_slice(blend: BlendWorkerHarne
     sizes = [sum(map(len, runs)) for runs in made.model.passes]
     assert sizes == [16] * 6 + [14]
     assert made.model.recomputed == list(range(10, 120))
+    made.worker.connector.close()
+
+
+def test_no_pass_shifts_what_another_one_recomputes() -> None:
+    made = make_blend(EngineSettings(cachestore=FixedMembers(()), recompute_slice_tokens=16))
+    wanted = spans(10, 120)
+    made.worker.store.fill(wanted)
+    made.run(job(wanted, recompute(chunk(10, 120), budget=40)), busy=True)
+    assert made.model.recomputed == list(range(10, 50))
+    assert made.model.shifted == [(range(50, 120),)] * 3
     made.worker.connector.close()
 
 
