@@ -220,7 +220,9 @@ class StoreClient:
     def find_misses(
         self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
     ) -> Sequence[Miss | None]:
-        """Return why each variant is not stored, or None if it is. This counts no misses.
+        """Return why each variant is not stored; None if it is, or is being put.
+
+        This counts no misses.
 
         Raises:
             Unavailable: The store does not answer in time.

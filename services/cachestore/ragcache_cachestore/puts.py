@@ -74,7 +74,7 @@ class Puts:
             stored = self._state.catalog.get(new.key)
             wanted = stored is None or replaces(new.info, stored)
             if wanted:
-                self._reserve_incoming(new.info.num_bytes)
+                self._begin_incoming(new)
         if not wanted:
             if ack is Ack.DURABLE:
                 self._wait_until_written(new.key, timeout_s)
@@ -83,7 +83,7 @@ class Puts:
             copy = self._mover.allocate_in_memory(new.info.num_bytes)
         except BaseException:
             with self._state.lock:
-                self._state.incoming_bytes -= new.info.num_bytes
+                self._end_incoming(new)
             raise
         self.memory_tier.grow(copy.extents)
         return IncomingPut(self, new, copy, last_seen_delete)
@@ -118,7 +118,7 @@ class Puts:
     def abort(self, incoming: IncomingPut, quarantine_s: float) -> None:
         """Release the memory of a put. See IncomingPut.abort."""
         with self._state.lock:
-            self._state.incoming_bytes -= incoming.new.info.num_bytes
+            self._end_incoming(incoming.new)
             if quarantine_s:
                 until = self._state.clock() + quarantine_s
                 self._state.quarantined.append((until, incoming.copy))
@@ -160,19 +160,27 @@ class Puts:
                 "raise RAGCACHE_DISK_BYTES, or put the value without waiting for the disk",
             )
 
-    def _reserve_incoming(self, num_bytes: int) -> None:
+    def _begin_incoming(self, new: NewVariant) -> None:
+        num_bytes = new.info.num_bytes
         bound = self._state.memory.capacity_bytes * INCOMING_SHARE
         if self._state.incoming_bytes and self._state.incoming_bytes + num_bytes > bound:
             raise Unavailable(
                 "cachestore", "too many values are arriving at once", retry_after_s=RETRY_AFTER_S
             )
         self._state.incoming_bytes += num_bytes
+        self._state.incoming[new.key] += 1
+
+    def _end_incoming(self, new: NewVariant) -> None:
+        self._state.incoming_bytes -= new.info.num_bytes
+        self._state.incoming[new.key] -= 1
+        if not self._state.incoming[new.key]:
+            del self._state.incoming[new.key]
 
     def _publish(self, incoming: IncomingPut, completion: PutCompletion, ack: Ack) -> PutOutcome:
         """Add a verified put to the catalog, unless a delete or another put came first."""
         now, new = self._state.clock(), incoming.new
         with self._state.lock:
-            self._state.incoming_bytes -= new.info.num_bytes
+            self._end_incoming(new)
             stored = self._state.catalog.get(new.key)
             deleted = self._state.tombstones.covers(new.key, new.origin, incoming.delete_sequence)
             if deleted or (stored is not None and not replaces(new.info, stored)):

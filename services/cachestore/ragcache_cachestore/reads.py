@@ -146,12 +146,17 @@ class Reads:
         return num_bytes
 
     def find_misses(self, keys: Sequence[VariantKey]) -> list[Miss | None]:
-        """Return why each variant is not stored, or None if it is. This counts no misses."""
+        """Return why each variant is not stored; None if it is, or is being put.
+
+        This counts no misses.
+        """
         misses: list[Miss | None] = []
         for start in range(0, len(keys), KEYS_PER_LOCK):
             with self._state.lock:
                 misses += [
-                    None if self._state.catalog.get(key) else self._state.miss_reason(key)
+                    None
+                    if self._state.catalog.get(key) or key in self._state.incoming
+                    else self._state.miss_reason(key)
                     for key in keys[start : start + KEYS_PER_LOCK]
                 ]
         return misses

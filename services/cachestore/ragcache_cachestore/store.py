@@ -153,7 +153,7 @@ class Store:
         return self._reads.note_reread(key, times, use)
 
     def find_misses(self, keys: Sequence[VariantKey]) -> list[Miss | None]:
-        """Return why each variant is not stored, or None if it is. This counts no misses."""
+        """Return why each variant is not stored; None if it is, or is being put."""
         return self._reads.find_misses(keys)
 
     def note_uses(self, reports: Sequence[ReportedUses]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -16,9 +17,13 @@ from bench.shards import NUM_SHARDS, cluster, compare, replay
 from bench.support.computed_profile import ComputedProfile
 from bench.support.processes import free_port, launch_cachestore, wait_for_cachestore
 from bench.support.traces import DATA, load_traces
-from ragcache_cachestore.cluster.orphan_collector import UNKNOWN_PARENT_S, OrphanCollector
+from ragcache_cachestore.cluster.orphan_collector import MISSING_PARENT_S, OrphanCollector
+from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.store import Store
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Origin
+from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import Ack, LookupKey
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.watched.members import FixedMembers
@@ -26,6 +31,8 @@ from tests.helpers.cachestore_parts import (
     TIMEOUT_S,
     ManualClock,
     ServedStore,
+    completion,
+    fill,
     serving,
     value,
     variant,
@@ -51,6 +58,11 @@ class Shards:
         self.client.put(new, whole(new, raw), TIMEOUT_S)
         for one in self.served:
             one.store.flush()
+
+    def owner(self, key: VariantKey) -> Store:
+        """Return the store of a variant."""
+        stores = {one.address: one.store for one in self.served}
+        return stores[RendezvousHash(tuple(stores)).owners([key.chunk])[0]]
 
     def stored(self, keys: list[VariantKey]) -> dict[VariantKey, bool]:
         """Return what a client can reach."""
@@ -101,6 +113,16 @@ def chain(number: int) -> list[VariantKey]:
     """Return the variants of one prompt, from its first chunk to its last."""
     rng = random.Random(number)
     return [VariantKey(rng.randbytes(16), rng.randbytes(16)) for _ in range(LENGTH)]
+
+
+def corrupt(store: Store, key: VariantKey) -> None:
+    """Change every copy of a value, as a bad device does, and report it as its readers do."""
+    while isinstance(lease := store.open([key])[0], ReadLease):
+        if lease.on_disk:
+            os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
+        else:
+            store.memory_tier.views(lease.extents)[0][:3] = b"rot"
+        store.release([lease.id], corrupt=[lease.id])
 
 
 def test_under_pressure_no_child_is_held_without_a_reachable_parent(tmp_path: Path) -> None:
@@ -154,9 +176,69 @@ def test_a_parent_that_its_owner_never_stored_is_awaited(tmp_path: Path) -> None
         shards.scan_all()
         assert shards.stored([child, lost]) == {child: True, lost: True}
         shards.put(parent, None)
-        shards.clock.now += UNKNOWN_PARENT_S
+        shards.clock.now += MISSING_PARENT_S
         shards.scan_all()
         assert shards.stored([child, lost]) == {child: True, lost: False}
+
+
+def test_a_parent_whose_value_was_corrupt_is_awaited(tmp_path: Path) -> None:
+    """The next request puts it again, so a bad block does not cost the rest of the chain."""
+    parent, child, *_ = chain(1)
+    with three_shards(tmp_path) as shards:
+        shards.put(parent, None)
+        shards.put(child, parent)
+        corrupt(shards.owner(parent), parent)
+        assert shards.owner(parent).find_misses([parent]) == [Miss.CORRUPT]
+        shards.scan_all()
+        assert shards.stored([child]) == {child: True}
+        shards.clock.now += MISSING_PARENT_S
+        shards.scan_all()
+        assert shards.stored([child]) == {child: False}
+
+
+def test_a_parent_that_is_being_put_is_not_gone(tmp_path: Path) -> None:
+    parent, child, *_ = chain(1)
+    raw = value(PAGE)
+    with three_shards(tmp_path) as shards:
+        shards.put(parent, None)
+        shards.put(child, parent)
+        owner = shards.owner(parent)
+        owner.discard(parent)
+        assert owner.find_misses([parent]) == [Miss.EVICTED]
+        puts = [owner.begin_put(variant(parent, raw)) for _ in range(2)]
+        for put in puts:
+            assert isinstance(put, IncomingPut)
+            shards.scan_all()
+            assert shards.stored([child]) == {child: True}
+            put.abort()
+        shards.scan_all()
+        assert shards.stored([child]) == {child: False}
+
+
+def test_an_owner_that_is_silent_once_does_not_prolong_the_wait(tmp_path: Path) -> None:
+    child, *others = [key for number in range(8) for key in chain(number)]
+    clock, raw = ManualClock(), value(PAGE)
+    port = free_port()
+    silent = f"127.0.0.1:{port}"
+    with serving(tmp_path / "children", leaves_only=True) as served:
+        members = FixedMembers((served.address, silent))
+        owners = RendezvousHash(members.current())
+        parent = next(key for key in others if owners.owners([key.chunk])[0] == silent)
+        put = served.store.begin_put(variant(child, raw, origin=Origin(parent=parent)))
+        assert isinstance(put, IncomingPut)
+        fill(put.views, raw)
+        put.commit(completion(put.new, raw))
+        collector = OrphanCollector(
+            served.store, members, served.address, clock=clock, min_age_s=0.0
+        )
+        with serving(tmp_path / "parents", port=port):
+            assert collector.scan() == 0
+        clock.now += MISSING_PARENT_S / 2
+        assert collector.scan() == 0
+        clock.now += MISSING_PARENT_S / 2
+        assert collector.scan() == 0  # silent again: not even now it is known to be missing
+        with serving(tmp_path / "parents", port=port):
+            assert collector.scan() == 1
 
 
 @pytest.mark.parametrize("policy", ["score", "lru"])

@@ -676,7 +676,9 @@ class FindMissesReply(_message.Message):
 
     MISSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def misses(self) -> _containers.RepeatedScalarFieldContainer[Global___Miss.ValueType]: ...
+    def misses(self) -> _containers.RepeatedScalarFieldContainer[Global___Miss.ValueType]:
+        """one for each key; unspecified: it is stored, or is being put"""
+
     def __init__(
         self,
         *,

@@ -10,9 +10,13 @@ A thread asks the owners of all parents, again and again, and drops the children
 gone. A child of a dropped variant is found by the next scan. Scans follow each other at once while
 they drop variants, within a share of the time.
 
-A shard that has joined, or has lost its volume, has never stored the parents that it owns now. The
-next request puts such a parent again, and its children are of use then. They are kept meanwhile,
-for UNKNOWN_PARENT_S.
+A parent is gone if its owner has evicted it or a delete covers it. One that is missing for another
+reason is put again by the next request, and its children are of use then. Its copy was corrupt, or
+a shard that has joined, or has lost its volume, owns it now. Its children are kept meanwhile, for
+MISSING_PARENT_S.
+
+A shard remembers a bounded number of reasons, and none after a restart. Children of the evicted
+parents whose reason it has forgotten are kept that long, too.
 """
 
 from __future__ import annotations
@@ -46,13 +50,15 @@ MAX_TIME_SHARE = 0.05
 MIN_AGE_S = 5.0
 """Age of a variant before its parent is looked for: puts of one prompt may overtake each other."""
 
-UNKNOWN_PARENT_S = 600.0
-"""How long a variant is kept whose parent's owner has never stored the parent."""
+MISSING_PARENT_S = 600.0
+"""How long a variant is kept whose parent is missing, but not evicted or deleted."""
 
 CALL_TIMEOUT_S = 5.0
 
+_GONE = frozenset({Miss.EVICTED, Miss.DELETED})
+
 AskShard = Callable[[str, Sequence[VariantKey]], Sequence[Miss | None]]
-"""Returns why a shard does not store each key; None: it does. Raises RagCacheError."""
+"""Returns why a shard does not store each key; None: it does, or will. Raises RagCacheError."""
 
 
 class ChainedStore(Protocol):
@@ -62,7 +68,7 @@ class ChainedStore(Protocol):
         """Yield each variant of this age that has a parent, with the parent."""
 
     def find_misses(self, keys: Sequence[VariantKey]) -> Sequence[Miss | None]:
-        """Return why each key is not stored; None: it is."""
+        """Return why each key is not stored; None: it is, or is being put."""
 
     def discard_orphans(self, keys: Sequence[VariantKey]) -> int:
         """Drop variants as eviction does. Return how many were stored."""
@@ -105,7 +111,7 @@ class OrphanCollector:
         self._ask = ask
         self._clock = clock
         self._min_age_s = min_age_s
-        self._unknown_since: dict[VariantKey, float] = {}
+        self._missing_since: dict[VariantKey, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orphan collector", daemon=True)
 
@@ -129,25 +135,33 @@ class OrphanCollector:
         if self._own not in addresses or len(addresses) < 2:
             return 0
         owners = RendezvousHash(addresses)
-        unknown_before, self._unknown_since = self._unknown_since, {}
+        missing_since: dict[VariantKey, float] = {}
         num_dropped = 0
         children: defaultdict[VariantKey, list[VariantKey]] = defaultdict(list)
         for child, parent in self._store.children(self._min_age_s):
             children[parent].append(child)
             if len(children) == MAX_KEYS:
-                num_dropped += self._drop_orphans(owners, children, unknown_before)
+                num_dropped += self._drop_orphans(owners, children, missing_since)
                 children.clear()
             if self._stop.is_set():
                 return num_dropped
-        return num_dropped + self._drop_orphans(owners, children, unknown_before)
+        num_dropped += self._drop_orphans(owners, children, missing_since)
+        self._missing_since = missing_since
+        return num_dropped
 
     def _drop_orphans(
         self,
         owners: RendezvousHash,
         children: Mapping[VariantKey, Sequence[VariantKey]],
-        unknown_before: Mapping[VariantKey, float],
+        missing_since: dict[VariantKey, float],
     ) -> int:
-        """Drop the children whose parent is gone. children: by their parent."""
+        """Drop the children whose parent is gone.
+
+        Args:
+            owners: The owner of each chunk.
+            children: By their parent.
+            missing_since: Gets the time since when each missing parent is missing.
+        """
         if not children:
             return 0
         parents = list(children)
@@ -158,28 +172,34 @@ class OrphanCollector:
             by_owner[owner].append(parent)
         orphans: list[VariantKey] = []
         for owner, asked in by_owner.items():
-            for parent, miss in zip(asked, self._misses(owner, asked), strict=True):
-                if miss is not None and self._is_gone(parent, miss, unknown_before):
+            misses = self._misses(owner, asked)
+            if misses is None:
+                before = self._missing_since
+                missing_since |= {parent: before[parent] for parent in asked if parent in before}
+                continue
+            for parent, miss in zip(asked, misses, strict=True):
+                if miss is not None and self._is_gone(parent, miss, missing_since):
                     orphans += children[parent]
         return self._store.discard_orphans(orphans) if orphans else 0
 
-    def _misses(self, owner: str, parents: Sequence[VariantKey]) -> Sequence[Miss | None]:
+    def _misses(self, owner: str, parents: Sequence[VariantKey]) -> Sequence[Miss | None] | None:
+        """Ask the owner of parents. Return None if it does not answer."""
         if owner == self._own:
             return self._store.find_misses(parents)
         try:
             return self._ask(owner, parents)
         except RagCacheError as error:
             log.info("orphan collector: shard does not answer shard=%s error=%s", owner, error)
-            return [None] * len(parents)
+            return None
 
     def _is_gone(
-        self, parent: VariantKey, miss: Miss, unknown_before: Mapping[VariantKey, float]
+        self, parent: VariantKey, miss: Miss, missing_since: dict[VariantKey, float]
     ) -> bool:
-        if miss is not Miss.NEVER_STORED:
+        if miss in _GONE:
             return True
         now = self._clock()
-        since = self._unknown_since[parent] = unknown_before.get(parent, now)
-        return now - since >= UNKNOWN_PARENT_S
+        since = missing_since[parent] = self._missing_since.get(parent, now)
+        return now - since >= MISSING_PARENT_S
 
     def _run(self) -> None:
         wait_s = IDLE_INTERVAL_S

@@ -8,6 +8,7 @@ mover removes their metadata and frees their pages.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class StoreState:
         lock: Guards everything here but ``delete_lock``.
         delete_lock: Held while deletes are applied or forgotten. It is taken before ``lock``.
         memory_freed: Notified when pages of memory may have become free.
+        incoming: Number of incoming puts by variant.
         incoming_bytes: Bytes of incoming values, which cannot be evicted.
         quarantined: Copies in memory whose pages stay reserved until a time, because a client
             may not have noticed yet that its put was aborted.
@@ -83,6 +85,7 @@ class StoreState:
         self.tombstones = Tombstones()
         self.counters = Counters()
         self.feed = EventFeed()
+        self.incoming: Counter[VariantKey] = Counter()
         self.incoming_bytes = 0
         self.next_identity = 1
         self.dropped_copies: list[DroppedCopy] = []
