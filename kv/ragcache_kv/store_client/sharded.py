@@ -220,7 +220,7 @@ class ShardedStore:
     ) -> int:
         """Report uses that needed no read to the owners of the variants. Never raises.
 
-        Uses of a lost owner's variants are not reported.
+        Uses of a lost owner's variants are not reported. A report that fails makes no shard lost.
 
         Returns:
             How many uses the shards counted: those of variants that they have.
@@ -231,7 +231,7 @@ class ShardedStore:
                 shard: partial(shard.client.report_uses, group, timeout_s)
                 for shard, group in group_by_shard(reports, owners).items()
             }
-            counts = self._call(calls, timeout_s).values()
+            counts = self._call(calls, timeout_s, in_background=True).values()
             return sum(count for count in counts if isinstance(count, int))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
@@ -260,11 +260,19 @@ class ShardedStore:
         return merge_deletes({shard.address: answer for shard, answer in answers.items()})
 
     def _call(
-        self, calls: Mapping[Shard, Callable[[], T]], timeout_s: float
+        self,
+        calls: Mapping[Shard, Callable[[], T]],
+        timeout_s: float,
+        *,
+        in_background: bool = False,
     ) -> dict[Shard, T | RagCacheError]:
         """Make calls concurrently. Return the result of each, or its core error.
 
-        timeout_s: The time that each call has.
+        Args:
+            calls: The calls.
+            timeout_s: The time that each call has.
+            in_background: Whether a shard may answer these calls late although it serves requests.
+                After a call without an answer the shard is then only probed.
         """
         *others, last = calls or (None,)
         if last is None:
@@ -274,7 +282,7 @@ class ShardedStore:
             try:
                 return calls[shard]()
             except RagCacheError as error:
-                self._router.note_failure(shard, error, timeout_s)
+                self._router.note_failure(shard, error, 0.0 if in_background else timeout_s)
                 return error
 
         futures: dict[Shard, Future[T | RagCacheError]] = {

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_cachestore.api import grpc_service
-from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE
+from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE, SLOW_THREADS
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.variant import Miss, Origin, Tier
@@ -31,6 +31,7 @@ from ragcache_core.store_api import (
     EventKind,
     LookupKey,
     PutOutcome,
+    ReportedUses,
 )
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.conversions import to_key, to_put_header
@@ -233,6 +234,16 @@ def test_watchers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
             next(served.client.watch(timeout_s=TIMEOUT_S))
         began = time.monotonic()
     assert time.monotonic() - began < TIMEOUT_S
+
+
+def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:
+    put_value(served.client, key(1), value(10))
+    with served.store._state.delete_lock:  # as while a delete is written to a hung disk
+        pulls = [served.stub.Tombstones(pb.TombstonesRequest()) for _ in range(2 * SLOW_THREADS)]
+        eventually(lambda: served.service._busy == len(pulls))
+        assert served.client.report_uses([ReportedUses(key(1))], TIMEOUT_S) == 1
+        assert served.client.find_misses([key(1)], TIMEOUT_S) == [None]
+    assert all(list(pull) for pull in pulls)
 
 
 def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> None:

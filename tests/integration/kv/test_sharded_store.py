@@ -18,7 +18,7 @@ from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
-from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome
+from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome, ReportedUses
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -249,6 +249,25 @@ def test_a_short_timeout_does_not_make_a_shard_lost(
             list(store.get(KEYS, 1e-6))
         assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
         assert "lost, its chunks" not in caplog.text
+
+
+def test_a_report_that_takes_too_long_makes_no_shard_lost(
+    shards: list[ServedStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    resume = threading.Event()
+    with opened(*(shard.address for shard in shards)) as store, ExitStack() as ends:
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+        for shard in shards:
+            shard.service._brief.submit(resume.wait, TIMEOUT_S)
+        ends.callback(resume.set)
+        reports = [ReportedUses(wanted) for wanted in KEYS]
+        assert store.report_uses(reports) == 0
+        assert store.lookup(WANTS).by_key().keys() == set(KEYS)
+        assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
+        assert "lost, its chunks" not in caplog.text
+        resume.set()
+        eventually(lambda: store.report_uses(reports) == len(KEYS))
 
 
 def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[ServedStore]) -> None:

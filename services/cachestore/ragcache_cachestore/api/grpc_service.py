@@ -76,6 +76,8 @@ READ_THREADS = 8
 CONTROL_THREADS = 4
 SLOW_THREADS = 2
 """Threads for long calls that are not urgent, so that no delete waits for them."""
+BRIEF_THREADS = 1
+"""For brief calls that are not urgent. They wait neither for long ones nor for the disk."""
 CLOSE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
 MAX_GETS = 32
@@ -114,6 +116,7 @@ class CacheStoreService:
         self._writes = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="puts")
         self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="reads")
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        self._brief = ThreadPoolExecutor(BRIEF_THREADS, thread_name_prefix="brief")
         self._slow = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="slow")
         self._gets = asyncio.Semaphore(MAX_GETS)
         self._puts = asyncio.Semaphore(MAX_PUTS)
@@ -197,7 +200,7 @@ class CacheStoreService:
         A call that hangs on the disk is abandoned after CLOSE_TIMEOUT_S. Closing the store ends it.
         """
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for pool in (self._writes, self._reads, self._control, self._slow):
+        for pool in (self._writes, self._reads, self._control, self._brief, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
         while time.monotonic() < deadline and self._busy:
             time.sleep(0.01)
@@ -329,7 +332,7 @@ class CacheStoreService:
         """Tell why variants are not stored."""
         self._check_open()
         keys = from_keys("keys", request.keys)
-        misses = await self._run_in(self._slow, lambda: self._store.find_misses(keys))
+        misses = await self._run_in(self._brief, lambda: self._store.find_misses(keys))
         return pb.FindMissesReply(
             misses=[pb.MISS_UNSPECIFIED if miss is None else to_miss(miss) for miss in misses]
         )
@@ -338,7 +341,7 @@ class CacheStoreService:
         """Count uses that needed no Get."""
         self._check_open()
         reports = from_use_report(request)
-        counted = await self._run_in(self._slow, lambda: self._store.note_uses(reports))
+        counted = await self._run_in(self._brief, lambda: self._store.note_uses(reports))
         return pb.UseReportReply(counted=counted)
 
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
