@@ -57,6 +57,7 @@ class UseReporter:
         self._lock = threading.Lock()
         self._pending: Counter[tuple[VariantKey, VariantUse]] = Counter()
         self._counts: Counter[str] = Counter()
+        self._scheduled = False
         self._closed = threading.Event()
         self._pool = unpinned_pool(1, "ragcache-uses")
 
@@ -68,17 +69,17 @@ class UseReporter:
             uses: Variants, with how a request used each.
         """
         with self._lock:
-            starts = not self._pending
             for one in uses:
                 if one not in self._pending and len(self._pending) >= self._max_pending:
                     self._counts[DROPPED] += 1
                     continue
                 self._pending[one] += 1
                 self._counts[source] += 1
-            if not (starts and self._pending):
-                return
-        with contextlib.suppress(RuntimeError):  # no thread can be started, or it is closed
-            self._pool.submit(self._report)
+            if self._pending and not self._scheduled:
+                # Without a thread, the next use tries again. After close there is no next report.
+                with contextlib.suppress(RuntimeError):
+                    self._pool.submit(self._report)
+                    self._scheduled = True
 
     def take_counts(self) -> Mapping[str, int]:
         """Return the uses since the last call, by source, and those that were dropped."""
@@ -92,9 +93,13 @@ class UseReporter:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _report(self) -> None:
+        with self._lock:
+            if not self._scheduled:  # the pool has queued it although no thread could start
+                return
         if self._closed.wait(self._every_s):
             return
         with self._lock:
+            self._scheduled = False
             pending, self._pending = self._pending, Counter()
         reports = [ReportedUses(key, use, times) for (key, use), times in pending.items()]
         try:

@@ -85,6 +85,29 @@ def test_a_store_that_hangs_delays_no_caller_and_costs_bounded_memory(store: Gat
     reporter.close()
 
 
+def test_a_thread_that_does_not_start_does_not_end_the_reports(
+    store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store.gate.set()
+    reporter = UseReporter(store, every_s=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for number in (1, 2):
+            reporter.note(PREFIX_CACHE, [(key(number), REUSE)])
+    reporter.note(PREFIX_CACHE, [(key(3), REUSE)])
+    eventually(lambda: bool(store.reports))
+    reporter.note(PREFIX_CACHE, [(key(4), REUSE)])
+    eventually(lambda: len(store.reports) == 2)
+    assert store.reports == [
+        [ReportedUses(key(1)), ReportedUses(key(2)), ReportedUses(key(3))],
+        [ReportedUses(key(4))],
+    ]
+    reporter.close()
+
+
 def test_a_failed_report_does_not_end_the_reports(
     store: GatedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
