@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.identity.keys import VariantKey
@@ -91,4 +94,33 @@ def test_a_variant_that_is_computed_although_it_is_stored_is_a_use(tmp_path: Pat
         run(scheduler, num_local=0)
         assert scheduler.take_counts().uses == {COMPUTED: len(SEGMENTS)}
         eventually(lambda: served.store.stats().reported_uses == len(SEGMENTS))
+        scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_computed"),
+    [
+        ([SEGMENTS[0].segment.end], 1),
+        ([SEGMENTS[0].segment.end, SEGMENTS[2].segment.end - 1], 2),
+        ([SEGMENTS[1].segment.end, LENGTH], len(SEGMENTS)),  # an answer of one token
+    ],
+)
+def test_a_request_reports_only_what_it_has_computed_until_it_ends(
+    tmp_path: Path, steps: list[int], num_computed: int
+) -> None:
+    with serving(tmp_path) as served:
+        client = ShardedStore(FixedMembers((served.address,)))
+        settings = EngineSettings(
+            cachestore=FixedMembers((served.address,)), lookup_wait_s=5.0, min_load_tokens=LENGTH
+        )
+        scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
+        for named in SEGMENTS:
+            put(served, named.variant, named.segment.end - named.segment.start)
+        scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.to_json()})
+        eventually(lambda: scheduler.loadable_tokens("r", 0) is not None)
+        scheduler.on_allocated("r", BLOCKS, 0)
+        for start, end in pairwise([0, *steps]):
+            scheduler.step([("r", start, end - start)], lambda _: BLOCKS)
+        scheduler.on_finished("r", BLOCKS)
+        assert scheduler.take_counts().uses == {COMPUTED: num_computed}
         scheduler.close()

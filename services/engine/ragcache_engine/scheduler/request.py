@@ -95,6 +95,8 @@ class RequestState:
     local_tokens: int | None = None
     # The first position that the prefill computes. None: it has not begun, or begins again.
     computed_from: int | None = None
+    # The position up to which its last step computes.
+    computed_to: int = 0
     # T(cached, computed) / computed of the prefill; 0: unknown.
     token_s: float = 0.0
 
@@ -195,6 +197,7 @@ class RequestState:
             named.variant
             for index, named in enumerate(self.segments)
             if named.segment.start >= self.computed_from
+            and named.segment.end <= self.computed_to
             and index not in self.saved
             and named.variant in (self.stored or {})
         ]

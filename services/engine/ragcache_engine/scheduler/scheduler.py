@@ -226,6 +226,7 @@ class ConnectorScheduler:
                 continue
             prompt_tokens += max(0, min(scheduled, len(request.token_ids) - computed))
             try:
+                request.computed_to = computed + scheduled
                 self._on_progress(request, computed)
                 if computed >= len(request.token_ids):
                     continue
