@@ -11,9 +11,10 @@ import fcntl
 import os
 from pathlib import Path
 
+from ragcache_cachestore.storage.disk_variant import VERSION
 from ragcache_core.errors import InvalidInput
 
-FORMAT = "ragcache-cachestore 2\n"
+FORMAT = f"ragcache-cachestore {VERSION}\n"
 
 
 class DataDir:

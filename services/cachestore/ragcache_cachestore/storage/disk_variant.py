@@ -17,8 +17,11 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.storage.extents import Extent
 
-VERSION = 2
-"""First byte of the metadata. The store drops a variant with another version."""
+VERSION = 3
+"""Version of the data layout, and first byte of the metadata.
+
+A store does not start on a folder with another version (``data_dir``).
+"""
 
 _HEAD = struct.Struct("<BBQQIIQIddIHI")
 _SHAPE = struct.Struct("<III")

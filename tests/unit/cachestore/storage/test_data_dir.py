@@ -13,7 +13,7 @@ from ragcache_core.errors import InvalidInput
 
 def test_a_new_folder_is_created_with_its_layout(tmp_path: Path) -> None:
     folder = DataDir(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b" / "FORMAT").read_text() == FORMAT == "ragcache-cachestore 2\n"
+    assert (tmp_path / "a" / "b" / "FORMAT").read_text() == FORMAT == "ragcache-cachestore 3\n"
     folder.close()
     DataDir(tmp_path / "a" / "b").close()
 
@@ -23,7 +23,7 @@ def test_a_volume_with_only_lost_and_found_counts_as_empty(tmp_path: Path) -> No
     DataDir(tmp_path).close()
 
 
-@pytest.mark.parametrize("layout", ["ragcache-cachestore 1", "ragcache-cachestore 99"])
+@pytest.mark.parametrize("layout", ["ragcache-cachestore 2", "ragcache-cachestore 99"])
 def test_an_unknown_layout_is_refused_and_left_unchanged(tmp_path: Path, layout: str) -> None:
     (tmp_path / "FORMAT").write_text(f"{layout}\n")
     (tmp_path / "rocksdb").mkdir()
