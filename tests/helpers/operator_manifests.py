@@ -422,6 +422,14 @@ _CACHES = (
         *("--kv-transfer-config replaces an argument that RagCache sets", "leave it out"),
     ),
     Bad(
+        "another connector, by vLLM's offloading",
+        _C,
+        cache(engines=[{"unsafeArgs": ["--kv-offloading-size=4"]}]),
+        "spec.engines[0].unsafeArgs[0]",
+        "--kv-offloading-size replaces RagCache's connector with vLLM's own offloading of KV",
+        "leave it out, and set spec.engines[].hostTier",
+    ),
+    Bad(
         "one of a family of flags",
         _C,
         cache(engines=[{"unsafeArgs": ["--data-parallel-rank=1"]}]),

@@ -195,6 +195,11 @@ REFUSED_FLAGS: Final = (
         ),
     ),
     RefusedFlags(
+        "no unsafe arguments that replace the connector",
+        "replaces RagCache's connector with vLLM's own offloading of KV",
+        {"kv-offloading-": "leave it out, and set spec.engines[].hostTier"},
+    ),
+    RefusedFlags(
         "no unsafe arguments that ask for several ranks",
         "asks for several ranks, and an engine has one",
         dict.fromkeys(

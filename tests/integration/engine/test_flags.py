@@ -1,20 +1,25 @@
-"""The operator's lists of engine flags, compared with the parser of vLLM's server."""
+"""The operator's lists of engine flags, compared with vLLM's parser and engine configuration."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
 from ragcache_operator.spec.rules import find_problems
+from tests.helpers.children_parts import build, container_of
 from tests.helpers.operator_manifests import cache
 
 pytestmark = pytest.mark.timeout(300)
+
+TINYRAG = Path(__file__).parents[3] / "models" / "tinyrag" / "model"
 
 REFUSED = {flag for flags in REFUSED_FLAGS for flag in flags.fixes}
 SAMPLES = [
@@ -47,6 +52,65 @@ for sample in chosen:
 names = {flag: action.dest for flag, action in flags.items()}
 print(json.dumps({"meant": meant, "names": names, "chosen": chosen}))
 """
+
+# Each set of arguments is built in turn. Copies keep vLLM from changing the parser's defaults.
+_BUILD_CONFIGS = """
+import copy, dataclasses, json, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+base, given = json.loads(sys.argv[1])
+parser = make_arg_parser(FlexibleArgumentParser())
+
+def transfer_of(argument):
+    values = copy.deepcopy(parser.parse_args([*base, *argument.split()]))
+    config = AsyncEngineArgs.from_cli_args(values).create_engine_config()
+    transfer = dataclasses.asdict(config.kv_transfer_config)
+    del transfer["engine_id"]
+    return repr(transfer)
+
+def attempt(argument):
+    try:
+        return transfer_of(argument)
+    except (Exception, SystemExit) as error:
+        print(argument, repr(error), file=sys.stderr)
+        return None
+
+def values_of(flag):
+    action = parser._option_string_actions[flag]
+    if action.nargs == 0:
+        return [flag]
+    values = list(action.choices or ["1", "0.5", "auto", "{}", '["a"]'])
+    return [f"{flag}={value}" for value in values[:4]]
+
+if given is None:
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    found = {flag: {a: attempt(a) for a in values_of(flag)} for flag in flags if flag != "--help"}
+else:
+    found = {argument: attempt(argument) for argument in given}
+print(json.dumps({"plain": transfer_of(""), "found": found}))
+"""
+
+
+def build_configs(given: list[str] | None) -> Mapping[str, Any]:
+    """Return the KV transfer configurations of engines, as text; None where vLLM refuses.
+
+    Args:
+        given: What is added to the operator's arguments, for one engine each. None adds each flag
+            of vLLM with some sample values.
+    """
+    base = [*container_of(build(), "engine-main")["args"], f"--model={TINYRAG}"]
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD_CONFIGS, json.dumps([base, given])],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    configs: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert "'kv_connector': 'RagCacheConnector'" in configs["plain"]
+    return configs
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +177,18 @@ def test_short_forms_pass_nowhere(parser: Mapping[str, Any]) -> None:
         for argument in (flag, f"{flag}=2", f"{flag}2"):
             assert not passes(argument, "args"), argument
             assert not passes(argument, "unsafeArgs"), argument
+
+
+def test_no_unsafe_argument_changes_the_connector() -> None:
+    configs = build_configs(None)
+    built, changed = set(), set()
+    for flag, samples in configs["found"].items():
+        for sample, transfer in samples.items():
+            if transfer is not None and passes(sample, "unsafeArgs"):
+                built.add(flag)
+            if transfer not in (None, configs["plain"]):
+                changed.add(flag)
+                assert not passes(sample, "unsafeArgs"), sample
+    # The samples of the remaining flags need another model, device or flag.
+    assert len(built) > 300
+    assert "--kv-offloading-size" in changed

@@ -40,7 +40,7 @@ BYTES_PER_CHARACTER = 4
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
-    *("--kv-cache-dtype", "--seed=1"),
+    *("--kv-cache-dtype", "--kv-offloading-size", "--seed=1"),
 )
 
 SCHEMAS = {kind.name: object_schema(kind) for kind in KINDS}
@@ -211,6 +211,7 @@ def test_all_problems_are_reported_together() -> None:
         *("--tensor-parallel-size=2", "--tens=2", "--data-parallel-rank=1", "--data=2", "--nn=2"),
         *("--hf-overrides.a=1", "--hf-o={}", "--quant=awq", "--enable-sleep", "--kv-cache-dt=fp8"),
         *("--no-enforce-eager", "--no-enforce", "--scheduling-policy=fcfs", "--rev=main"),
+        *("--kv-offloading-size=4", "--kv-off=4", "--kv-offloading-backend=lmcache"),
         *("-tp=2", "-tp2", "-O3", "-q", "-", "--", "--=1", "8", "x--port", "--A", "--model-impl.x"),
         *("--model_impl=vllm", "--max+model+len", "--a--b", "--a\n", "--a=\n", ""),
     ],
