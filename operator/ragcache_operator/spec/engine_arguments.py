@@ -39,8 +39,10 @@ class FlagValue:
 
 SWITCH: Final = FlagValue("no value", "", "")
 """A flag without a value, which ``--no-`` turns off."""
-_COUNT: Final = FlagValue("a whole number", "[0-9]{1,12}", "8")
-_SHARE: Final = FlagValue("a number from 0 to 1", "(0([.][0-9]{1,9})?|1)", "0.1")
+_COUNT: Final = FlagValue("a whole number from 1 to 999999999", "[1-9][0-9]{0,8}", "8")
+_COUNT_OR_ZERO: Final = FlagValue("a whole number from 0 to 999999999", "(0|[1-9][0-9]{0,8})", "8")
+"""For a seed, the bound is below the 2**32 of numpy."""
+_SHARE: Final = FlagValue("a number above 0, up to 1", "(0[.][0-9]{0,8}[1-9]0{0,8}|1)", "0.1")
 
 
 def _one_of(*words: str) -> FlagValue:
@@ -51,7 +53,7 @@ ALLOWED_FLAGS: Final[Mapping[str, FlagValue]] = {
     # Batches and their order.
     "max-num-seqs": _COUNT,
     "max-num-batched-tokens": _COUNT,
-    "long-prefill-token-threshold": _COUNT,
+    "long-prefill-token-threshold": _COUNT_OR_ZERO,
     "enable-chunked-prefill": SWITCH,
     "async-scheduling": SWITCH,
     "stream-interval": _COUNT,
@@ -62,8 +64,8 @@ ALLOWED_FLAGS: Final[Mapping[str, FlagValue]] = {
     # Attention and sampling.
     "disable-sliding-window": SWITCH,
     "disable-cascade-attn": SWITCH,
-    "seed": _COUNT,
-    "max-logprobs": _COUNT,
+    "seed": _COUNT_OR_ZERO,
+    "max-logprobs": _COUNT_OR_ZERO,
     "logprobs-mode": _one_of(
         "raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"
     ),
@@ -77,7 +79,7 @@ ALLOWED_FLAGS: Final[Mapping[str, FlagValue]] = {
     "disable-uvicorn-access-log": SWITCH,
     "disable-fastapi-docs": SWITCH,
     "log-error-stack": SWITCH,
-    "max-log-len": _COUNT,
+    "max-log-len": _COUNT_OR_ZERO,
     "kv-cache-metrics": SWITCH,
     "kv-cache-metrics-sample": _SHARE,
     "enable-mfu-metrics": SWITCH,

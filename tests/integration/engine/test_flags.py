@@ -30,6 +30,18 @@ SAMPLES = [
     *(f"--no-{flag}" for flag, value in ALLOWED_FLAGS.items() if value is SWITCH),
 ]
 
+NUMBERS = (
+    *("0", "00", "1", "01", "999999999", "1000000000", "4294967296", "999999999999", "-1", "1e3"),
+    *("0.0", "0.000000000", "0.000000001", "0.000000010", "0.999999999", "1.0", "1.1", "nan"),
+)
+"""Values at the limits of counts and shares."""
+NUMERIC = [flag for flag, value in ALLOWED_FLAGS.items() if value.example[:1].isdecimal()]
+OTHERS_FOR = {
+    "--max-num-seqs=999999999": "--max-num-batched-tokens=999999999",
+    "--long-prefill-token-threshold=999999999": "--max-model-len=999999999",
+}
+"""Flags that a large value needs besides its own."""
+
 # In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
 _ASK_PARSER = """
 import json, sys
@@ -59,12 +71,15 @@ import copy, dataclasses, json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import set_random_seed
 base, given = json.loads(sys.argv[1])
 parser = make_arg_parser(FlexibleArgumentParser())
 
 def transfer_of(argument):
     values = copy.deepcopy(parser.parse_args([*base, *argument.split()]))
     config = AsyncEngineArgs.from_cli_args(values).create_engine_config()
+    # The worker's first step, which numpy refuses for a seed of 2**32.
+    set_random_seed(config.model_config.seed)
     transfer = dataclasses.asdict(config.kv_transfer_config)
     del transfer["engine_id"]
     return repr(transfer)
@@ -102,7 +117,12 @@ def build_configs(given: list[str] | None) -> Mapping[str, Any]:
     base = [*container_of(build(), "engine-main")["args"], f"--model={TINYRAG}"]
     done = subprocess.run(
         [sys.executable, "-c", _BUILD_CONFIGS, json.dumps([base, given])],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -192,3 +212,17 @@ def test_no_unsafe_argument_changes_the_connector() -> None:
     # The samples of the remaining flags need another model, device or flag.
     assert len(built) > 300
     assert "--kv-offloading-size" in changed
+
+
+def test_an_engine_starts_with_every_number_that_args_takes() -> None:
+    allowed = [
+        argument
+        for argument in (f"--{flag}={number}" for flag in NUMERIC for number in NUMBERS)
+        if passes(argument, "args")
+    ]
+    assert {argument.partition("=")[0] for argument in allowed} == {f"--{f}" for f in NUMERIC}
+    given = [f"{argument} {OTHERS_FOR.get(argument, '')}" for argument in allowed]
+    refused = [
+        argument for argument, transfer in build_configs(given)["found"].items() if not transfer
+    ]
+    assert refused == []

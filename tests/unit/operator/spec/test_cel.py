@@ -253,7 +253,9 @@ def test_other_arguments_pass_only_as_unsafe_ones(argument: str) -> None:
             "{}{}{}".format,
             st.sampled_from(["--", "--no-", "-"]),
             st.sampled_from([*ALLOWED_FLAGS, "port", "trust-remote-code", "max_num_seqs"]),
-            st.sampled_from(["", "=1", "=0.1", "=8k", "=auto", "=pt", ".a=1", " 1", "=-1"]),
+            st.sampled_from(
+                ["", "=1", "=0.1", "=8k", "=0", "=0.0", "=auto", "=pt", ".a=1", " 1", "=-1"]
+            ),
         ),
     )
 )
