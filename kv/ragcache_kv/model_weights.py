@@ -1,11 +1,15 @@
-"""The size of a model's weights in memory, from the headers of its safetensors files."""
+"""The size of a model's weights in memory, from the headers or the sizes of its files.
+
+The engine refuses to start if the weights do not fit. So wherever a folder can be read in two ways,
+the smaller size counts.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +19,8 @@ _CONVERTED: Final = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that loading converts."""
 _LOADED_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number, by the type that it is converted to."""
-_INDEX: Final = "model.safetensors.index.json"
+_AUTO_BYTES: Final = 2
+"""The most bytes of one number under ``auto``: vLLM then converts float32 to 16 bits."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The bound of the safetensors library."""
 
@@ -27,52 +32,94 @@ def read_weights_bytes(source: str, dtype: str) -> int | None:
 
     Args:
         source: A folder, or a Hugging Face name.
-        dtype: The type that weights are converted to; ``auto`` keeps the stored type.
+        dtype: The type that weights are converted to. ``auto`` is the stored type, except that
+            float32 becomes a type of 16 bits.
     """
     folder = Path(source)
     try:
-        sizes = _folder_sizes(folder, dtype) if folder.is_dir() else _hub_sizes(source, dtype)
-        return sum(sizes) or None
+        num_bytes = _folder_bytes(folder, dtype) if folder.is_dir() else _hub_bytes(source, dtype)
     except Exception as error:
         # The size is only for a check; loading reports what is wrong with the model.
         log.warning("model: size of weights is unknown source=%s error=%s", source, error)
         return None
+    if not num_bytes:
+        log.warning("model: size of weights is unknown source=%s error=no known files", source)
+        return None
+    return num_bytes
 
 
-def _folder_sizes(folder: Path, dtype: str) -> Iterator[int]:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / _INDEX).is_file():
-        # A folder can hold the same weights in a second format, which vLLM does not load.
-        names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
+def _folder_bytes(folder: Path, dtype: str) -> int:
+    """Return the size of the format that vLLM loads; 0 if there is none with a known size.
+
+    With ``--load-format=auto`` vLLM prefers Mistral's files, named ``consolidated``, and with
+    ``safetensors`` the other ones. A pickle is loaded only if there are no safetensors.
+
+    Source: ``_prepare_weights`` in vLLM's ``model_loader/default_loader.py``.
+    """
+    formats = [_files(folder, "consolidated"), _files(folder, "model")]
+    formats = [files for files in formats if files] or [sorted(folder.glob("*.safetensors"))]
+    sizes = [_files_bytes(files, dtype) for files in formats if files]
+    return min(sizes) if sizes else _pickles_bytes(folder, dtype)
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """Return the safetensors files of a format: those of its index, or those with its name."""
+    index = folder / f"{name}.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob(f"{name}*.safetensors"))
+
+
+def _files_bytes(files: Iterable[Path], dtype: str) -> int:
+    """Return the size of the tensors of files. A tensor in several files is loaded into one."""
+    tensors: dict[str, int] = {}
     for file in files:
-        yield from _file_sizes(file, dtype)
+        for name, num_bytes in _file_sizes(file, dtype).items():
+            tensors[name] = min(num_bytes, tensors.get(name, num_bytes))
+    return sum(tensors.values())
 
 
-def _file_sizes(path: Path, dtype: str) -> Iterator[int]:
+def _pickles_bytes(folder: Path, dtype: str) -> int:
+    """Return the least size of pickled weights, whose types are unknown without unpickling."""
+    single = folder / "pytorch_model.bin"
+    files = [single] if single.is_file() else folder.glob("pytorch_model-*.bin")
+    stored_bytes = sum(file.stat().st_size for file in files)
+    return stored_bytes if dtype == "float32" else stored_bytes // 2
+
+
+def _file_sizes(path: Path, dtype: str) -> Mapping[str, int]:
+    """Return the bytes of each tensor of a file after loading."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file")
         header = json.loads(file.read(length))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield _loaded_bytes(tensor["dtype"], tensor["shape"], tensor["data_offsets"], dtype)
+    return {
+        name: _loaded_bytes(tensor["dtype"], tensor["shape"], tensor["data_offsets"], dtype)
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
 
 
-def _hub_sizes(name: str, dtype: str) -> Iterator[int]:
+def _hub_bytes(name: str, dtype: str) -> int:
     from huggingface_hub import get_safetensors_metadata  # noqa: PLC0415  only for names
 
-    for file in get_safetensors_metadata(name).files_metadata.values():
-        for tensor in file.tensors.values():
-            yield _loaded_bytes(tensor.dtype, tensor.shape, tensor.data_offsets, dtype)
+    return sum(
+        _loaded_bytes(tensor.dtype, tensor.shape, tensor.data_offsets, dtype)
+        for file in get_safetensors_metadata(name).files_metadata.values()
+        for tensor in file.tensors.values()
+    )
 
 
 def _loaded_bytes(
     stored: str, shape: Sequence[int], data_offsets: Sequence[int], dtype: str
 ) -> int:
     """Return the bytes of a tensor after loading. Loading converts floating-point numbers only."""
-    if stored in _CONVERTED and dtype in _LOADED_BYTES:
-        return math.prod(shape) * _LOADED_BYTES[dtype]
     begin, end = data_offsets
-    return end - begin
+    if stored not in _CONVERTED:
+        return end - begin
+    count = math.prod(shape)
+    if dtype in _LOADED_BYTES:
+        return count * _LOADED_BYTES[dtype]
+    return min(end - begin, count * _AUTO_BYTES)

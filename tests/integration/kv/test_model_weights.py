@@ -1,4 +1,4 @@
-"""The size of weights from the headers of real safetensors files, on disk and over HTTP."""
+"""The size of weights from real safetensors files and pickles, on disk and over HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("dtype", "num_bytes"),
-    [("auto", 64 + 64 + 24), ("float32", 128 + 64 + 24), ("bfloat16", 64 + 32 + 24)],
+    [("auto", 64 + 32 + 24), ("float32", 128 + 64 + 24), ("bfloat16", 64 + 32 + 24)],
 )
 def test_a_folder_has_the_size_of_its_indexed_tensors(
     model: Path, dtype: str, num_bytes: int
@@ -65,6 +65,71 @@ def test_a_folder_without_readable_weights_has_no_size(tmp_path: Path) -> None:
     assert read_weights_bytes(str(tmp_path), "auto") is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     assert read_weights_bytes(str(tmp_path), "auto") is None
+
+
+def save(folder: Path, name: str, **tensors: int) -> None:
+    """Save tensors of 16-bit numbers, each with a number of elements."""
+    save_file({key: np.ones(size, np.float16) for key, size in tensors.items()}, folder / name)
+
+
+@pytest.mark.parametrize(
+    ("files", "num_bytes"),
+    [
+        # Mistral's format is what vLLM prefers.
+        ({"consolidated-1": {"a": 4}, "consolidated-2": {"b": 5}, "adapter_model": {"c": 6}}, 18),
+        # The same weights in two formats, of which a flag chooses one.
+        ({"consolidated": {"a": 9}, "model-1": {"x": 4}, "model-2": {"y": 4}}, 16),
+        ({"consolidated": {"a": 7}, "model-1": {"x": 4}, "model-2": {"y": 4}}, 14),
+        # Files that are no part of the model.
+        ({"model": {"a": 4}, "adapter_model": {"b": 5}, "optimizer": {"c": 90}}, 8),
+        # One file and its shards. vLLM loads a tensor twice into the same memory.
+        ({"model": {"a": 4, "b": 5}, "model-1": {"a": 4}, "model-2": {"b": 5}}, 18),
+        # Other names: vLLM loads all files.
+        ({"weights-1": {"a": 4}, "weights-2": {"b": 5}}, 18),
+    ],
+)
+def test_only_files_that_vllm_loads_count(
+    tmp_path: Path, files: dict[str, dict[str, int]], num_bytes: int
+) -> None:
+    for name, tensors in files.items():
+        save(tmp_path, f"{name}.safetensors", **tensors)
+    assert read_weights_bytes(str(tmp_path), "auto") == num_bytes
+
+
+def test_mistrals_index_names_its_files(tmp_path: Path) -> None:
+    save(tmp_path, "consolidated-1.safetensors", a=4)
+    save(tmp_path, "consolidated-old.safetensors", b=5)
+    index = {"weight_map": {"a": "consolidated-1.safetensors"}}
+    (tmp_path / "consolidated.safetensors.index.json").write_text(json.dumps(index))
+    assert read_weights_bytes(str(tmp_path), "auto") == 8
+
+
+def test_float32_counts_as_the_16_bits_that_vllm_loads(tmp_path: Path) -> None:
+    save_file({"a": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
+    sizes = [read_weights_bytes(str(tmp_path), dtype) for dtype in ("auto", "float32")]
+    assert sizes == [16, 32]
+
+
+def test_pickled_weights_count_by_their_least_size(tmp_path: Path) -> None:
+    """Numbers of a pickle can have 32 bits, of which loading drops half."""
+    (tmp_path / "optimizer.bin").write_bytes(bytes(400))
+    assert read_weights_bytes(str(tmp_path), "auto") is None
+    for i in (1, 2):
+        (tmp_path / f"pytorch_model-0000{i}-of-00002.bin").write_bytes(bytes(100))
+    sizes = [read_weights_bytes(str(tmp_path), dtype) for dtype in ("auto", "bfloat16", "float32")]
+    assert sizes == [100, 100, 200]
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(180))
+    assert read_weights_bytes(str(tmp_path), "auto") == 90
+    save(tmp_path, "model.safetensors", a=4)
+    assert read_weights_bytes(str(tmp_path), "auto") == 8
+
+
+def test_a_folder_of_unknown_files_has_no_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.pt").write_bytes(bytes(100))
+    assert read_weights_bytes(str(tmp_path), "auto") is None
+    assert f"size of weights is unknown source={tmp_path}" in caplog.text
 
 
 class _Hub(http.server.SimpleHTTPRequestHandler):
@@ -113,4 +178,4 @@ def test_a_model_of_the_hub_is_measured_without_its_weights(hub: str, tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[152, 216, None]"
+    assert done.stdout.splitlines()[-1] == "[120, 216, None]"
