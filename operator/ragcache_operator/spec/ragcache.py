@@ -170,12 +170,14 @@ class ModelSpec(ManifestModel):
     """Maximum number of tokens in prompt and answer together. A larger value needs more
     kvMemory."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of the weights and the KV cache. auto uses the data type of the saved weights."""
+    """Data type of the weights and the KV cache. auto uses the data type of the saved weights, and
+    16 bits for float32."""
     weights: ByteQuantity | None = None
     """Size of the weights in memory, which the memory request of each engine includes. If unset, it
     is known for bundled models. For other models it is a guess from the number of parameters in the
     name, like 8B, at two bytes each, or four with float32. Without such a number it is 0. An engine
-    whose request does not hold the real weights does not start, and reports their size."""
+    whose request does not hold the real weights does not start, and reports their size. Nothing
+    corrects a guess that is too high."""
 
     @property
     def parsed_source(self) -> ModelSource:

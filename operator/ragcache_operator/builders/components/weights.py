@@ -10,9 +10,14 @@ from ragcache_operator.spec.quantity import parse_quantity
 
 _BUNDLED_BYTES: Final = {"smollm2": 269_060_552, "tinyrag": 5_369_152}
 _PARAMETERS: Final = re.compile(
-    r"(?<![A-Za-z0-9.])(?:([1-9][0-9]?)x)?([0-9]{1,4}(?:\.[0-9]{1,3})?)([BbMm])(?![A-Za-z0-9])"
+    r"(?<![a-z0-9.])(?:([1-9][0-9]?)x)?([0-9]{1,4}(?:[._][0-9]{1,3})?)([bm])"
+    r"(?![a-z0-9]|[-_ ]?(?:tokens?|steps)(?![a-z]))",
+    re.ASCII | re.IGNORECASE,
 )
-"""A number of parameters in a name: 8B, 0.6B, 135M, or experts like 8x7B."""
+"""A number of parameters in a name: 8B, 0.6B, 1_8b, 135M, or experts like 8x7B.
+
+A number before ``-tokens`` or ``-steps`` tells how the model was trained.
+"""
 _UNITS: Final = {"b": 10**9, "m": 10**6}
 
 
@@ -20,8 +25,9 @@ def weights_bytes(model: ModelSpec) -> int:
     """Return the size of the weights in memory, in bytes. 0 if nothing tells it.
 
     The operator reads no volume and asks no hub. Without ``spec.model.weights`` the size of a
-    model that is not bundled is a guess from the number of parameters in its name. The engine
-    corrects a wrong guess at its start (``ragcache_engine.start``).
+    model that is not bundled is a guess from the number of parameters in its name. An engine whose
+    guess was too low to start reports the real size (``ragcache_engine.start``). Nothing corrects a
+    guess that is too high: the pods request more memory than they use, and may fit on no node.
     """
     if model.weights is not None:
         return parse_quantity(model.weights)
@@ -34,10 +40,12 @@ def weights_bytes(model: ModelSpec) -> int:
 
 
 def _guess_parameters(name: str) -> int:
-    return max(
-        (
-            int(int(experts or 1) * float(number) * _UNITS[unit.lower()])
-            for experts, number, unit in _PARAMETERS.findall(name)
-        ),
-        default=0,
-    )
+    """Return the first number of parameters in the last part of a path; 0 if there is none.
+
+    Later numbers often tell something else, such as the tokens of the training.
+    """
+    found = _PARAMETERS.search(name.rstrip("/").rpartition("/")[2])
+    if found is None:
+        return 0
+    experts, number, unit = found.groups()
+    return int(int(experts or 1) * float(number.replace("_", ".")) * _UNITS[unit.lower()])
