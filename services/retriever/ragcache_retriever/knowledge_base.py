@@ -169,7 +169,8 @@ class KnowledgeBase:
             progress: Receives the state of the load in words.
 
         Raises:
-            Unavailable: The embedder does not answer. The caller may call again.
+            Unavailable: The embedder does not answer, or documents cannot be split now. The caller
+                may call again.
         """
         progress("loading the embedder")
         await self._embedder.start()
@@ -244,7 +245,8 @@ class KnowledgeBase:
         Raises:
             NotFound: There is no such collection.
             InvalidInput: The document takes too long to split, or the embedder refuses it.
-            Unavailable: The embedder does not answer, or the disk is full.
+            Unavailable: The embedder does not answer, the document cannot be split now, or the
+                disk is full.
         """
         self._collection(collection)
         content_hash = await run(self._readers, document.content_hash)

@@ -41,7 +41,7 @@ class DocumentPreparer:
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
-        split_limit: CPU time in which a document has to be split.
+        split_limit: Time in which a document has to be split.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DocumentPreparer:
                 again.
 
         Raises:
-            Unavailable: The embedder does not answer.
+            Unavailable: The embedder does not answer, or the document cannot be split now.
             InvalidInput: The document takes too long to split, or the embedder refuses a text.
         """
         split = await self._splitter.split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,17 @@ async def test_a_start_with_another_chunking_leaves_its_deletes_in_the_outbox(
         [delete] = (await client.claim_deletes(10)).deletes
     assert delete.names_document
     assert set(delete.token_digests) == {tokenizer.token_digest(text) for text in chunks}
+
+
+async def test_documents_that_cannot_be_split_now_keep_the_retriever_from_being_ready(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ingest(tmp_path, tiny_model)
+    larger = CollectionDefaults(Chunking(size_tokens=128, overlap_tokens=0), window=1)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), defaults=larger)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "missing"))
+        with pytest.raises(Unavailable, match="does not start"):
+            await knowledge_base.load()
+    async with serving(knowledge_base) as client:
+        assert (await client.get_collection("default")).chunking.size_tokens == 128

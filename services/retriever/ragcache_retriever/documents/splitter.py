@@ -1,8 +1,9 @@
 """Splits documents in processes that can be ended, so that no document holds the retriever.
 
 A thread could not be ended, and Python's lock would let it delay everything else. A process has a
-limit of CPU time for each document, which a busy machine does not use up. Documents of ordinary
-length and long ones have a process each: a short document never waits for a long one.
+limit of CPU time for each document, which a busy machine does not use up, and a longer limit of
+wall time, which ends before the caller's deadline. Documents of ordinary length and long ones have
+a process each: a short document never waits for a long one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import contextlib
 import json
 import signal
 import sys
+from asyncio.subprocess import Process, SubprocessStreamProtocol
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_core.errors import InvalidInput
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
@@ -29,21 +31,31 @@ _GRACE_S = 5.0
 """Time until the system has the status of a process that has closed its output."""
 _ATTEMPTS = 2
 """A process may be killed for want of memory that something else takes."""
+_ENDED_FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
+"""Statuses that a document does not cause by itself. The system kills with SIGKILL when memory
+runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLimit:
-    """CPU time in which a document has to be split.
+    """Time in which a document has to be split.
 
-    The defaults are ten times what the slowest text takes on one core of a common server.
+    The CPU time is ten times what the slowest text takes on one core of a common server, and three
+    times for the longest documents. Both limits leave time to embed before the caller's deadline.
+
+    Args:
+        max_cpu_s: Limit of the CPU time of long documents.
+        wall_s: Limit of the time since the document's turn, for every document.
     """
 
     base_s: float = 5.0
     s_per_million_chars: float = 40.0
+    max_cpu_s: float = 120.0
+    wall_s: float = 180.0
 
     def cpu_s(self, num_chars: int) -> float:
-        """Return the limit for a document of a length, in seconds."""
-        return self.base_s + self.s_per_million_chars * num_chars / 1e6
+        """Return the limit of CPU time for a document of a length, in seconds."""
+        return min(self.base_s + self.s_per_million_chars * num_chars / 1e6, self.max_cpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class DocumentSplitter:
     """Splits documents and digests the tokens of their chunks.
 
     Args:
-        limit: CPU time for each document.
+        limit: CPU time and wall time for each document.
     """
 
     def __init__(self, tokenizer: ServingTokenizer, limit: SplitLimit | None = None) -> None:
@@ -76,7 +88,8 @@ class DocumentSplitter:
             markdown: Whether to recognize headings and code fences.
 
         Raises:
-            InvalidInput: The document takes too much CPU time, or ends its process.
+            InvalidInput: The document takes too much time, or crashes its process.
+            Unavailable: The process does not start, or was killed.
         """
         process = self._long if len(text) > LONG_DOCUMENT_CHARS else self._short
         return await process.split(document_id, text, markdown, chunking)
@@ -85,6 +98,15 @@ class DocumentSplitter:
         """End the processes, and the work that they do."""
         await self._short.end()
         await self._long.end()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A running process. It is ready when it has loaded the tokenizer."""
+
+    process: Process
+    transport: asyncio.SubprocessTransport
+    is_ready: bool = False
 
 
 class _SplitterProcess:
@@ -99,7 +121,7 @@ class _SplitterProcess:
         self._tokenizer = tokenizer
         self._limit = limit
         self._is_kept = is_kept
-        self._process: asyncio.subprocess.Process | None = None
+        self._worker: _Worker | None = None
         self._turn = asyncio.Lock()
         self._num_callers = 0
 
@@ -107,33 +129,22 @@ class _SplitterProcess:
         self, document_id: str, text: str, markdown: bool, chunking: Chunking
     ) -> SplitDocument:
         """See DocumentSplitter.split."""
-        limit_s = self._limit.cpu_s(len(text))
         header = {
             "markdown": markdown,
             "size_tokens": chunking.size_tokens,
             "overlap_tokens": chunking.overlap_tokens,
-            "cpu_limit_s": limit_s,
+            "cpu_limit_s": self._limit.cpu_s(len(text)),
         }
         self._num_callers += 1
         try:
-            async with self._turn:
-                for attempt in range(1, _ATTEMPTS + 1):
-                    try:
-                        return await self._exchange(header, text)
-                    except (OSError, EOFError):
-                        status = await self.end(_GRACE_S)
-                        if status == -signal.SIGXCPU:
-                            raise _took_too_long(document_id, limit_s) from None
-                        if attempt == _ATTEMPTS:
-                            raise _ended_process(document_id, status) from None
-                    except BaseException:
-                        await self.end()  # what it still works on has no reader
-                        raise
+            async with self._turn, asyncio.timeout(self._limit.wall_s):
+                return await self._split(document_id, header, text)
+        except TimeoutError:
+            raise _took_too_long(document_id, f"{self._limit.wall_s:g} s") from None
         finally:
             self._num_callers -= 1
             if not (self._is_kept or self._num_callers):
                 await self.end()
-        raise AssertionError("the last attempt returns or raises")
 
     async def end(self, grace_s: float = 0.0) -> int | None:
         """End the process, if there is one, and return its exit status.
@@ -141,40 +152,64 @@ class _SplitterProcess:
         Args:
             grace_s: Time that it has to end by itself before it is killed.
         """
-        process, self._process = self._process, None
-        if process is None:
+        worker, self._worker = self._worker, None
+        if worker is None:
             return None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                return await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    return await worker.process.wait()
+        finally:
+            # This kills the process. It also closes pipes with unread output, which would keep
+            # the wait from its end.
+            worker.transport.close()
+        return await worker.process.wait()
+
+    async def _split(self, document_id: str, header: dict[str, Any], text: str) -> SplitDocument:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await self._exchange(header, text)
+            except (OSError, EOFError) as error:
+                is_ready = self._worker is not None and self._worker.is_ready
+                status = await self.end(_GRACE_S)
+                if status == -signal.SIGXCPU:
+                    limit = f"{header['cpu_limit_s']:.0f} s of CPU time"
+                    raise _took_too_long(document_id, limit) from None
+                if attempt == _ATTEMPTS:
+                    raise _ended(document_id, status, is_ready) from error
+            except BaseException:
+                await self.end()  # what it still works on has no reader
+                raise
+        raise AssertionError("the last attempt returns or raises")
 
     async def _exchange(self, header: dict[str, Any], text: str) -> SplitDocument:
         """Send a document and read its chunks. Raises OSError or EOFError if the process ends."""
-        process = self._process or await self._start()
-        await _write(process, header, text)
+        worker = self._worker or await self._start()
+        await _write(worker.process, header, text)
         found = SplitDocument([], [])
-        async for chunk_text, heading_path, digest in _read_lines(process):
+        async for chunk_text, heading_path, digest in _read_lines(worker.process):
             found.chunks.append(Chunk(chunk_text, tuple(heading_path)))
             found.digests.append(bytes.fromhex(digest))
         return found
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
+    async def _start(self) -> _Worker:
+        """Start the process. Raises OSError or EOFError if it does not become ready."""
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: SubprocessStreamProtocol(limit=_MAX_LINE_BYTES, loop=loop),
             *(sys.executable, "-m", _WORKER),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
+            stderr=None,
         )
-        self._process = process
+        self._worker = worker = _Worker(Process(transport, protocol, loop), transport)
         identity = {"identity": self._tokenizer.identity}
-        await _write(process, identity, self._tokenizer.content)
-        return process
+        await _write(worker.process, identity, self._tokenizer.content)
+        async for _ in _read_lines(worker.process):
+            pass  # it writes no values before it is ready
+        worker.is_ready = True
+        return worker
 
 
-async def _write(process: asyncio.subprocess.Process, header: dict[str, Any], text: str) -> None:
+async def _write(process: Process, header: dict[str, Any], text: str) -> None:
     assert process.stdin is not None
     content = text.encode()
     line = json.dumps({**header, "num_bytes": len(content)})
@@ -183,7 +218,7 @@ async def _write(process: asyncio.subprocess.Process, header: dict[str, Any], te
     await process.stdin.drain()
 
 
-async def _read_lines(process: asyncio.subprocess.Process) -> AsyncIterator[list[Any]]:
+async def _read_lines(process: Process) -> AsyncIterator[list[Any]]:
     """Yield the values of lines up to an empty one. Raises EOFError if the process ends first."""
     assert process.stdout is not None
     while (line := await process.stdout.readline()) != b"\n":
@@ -192,17 +227,30 @@ async def _read_lines(process: asyncio.subprocess.Process) -> AsyncIterator[list
         yield json.loads(line)
 
 
-def _took_too_long(document_id: str, limit_s: float) -> InvalidInput:
+def _took_too_long(document_id: str, limit: str) -> InvalidInput:
     return InvalidInput(
         "document.text",
-        f"of document {document_id!r} takes more than {limit_s:.0f} s of CPU time to split",
+        f"of document {document_id!r} takes more than {limit} to split",
         "divide the document into shorter ones, or send it as plain text",
     )
 
 
-def _ended_process(document_id: str, status: int | None) -> InvalidInput:
+def _ended(document_id: str, status: int | None, is_ready: bool) -> RagCacheError:
+    """Return the error of a process that has ended.
+
+    Args:
+        status: Its exit status; None if it never ran.
+        is_ready: Whether it had begun with the document.
+    """
+    if status is None or status in _ENDED_FROM_OUTSIDE or not is_ready:
+        return Unavailable(
+            "retriever",
+            f"the process that splits document {document_id!r} "
+            + ("does not start" if status is None else f"ended with status {status}")
+            + "; it may lack memory",
+        )
     return InvalidInput(
         "document.text",
         f"of document {document_id!r} ends the process that splits it (status {status})",
-        "divide the document into shorter ones, and give the retriever more memory",
+        "divide the document into shorter ones, or send it as plain text",
     )

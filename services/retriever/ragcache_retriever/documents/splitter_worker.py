@@ -1,9 +1,10 @@
 """Splits documents in a process of its own, which the retriever starts and ends (``splitter``).
 
 It imports only what splitting needs, so that it stays small. Its input is a tokenizer and then one
-document after the other, each one a line of JSON and a text of the length that the line tells. For
-each document it writes a line of JSON per chunk and then an empty line. It sends no pickles, so a
-document that takes over this process has not taken over the retriever.
+document after the other, each one a line of JSON and a text of the length that the line tells. It
+writes an empty line when it has the tokenizer. For each document it writes a line of JSON per chunk
+and then an empty line. It sends no pickles, so a document that takes over this process has not
+taken over the retriever.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main() -> None:
     message = _read(source)
     assert message is not None, "the retriever sends its tokenizer first"
     tokenizer = ServingTokenizer(message[1], message[0]["identity"])
+    tokenizer.count("")  # loads the vocabulary
+    _end_reply(sink)
     while (message := _read(source)) is not None:
         header, text = message
         _limit_cpu_time(header["cpu_limit_s"])
@@ -45,8 +48,12 @@ def main() -> None:
             digest = tokenizer.token_digest(chunk.text).hex()
             line = json.dumps([chunk.text, chunk.heading_path, digest], ensure_ascii=False)
             sink.write(line.encode() + b"\n")
-        sink.write(b"\n")
-        sink.flush()
+        _end_reply(sink)
+
+
+def _end_reply(sink: BinaryIO) -> None:
+    sink.write(b"\n")
+    sink.flush()
 
 
 def _read(source: BinaryIO) -> tuple[dict[str, Any], str] | None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from ragcache_core.errors import InvalidInput
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_retriever.documents import splitter as splitter_module
 from ragcache_retriever.documents.chunking import split_document
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.splitter import (
@@ -20,6 +25,8 @@ from ragcache_retriever.documents.splitter import (
     SplitLimit,
 )
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_retriever.service import MAX_DOCUMENT_BYTES
+from ragcache_wire.clients.retriever_client import UPSERT_TIMEOUT_S
 from tests.helpers.retriever_parts import tokenizer_of
 
 CHUNKING = Chunking(64, 16)
@@ -49,6 +56,14 @@ def cmdline(process: psutil.Process) -> str:
 
 async def split(splitter: DocumentSplitter, text: str = TEXT, name: str = "d") -> SplitDocument:
     return await splitter.split(name, text, markdown=True, chunking=CHUNKING)
+
+
+def run_as_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Have a shell script run in place of the process that splits documents."""
+    program = folder / "worker"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 async def test_a_process_returns_what_the_function_returns(
@@ -98,7 +113,76 @@ async def test_a_process_that_was_killed_is_started_again(splitter: DocumentSpli
 
 
 async def test_a_document_that_ends_two_processes_is_refused() -> None:
-    splitter = DocumentSplitter(ServingTokenizer("no tokenizer", "identity"))
+    without_unknown_words = Tokenizer(WordLevel({"a": 0}, unk_token="?"))
+    splitter = DocumentSplitter(ServingTokenizer(without_unknown_words.to_str(), "identity"))
     with pytest.raises(InvalidInput, match="'d' ends the process that splits it"):
         await split(splitter)
     await splitter.close()
+
+
+async def test_a_process_that_cannot_load_its_tokenizer_is_no_fault_of_the_document() -> None:
+    splitter = DocumentSplitter(ServingTokenizer("no tokenizer", "identity"))
+    with pytest.raises(Unavailable, match="ended with status 1"):
+        await split(splitter)
+    await splitter.close()
+
+
+async def test_a_process_that_does_not_start_is_no_fault_of_the_document(
+    splitter: DocumentSplitter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "missing"))
+        with pytest.raises(
+            Unavailable, match="the process that splits document 'd' does not start"
+        ):
+            await split(splitter)
+    assert (await split(splitter)).chunks
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "is_started", "error"),
+    [
+        (signal.SIGKILL, True, Unavailable),
+        (signal.SIGTERM, True, Unavailable),
+        (signal.SIGSEGV, True, InvalidInput),
+        (signal.SIGSEGV, False, Unavailable),
+    ],
+)
+async def test_only_a_crash_is_the_fault_of_the_document(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    signal_number: signal.Signals,
+    is_started: bool,
+    error: type[RagCacheError],
+) -> None:
+    reads = "read tokenizer; echo; read document" if is_started else "read tokenizer"
+    run_as_worker(monkeypatch, tmp_path, f"{reads}; kill -{signal_number} $$")
+    splitter = DocumentSplitter(ServingTokenizer("of one line", "identity"))
+    with pytest.raises(error):
+        await split(splitter)
+    await splitter.close()
+
+
+async def test_a_document_has_a_limit_of_wall_time(tiny_model: Path) -> None:
+    splitter = DocumentSplitter(tokenizer_of(tiny_model), SplitLimit(wall_s=0.0))
+    with pytest.raises(InvalidInput, match="'d' takes more than 0 s to split"):
+        await split(splitter)
+    await splitter.close()
+    assert not processes()
+
+
+def test_the_limits_end_before_the_deadline_of_the_caller() -> None:
+    limit = SplitLimit()
+    assert limit.cpu_s(MAX_DOCUMENT_BYTES) < limit.wall_s < UPSERT_TIMEOUT_S
+    assert limit.cpu_s(1_000_000) == 45
+
+
+async def test_a_process_with_unread_output_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(splitter_module, "_MAX_LINE_BYTES", 16)
+    run_as_worker(monkeypatch, tmp_path, "read tokenizer; echo; read document; exec yes")
+    splitter = DocumentSplitter(ServingTokenizer("of one line", "identity"))
+    with pytest.raises(ValueError, match="Expecting value"):
+        async with asyncio.timeout(60):
+            await split(splitter)
