@@ -16,7 +16,7 @@ from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import Site
 from ragcache_operator.spec import RagCache
 
-HABITS = ("dies", "dies-once", "ignores-term", "has-child", "never-ready")
+HABITS = ("dies", "dies-once", "ignores-term", "has-child", "never-ready", "no-answers")
 
 
 def stand_in(
@@ -66,18 +66,19 @@ def _serve(port: int, habit: str) -> None:
         Path("child.pid").write_text(str(child.pid))
     if habit == "never-ready":
         signal.pause()
-    _serve_http(port, deaf=habit == "ignores-term")
+    _serve_http(port, deaf=habit == "ignores-term", answers=habit != "no-answers")
 
 
-def _serve_http(port: int, *, deaf: bool) -> None:
+def _serve_http(port: int, *, deaf: bool, answers: bool) -> None:
     import signal
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            succeeds = answers or self.path != "/v1/status" or Path("answers").exists()
+            self.send_response(200 if succeeds else 503)
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(b"{}" if succeeds else b'{"error": {"message": "no engine"}}')
 
     server = HTTPServer(("127.0.0.1", port), Healthy)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else lambda *_: sys.exit(0))

@@ -13,7 +13,7 @@ from ragcache_operator.builders.site import Address
 
 _AFTER = {"engine": {"cachestore"}, "gateway": {"cachestore", "retriever"}}
 """The components that start before each one, so that it does not find them unavailable. The gateway
-does not wait for the engine, and answers 503 to questions before it is ready."""
+does not wait for the engine, and answers 503 to questions until it has heard from one."""
 
 _STOP_ORDER = ("gateway", "engine")
 """Components in the order in which they stop: clients before the servers they call."""

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,9 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.spec import RagCache
 
 _LOG_LINES = 12
+_STATUS_PATH = "/v1/status"
+"""Path of the gateway that succeeds while questions can be answered."""
+_STATUS_POLL_S = 0.2
 _DEFAULT_POLICY = RestartPolicy()
 
 
@@ -67,7 +70,7 @@ class PartFailed(RagCacheError):
 class LocalPlatform:
     """All parts of one RagCache, as an async context manager.
 
-    Entering returns when all parts are ready. Leaving stops every process that was started. If
+    Entering returns when all parts are ready and questions can be answered. Leaving stops every process that was started. If
     that is cancelled once more, the processes are killed at once.
 
     Args:
@@ -78,7 +81,8 @@ class LocalPlatform:
     Raises:
         InvalidInput: A port or the data folder is in use, or the model does not exist.
         PartFailed: A part does not start.
-        Unavailable: The parts were not ready after ``start_timeout_s``.
+        Unavailable: The parts were not ready after ``start_timeout_s``, or the gateway could not
+            answer questions.
     """
 
     def __init__(
@@ -151,8 +155,10 @@ class LocalPlatform:
         await self._until_ready(supervisors)
 
     async def until_ready(self) -> None:
-        """Wait until every part is ready. Raises the same errors as entering."""
+        """Wait until questions can be answered. Raises the same errors as entering."""
+        deadline = time.monotonic() + self._start_timeout_s
         await self._until_ready(self._supervisors)
+        await self._until_answering(deadline)
 
     async def keep_running(self) -> None:
         """Wait until cancelled. Raises the unexpected error of a supervisor."""
@@ -252,6 +258,21 @@ class LocalPlatform:
             pending = next(k for k in supervisors if k.state.phase is not ProcessPhase.READY)
             problem = f"not ready after {self._start_timeout_s:g} s ({pending.state.cause})"
             raise Unavailable(pending.part.name, f"{problem}; see {pending.log}") from None
+        self._check_parts()
+
+    async def _until_answering(self, deadline: float) -> None:
+        """Wait for the gateway, which is ready before it has heard from the engines."""
+        [gateway] = self._named("gateway")
+        check = replace(gateway.part.readiness, path=_STATUS_PATH)
+        while (problem := await self._prober.ask(check)) is not None:
+            self._check_parts()
+            if time.monotonic() > deadline:
+                problem = f"no answers after {self._start_timeout_s:g} s ({problem})"
+                raise Unavailable(gateway.part.name, f"{problem}; see {gateway.log}")
+            await asyncio.sleep(_STATUS_POLL_S)
+
+    def _check_parts(self) -> None:
+        """Raise the error of a part that is not restarted any more, or of its supervisor."""
         for supervisor, task in self._tasks.items():
             if supervisor.state.phase is ProcessPhase.FAILED:
                 raise PartFailed(supervisor.part.name, supervisor.state.cause, supervisor.log)

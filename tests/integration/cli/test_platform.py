@@ -27,7 +27,7 @@ from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.state_file import PlatformRecord, find_data, read_record
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy
 from ragcache_cli.local.supervisor import PartSupervisor
-from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.site import Address
 from ragcache_operator.spec import RagCache
@@ -177,6 +177,47 @@ async def test_a_part_that_never_starts_is_given_up_with_its_last_words(
     assert "the engine-main ended with status 3" in str(failure.value)
     assert "| this part has no luck" in str(failure.value)
     assert read_record(tmp_path / "data") is None
+
+
+async def test_it_is_ready_when_questions_can_be_answered(
+    cache: RagCache, tmp_path: Path, habits: Habits
+) -> None:
+    habits(gateway="no-answers")
+    data = tmp_path / "data"
+    gateway_ready = asyncio.Event()
+
+    def progress(event: PartEvent) -> None:
+        if event.part == "gateway" and event.state.phase is ProcessPhase.READY:
+            gateway_ready.set()
+
+    platform = platform_of(cache, data, progress=progress)
+    entering = asyncio.create_task(platform.__aenter__())
+    try:
+        await gateway_ready.wait()
+        done, _ = await asyncio.wait({entering}, timeout=1.0)
+        assert not done
+        assert record_of(data).phase == "starting"
+        (data / "gateway" / "answers").touch()
+        await entering
+        assert record_of(data).phase == "ready"
+    finally:
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        await platform.__aexit__(None, None, None)
+
+
+async def test_a_gateway_that_never_answers_questions_is_named(
+    cache: RagCache, tmp_path: Path, habits: Habits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    habits(gateway="no-answers")
+    answers = tmp_path / "data" / "gateway" / "answers"
+    answers.parent.mkdir(parents=True)
+    answers.touch()
+    async with platform_of(cache, tmp_path / "data") as platform:
+        answers.unlink()
+        monkeypatch.setattr(platform, "_start_timeout_s", 0.5)
+        with pytest.raises(Unavailable, match=r"gateway .* no answers after 0.5 s \(no engine\)"):
+            await platform.until_ready()
 
 
 async def test_a_part_that_ignores_term_is_killed(
