@@ -45,32 +45,46 @@ class SlotForecast:
     """Predicts when a full pool has a free slot.
 
     The clients that are refused form a queue that the server does not hold: each one is promised
-    the slot after the one that was promised before it.
+    the slot after the one that was promised before it. Each slot that is freed keeps one promise,
+    so the queue ends when the congestion does.
     """
 
     def __init__(self) -> None:
         self._service_s: float | None = None
         self._promised_at = -math.inf
+        self._interval_s = 0.0
+        self._num_promised = 0.0
+        """Promised slots that are not free yet; a fraction, because a wait is bounded."""
 
-    def record(self, service_s: float) -> None:
-        """Record how long a request held its slot."""
+    def record(self, now: float, service_s: float) -> None:
+        """Record that a slot is free, and how long a request held it.
+
+        Args:
+            now: Time on any steady clock, in seconds.
+        """
         if self._service_s is None:
             self._service_s = service_s
         self._service_s += _NEW_WEIGHT * (service_s - self._service_s)
+        self._num_promised = max(0.0, self._num_promised - 1)
+        expected_at = now + self._num_promised * self._interval_s
+        self._promised_at = min(self._promised_at, expected_at)
 
     def promise_slot_s(self, now: float, num_slots: int, mean_age_s: float) -> float:
         """Promise a refused request the next slot; return the time until then.
 
         Args:
-            now: Time on any steady clock, in seconds.
+            now: Time on the clock of ``record``, in seconds.
             num_slots: Slots of the pool, all taken.
             mean_age_s: Mean time that the requests in the slots have held them. It stands for the
                 service time if that is not known, and if the requests are stuck.
         """
         service_s = max(self._service_s or 0.0, mean_age_s)
-        next_s = max(self._promised_at, now) + service_s / max(1, num_slots)
+        self._interval_s = service_s / max(1, num_slots)
+        next_s = max(self._promised_at, now) + self._interval_s
         self._promised_at = min(next_s, now + MAX_WAIT_S)
-        return self._promised_at - now
+        wait_s = self._promised_at - now
+        self._num_promised = wait_s / self._interval_s if self._interval_s else 0.0
+        return wait_s
 
 
 class OutageForecast:

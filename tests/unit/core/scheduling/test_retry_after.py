@@ -33,15 +33,46 @@ def test_jitter_spreads_clients_over_seconds(wait_s: float) -> None:
 
 def test_each_refused_request_is_promised_the_next_slot() -> None:
     forecast = SlotForecast()
-    forecast.record(10.0)
+    forecast.record(0.0, 10.0)
     promises = [forecast.promise_slot_s(0.0, 5, 0.0) for _ in range(4)]
     assert promises == pytest.approx([2, 4, 6, 8])
     assert forecast.promise_slot_s(8.0, 5, 0.0) == pytest.approx(2), "kept promises are over"
 
 
+def test_slots_that_are_freed_sooner_than_promised_end_the_queue() -> None:
+    forecast = SlotForecast()
+    forecast.record(0.0, 10.0)
+    for _ in range(20):
+        forecast.promise_slot_s(0.0, 5, 0.0)
+    for _ in range(15):
+        forecast.record(1.0, 10.0)
+    assert forecast.promise_slot_s(1.0, 5, 0.0) == pytest.approx(12), "five promises are left"
+    for _ in range(10):
+        forecast.record(2.0, 10.0)
+    assert forecast.promise_slot_s(2.0, 5, 0.0) == pytest.approx(2), "none is left"
+
+
+@given(num_promises=st.integers(1, 30), service_s=st.floats(0.1, 6.0), num_slots=st.integers(1, 9))
+def test_slots_that_are_freed_as_promised_leave_the_queue_as_it_is(
+    num_promises: int, service_s: float, num_slots: int
+) -> None:
+    freed, unknown = SlotForecast(), SlotForecast()
+    for forecast in (freed, unknown):
+        forecast.record(0.0, service_s)
+        for _ in range(num_promises):
+            wait_s = forecast.promise_slot_s(0.0, num_slots, 0.0)
+    interval_s = service_s / num_slots
+    num_freed = int(wait_s / interval_s / 2)
+    for i in range(num_freed):
+        freed.record((i + 1) * interval_s, service_s)
+    now = num_freed * interval_s
+    expected_s = unknown.promise_slot_s(now, num_slots, 0.0)
+    assert freed.promise_slot_s(now, num_slots, 0.0) == pytest.approx(expected_s)
+
+
 def test_stuck_requests_are_expected_to_take_longer_than_usual() -> None:
     forecast = SlotForecast()
-    forecast.record(1.0)
+    forecast.record(0.0, 1.0)
     assert forecast.promise_slot_s(0.0, 1, 0.5) == pytest.approx(1)
     assert forecast.promise_slot_s(100.0, 1, 30.0) == pytest.approx(30)
 
@@ -55,7 +86,7 @@ def test_promises_are_bounded_and_never_go_back(
 ) -> None:
     forecast = SlotForecast()
     for service_s in services:
-        forecast.record(service_s)
+        forecast.record(0.0, service_s)
     now = promised_at = 0.0
     for passed_s, num_slots, age_s in calls:
         now += passed_s

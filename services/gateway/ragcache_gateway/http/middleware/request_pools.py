@@ -64,7 +64,8 @@ class RequestPool:
     def leave(self, started: float) -> None:
         """Return the slot that was taken at this time."""
         self._count(-1, -started)
-        self._forecast.record(time.monotonic() - started)
+        now = time.monotonic()
+        self._forecast.record(now, now - started)
 
     def take_body_bytes(self, num_bytes: int) -> None:
         """Take memory for a part of a body. Raises TooBusy."""
