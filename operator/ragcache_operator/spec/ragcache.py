@@ -232,8 +232,8 @@ class HTTPRouteSpec(ManifestModel):
         Field(strict=False, max_length=16),
         ServerSchema({"x-kubernetes-list-type": "set"}),
     ] = ()
-    """Host names that the route matches. If empty, it matches all host names of the Gateway
-    object."""
+    """Host names that the route matches, and that the gateway allows. If empty, the route matches
+    all host names of the Gateway object, and allowedHosts has to name those that clients use."""
 
 
 class GatewayLimitsSpec(ManifestModel):
@@ -277,7 +277,9 @@ class GatewaySpec(ManifestModel):
     allows all names below example.com, and * allows all names. The gateway answers other names with
     403, so that no web site can have its own name resolve to the gateway (DNS rebinding). Always
     allowed are IP addresses, localhost, the names of the Service, and the host names of ingress and
-    httpRoute. An httpRoute without host names allows all names."""
+    httpRoute. With *, any web site can read and change documents through a visitor's browser. The
+    names of the Service are those of the domain cluster.local. In a cluster of another domain, add
+    the full name, like docs-gateway.team.svc.example.org."""
     allowed_origins: Annotated[
         tuple[WebOrigin, ...],
         Field(strict=False, max_length=32),

@@ -99,8 +99,8 @@ def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
     if gateway.ingress is not None:
         hosts.append(gateway.ingress.host)
     if gateway.http_route is not None:
-        # Without host names the route matches those of the Gateway object.
-        hosts += gateway.http_route.hostnames or ("*",)
+        # A route without host names matches those of the Gateway object, which are not known here.
+        hosts += gateway.http_route.hostnames
     return tuple(dict.fromkeys(hosts))
 
 

@@ -661,7 +661,7 @@ def test_the_gateway_knows_the_names_under_which_clients_reach_it() -> None:
     assert allowed_hosts(ingress={"host": "rag.example.com"}) == [*names, "rag.example.com"]
     route = {"gateway": "edge", "hostnames": ["a.example.com"]}
     assert allowed_hosts(httpRoute=route) == [*names, "a.example.com"]
-    assert allowed_hosts(httpRoute={"gateway": "edge"}) == [*names, "*"]
+    assert allowed_hosts(httpRoute={"gateway": "edge"}) == names, "not every name"
     assert allowed_hosts(allowedHosts=["*.example.com"]) == ["*.example.com", *names]
 
 
