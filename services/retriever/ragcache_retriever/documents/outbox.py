@@ -7,6 +7,10 @@ takes over from one that has ended. A delete keeps its id, so that a shard recog
 
 The rows also tell gateways which documents have lost text (``removals``). They are therefore kept
 for KEEP_MS, even if every shard has acknowledged them.
+
+The outbox is bounded. Above MAX_UNACKNOWLEDGED one delete of everything replaces the deletes that
+no shard has acknowledged. Above MAX_PARTIAL the oldest deletes that a shard has acknowledged are
+complete, because shards tell each other of deletes.
 """
 
 from __future__ import annotations
@@ -34,11 +38,14 @@ EXPIRY_MS = 24 * 3600 * 1000
 KEEP_MS = 15 * 60 * 1000
 """Least time for which gateways can learn of a removal."""
 
-MAX_PENDING = 1 << 16
-"""About the most deletes that are not complete. One delete of everything then replaces them."""
+MAX_UNACKNOWLEDGED = 1 << 16
+"""About the most deletes that no shard has acknowledged. One of everything then replaces them."""
+
+MAX_PARTIAL = 1 << 16
+"""About the most deletes that some shards have acknowledged and others have not."""
 
 _CHECK_EVERY = 256
-"""Deletes between two counts of the pending ones."""
+"""Deletes between two checks of these bounds."""
 
 OUTBOX_SCHEMA = """
 CREATE TABLE IF NOT EXISTS outbox (
@@ -54,7 +61,8 @@ CREATE TABLE IF NOT EXISTS outbox (
     acknowledged_unix_ms INTEGER NOT NULL DEFAULT 0,
     complete INTEGER NOT NULL DEFAULT 0
 );
-CREATE INDEX IF NOT EXISTS outbox_pending ON outbox (claimed_until_ms, acknowledged_unix_ms)
+CREATE INDEX IF NOT EXISTS outbox_pending ON outbox (claimed_until_ms) WHERE complete = 0;
+CREATE INDEX IF NOT EXISTS outbox_acknowledged ON outbox (acknowledged_unix_ms)
     WHERE complete = 0;
 CREATE INDEX IF NOT EXISTS outbox_complete ON outbox (removed_unix_ms) WHERE complete = 1;
 CREATE INDEX IF NOT EXISTS outbox_by_document ON outbox (collection, document);
@@ -163,10 +171,7 @@ class Outbox:
             f" RETURNING {_COLUMNS}",
             (now_ms + CLAIM_MS, now_ms, now_ms + REPEAT_MS, limit),
         ).fetchall()
-        (unacknowledged,) = self._connection.execute(
-            "SELECT count(*) FROM outbox WHERE complete = 0 AND acknowledged_unix_ms = 0"
-        ).fetchone()
-        return OutboxClaim(tuple(map(_delete, rows)), unacknowledged)
+        return OutboxClaim(tuple(map(_delete, rows)), self._num_unacknowledged())
 
     def claim_of(self, collection: str, document: str, now_ms: int) -> tuple[OutboxDelete, ...]:
         """Claim the pending deletes of one document, for a client that repeats its request."""
@@ -223,17 +228,30 @@ class Outbox:
         ).lastrowid
         assert sequence is not None
         if sequence % _CHECK_EVERY == 0:
-            self._merge(now_ms)
+            self._complete_oldest_partial()
+            self._merge_unacknowledged(now_ms)
 
-    def _merge(self, now_ms: int) -> None:
-        """Replace the pending deletes with one of everything, if there are too many."""
-        (pending,) = self._connection.execute(
-            "SELECT count(*) FROM outbox WHERE complete = 0"
+    def _num_unacknowledged(self) -> int:
+        (count,) = self._connection.execute(
+            "SELECT count(*) FROM outbox WHERE complete = 0 AND acknowledged_unix_ms = 0"
         ).fetchone()
-        if pending < MAX_PENDING:
+        return int(count)
+
+    def _complete_oldest_partial(self) -> None:
+        self._connection.execute(
+            "UPDATE outbox SET complete = 1, token_digests = x'' WHERE sequence IN ("
+            " SELECT sequence FROM outbox WHERE complete = 0 AND acknowledged_unix_ms > 0"
+            " ORDER BY acknowledged_unix_ms DESC, sequence DESC LIMIT -1 OFFSET ?)",
+            (MAX_PARTIAL,),
+        )
+
+    def _merge_unacknowledged(self, now_ms: int) -> None:
+        """Replace the deletes that no shard has acknowledged with one of everything."""
+        if self._num_unacknowledged() < MAX_UNACKNOWLEDGED:
             return
         self._connection.execute(
-            "UPDATE outbox SET complete = 1, token_digests = x'' WHERE complete = 0"
+            "UPDATE outbox SET complete = 1, token_digests = x''"
+            " WHERE complete = 0 AND acknowledged_unix_ms = 0"
         )
         everything = OutboxDelete(secrets.token_bytes(ID_BYTES), "", "", False, True, (), 0)
         self._insert(everything, now_ms, 0)

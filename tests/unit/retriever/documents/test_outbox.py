@@ -125,11 +125,16 @@ def test_a_delete_that_no_shard_has_never_expires(outbox: Outbox) -> None:
     assert outbox.claim(10, NOW_MS + 100 * EXPIRY_MS).deletes == (delete,)
 
 
-def test_too_many_pending_deletes_become_one_of_everything(
+def set_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", 8)
+    monkeypatch.setattr(module, "MAX_PARTIAL", 8)
+    monkeypatch.setattr(module, "_CHECK_EVERY", 4)
+
+
+def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
     connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PENDING", 8)
-    monkeypatch.setattr(module, "_CHECK_EVERY", 4)
+    set_bounds(monkeypatch)
     for number in range(40):
         add(outbox, f"d{number}")
     deletes = outbox.claim(100, NOW_MS).deletes
@@ -139,6 +144,34 @@ def test_too_many_pending_deletes_become_one_of_everything(
     assert {one.document for one in removals_after(connection, 0, 100)} == {
         f"d{number}" for number in range(40)
     }
+
+
+def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_bounds(monkeypatch)
+    added = []
+    for number in range(40):
+        added.append(add(outbox, f"d{number}"))
+        outbox.acknowledge([], [added[-1].id], NOW_MS + number)
+    found = outbox.claim(100, NOW_MS + 40 + REPEAT_MS).deletes
+    assert not any(one.everything for one in found)
+    # The newest stay. Shards tell each other of the others.
+    assert {one.id for one in added[-8:]} <= {one.id for one in found}
+    assert len(found) <= 8 + 4
+
+
+def test_one_of_everything_replaces_no_delete_that_a_shard_has(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_bounds(monkeypatch)
+    partial = add(outbox, "partial")
+    outbox.acknowledge([], [partial.id], NOW_MS)
+    for number in range(11):
+        add(outbox, f"d{number}")
+    found = outbox.claim(100, NOW_MS + REPEAT_MS + 1).deletes
+    assert sum(one.everything for one in found) == 1
+    assert partial.id in {one.id for one in found}
 
 
 class OutboxMachine(RuleBasedStateMachine):
