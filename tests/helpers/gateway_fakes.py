@@ -132,15 +132,10 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     def _add_to_outbox(
         self, collection: str, document: str, digests: list[bytes], names_document: bool
     ) -> list[retriever_pb2.OutboxDelete]:
-        added = self.outbox.add(
-            collection,
-            document,
-            digests,
-            names_document=names_document,
-            now_ms=_now_ms(),
-            claim=True,
-        )
-        return list(map(_delete_message, added))
+        now_ms = _now_ms()
+        self.outbox.add(collection, document, digests, names_document=names_document, now_ms=now_ms)
+        claimed = self.outbox.claim_of(collection, document, now_ms, is_repeated=False)
+        return list(map(_delete_message, claimed))
 
     async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
         last = last_sequence(self.sqlite)

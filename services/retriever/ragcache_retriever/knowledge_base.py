@@ -496,7 +496,9 @@ class KnowledgeBase:
         with self._store.transaction():
             if not self._store.outbox.knows(name, document_id):
                 return None
-            pending = self._store.outbox.claim_of(name, document_id, self._now_ms())
+            pending = self._store.outbox.claim_of(
+                name, document_id, self._now_ms(), is_repeated=True
+            )
             self._store.commit()
         return pending
 

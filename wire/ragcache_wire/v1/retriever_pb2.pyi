@@ -280,8 +280,9 @@ class UpsertDocumentReply(_message.Message):
 
     @_builtins.property
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutboxDelete]:
-        """Deletes for the caller to send, which include pending ones of earlier calls. A reply has as many
-        as fit into one message; the others can be claimed.
+        """Deletes for the caller to send. They include those of earlier calls for this document that no
+        shard has acknowledged, and all pending ones if nothing has changed. A reply has as many as fit
+        into one message; the others can be claimed.
         """
 
     @_builtins.property

@@ -167,7 +167,8 @@ class ChunkChange:
     """The change of a collection's chunks in one transaction.
 
     ``removed`` and ``added`` are rows, ``added`` in document order. ``deletes`` are what the change
-    has put into the outbox. ``sequence`` is that of the last removal.
+    has put into the outbox. If the caller sends them, they include the document's earlier ones that
+    no shard has acknowledged. ``sequence`` is that of the last removal.
     """
 
     removed: tuple[int, ...]
@@ -310,7 +311,7 @@ class DocumentStore:
             digests: Token digest of each chunk.
             embeddings: Embedding of each chunk, shape (len(chunks), dimension).
             now_ms: Unix time.
-            claim: Whether the caller gets the deletes to send.
+            claim: Whether the caller sends the document's deletes.
         """
         document = stored.document
         home = self._collection_row(self._writer, collection)
@@ -367,8 +368,9 @@ class DocumentStore:
             # Another tokenizer means another KV space, in which these digests name nothing.
             names_document=is_split_again and bool(unused),
             now_ms=now_ms,
-            claim=claim,
         )
+        if claim:
+            deletes = self._claim_deletes(collection, document.id, now_ms)
         return ChunkChange(removed, tuple(added), deletes, last_sequence(self._writer))
 
     def delete(self, collection: str, document_id: str, now_ms: int) -> ChunkChange | None:
@@ -380,14 +382,9 @@ class DocumentStore:
         )
         if cursor.rowcount == 0:
             return None
-        deletes = self.outbox.add(
-            collection,
-            document_id,
-            self._unused(home, old_digests),
-            names_document=True,
-            now_ms=now_ms,
-            claim=True,
-        )
+        unused = self._unused(home, old_digests)
+        self.outbox.add(collection, document_id, unused, names_document=True, now_ms=now_ms)
+        deletes = self._claim_deletes(collection, document_id, now_ms)
         return ChunkChange(removed, (), deletes, last_sequence(self._writer))
 
     def put_report(self, name: str, body: bytes, updated_unix_ms: int) -> None:
@@ -396,6 +393,12 @@ class DocumentStore:
             "INSERT OR REPLACE INTO reports (name, body, updated_unix_ms) VALUES (?, ?, ?)",
             (name, body, updated_unix_ms),
         )
+
+    def _claim_deletes(
+        self, collection: str, document_id: str, now_ms: int
+    ) -> tuple[OutboxDelete, ...]:
+        """Claim the deletes of a change, and earlier ones that no shard has acknowledged."""
+        return self.outbox.claim_of(collection, document_id, now_ms, is_repeated=False)
 
     def _has_other_chunker(self, home: int, document_id: str, chunker: str) -> bool:
         found = self._writer.execute(

@@ -129,16 +129,10 @@ class Outbox:
         *,
         names_document: bool,
         now_ms: int,
-        claim: bool,
     ) -> tuple[OutboxDelete, ...]:
-        """Add the deletes of one removal.
-
-        Args:
-            claim: Whether the caller sends the deletes. Otherwise any gateway may claim them.
-        """
+        """Add the deletes of one removal. Any gateway may claim them."""
         if not token_digests and not names_document:
             return ()
-        claimed_until_ms = now_ms + CLAIM_MS if claim else 0
         added = []
         for first in range(0, max(1, len(token_digests)), DELETE_CHUNKS):
             digests = tuple(token_digests[first : first + DELETE_CHUNKS])
@@ -151,7 +145,7 @@ class Outbox:
                 token_digests=digests,
                 acknowledged_unix_ms=0,
             )
-            self._insert(delete, now_ms, claimed_until_ms)
+            self._insert(delete, now_ms)
             added.append(delete)
         return tuple(added)
 
@@ -173,13 +167,26 @@ class Outbox:
         ).fetchall()
         return OutboxClaim(tuple(map(_delete, rows)), self._num_unacknowledged())
 
-    def claim_of(self, collection: str, document: str, now_ms: int) -> tuple[OutboxDelete, ...]:
-        """Claim the pending deletes of one document, for a client that repeats its request."""
+    def claim_of(
+        self, collection: str, document: str, now_ms: int, *, is_repeated: bool
+    ) -> tuple[OutboxDelete, ...]:
+        """Claim the pending deletes of one document, for the gateway that changes it.
+
+        A delete of everything may have replaced some of them, so it is claimed, too.
+
+        Args:
+            is_repeated: Whether the gateway repeats a change. Then it gets those, too, that a shard
+                has acknowledged.
+        """
+        if not self.knows(collection, document):
+            return ()
         rows = self._connection.execute(
-            "UPDATE outbox SET claimed_until_ms = ?"
-            " WHERE complete = 0 AND collection = ? AND document = ?"
+            "UPDATE outbox SET claimed_until_ms = ? WHERE complete = 0"
+            # A delete of everything names no document.
+            " AND (collection = ? AND document = ? OR collection = '' AND document = '')"
+            " AND (? OR acknowledged_unix_ms = 0)"
             f" RETURNING {_COLUMNS}",
-            (now_ms + CLAIM_MS, collection, document),
+            (now_ms + CLAIM_MS, collection, document, is_repeated),
         ).fetchall()
         return tuple(map(_delete, rows))
 
@@ -211,10 +218,10 @@ class Outbox:
             "DELETE FROM outbox WHERE complete = 1 AND removed_unix_ms < ?", (now_ms - KEEP_MS,)
         )
 
-    def _insert(self, delete: OutboxDelete, now_ms: int, claimed_until_ms: int) -> None:
+    def _insert(self, delete: OutboxDelete, now_ms: int) -> None:
         sequence = self._connection.execute(
             "INSERT INTO outbox (id, collection, document, names_document, everything,"
-            " token_digests, removed_unix_ms, claimed_until_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            " token_digests, removed_unix_ms, claimed_until_ms) VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
             (
                 delete.id,
                 delete.collection,
@@ -223,7 +230,6 @@ class Outbox:
                 delete.everything,
                 b"".join(delete.token_digests),
                 now_ms,
-                claimed_until_ms,
             ),
         ).lastrowid
         assert sequence is not None
@@ -254,7 +260,7 @@ class Outbox:
             " WHERE complete = 0 AND acknowledged_unix_ms = 0"
         )
         everything = OutboxDelete(secrets.token_bytes(ID_BYTES), "", "", False, True, (), 0)
-        self._insert(everything, now_ms, 0)
+        self._insert(everything, now_ms)
 
 
 def last_sequence(connection: sqlite3.Connection) -> int:

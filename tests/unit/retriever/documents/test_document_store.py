@@ -57,6 +57,7 @@ def put(
     *,
     collection: str = "c",
     recipe: Recipe = RECIPE,
+    claim: bool = False,
     commit: bool = True,
 ) -> ChunkChange:
     chunks = [Chunk(text, ("A", "B")) for text in texts]
@@ -70,7 +71,7 @@ def put(
             [digest_of(text) for text in texts],
             vectors,
             now_ms=NOW_MS,
-            claim=False,
+            claim=claim,
         )
         if commit:
             store.commit()
@@ -136,6 +137,12 @@ def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> N
     assert store.get("c", "d") is None
 
 
+def acknowledge(store: DocumentStore, deletes: Sequence[OutboxDelete]) -> None:
+    with store.transaction():
+        store.outbox.acknowledge([], [one.id for one in deletes], NOW_MS)
+        store.commit()
+
+
 def removed_digests(change: ChunkChange) -> list[bytes]:
     return [digest for delete in change.deletes for digest in delete.token_digests]
 
@@ -149,7 +156,9 @@ def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
     put(store, "elsewhere", ["b"], collection="other")
     put(store, "d", ["a", "b", "c", "b"])
     put(store, "e", ["c"])
-    assert removed_digests(put(store, "d", ["a", "new"])) == [digest_of("b")]
+    replacement = put(store, "d", ["a", "new"])
+    assert removed_digests(replacement) == [digest_of("b")]
+    acknowledge(store, replacement.deletes)
     change = delete(store, "d")
     assert change is not None
     assert removed_digests(change) == [digest_of("a"), digest_of("new")]
@@ -174,11 +183,27 @@ def test_a_change_and_its_deletes_are_one_transaction(store: DocumentStore) -> N
     assert (update.token_digests, update.names_document) == ((digest_of("a"),), False)
     delete(store, "d")
     with store.transaction():
-        [deletion] = store.outbox.claim_of("c", "d", NOW_MS)[1:]
+        [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)[1:]
     assert (deletion.token_digests, deletion.names_document) == ((digest_of("b"),), True)
     removals, last = store.removals(0, 10)
     assert [(one.collection, one.document) for one in removals] == [("c", "d")] * 2
     assert removals[-1].sequence == last
+
+
+def test_a_change_returns_earlier_deletes_of_the_document_that_no_shard_has(
+    store: DocumentStore,
+) -> None:
+    put(store, "d", ["a"])
+    put(store, "other", ["x"])
+    put(store, "other", ["y"])
+    first = put(store, "d", ["b"])  # its gateway may have ended
+    second = put(store, "d", ["c"], claim=True)
+    assert set(removed_digests(second)) == {digest_of("a"), digest_of("b")}
+    assert put(store, "d", ["c"], claim=True).deletes == second.deletes  # removes nothing itself
+    acknowledge(store, first.deletes)
+    deletion = delete(store, "d")
+    assert deletion is not None
+    assert set(removed_digests(deletion)) == {digest_of("b"), digest_of("c")}
 
 
 def test_a_document_that_another_chunker_splits_is_deleted_by_name_too(
@@ -200,7 +225,7 @@ def test_the_outbox_survives_a_restart(store: DocumentStore, tmp_path: Path) -> 
     store.close()
     store.__init__(tmp_path)  # type: ignore[misc]  # the fixture closes it
     with store.transaction():
-        [deletion] = store.outbox.claim_of("c", "d", NOW_MS)
+        [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)
     assert deletion.token_digests == (digest_of("a"),)
 
 

@@ -51,15 +51,15 @@ def digests(count: int) -> list[bytes]:
 
 
 def add(outbox: Outbox, document: str, *, claim: bool = False, num_chunks: int = 1) -> OutboxDelete:
-    [delete] = outbox.add(
-        "c", document, digests(num_chunks), names_document=True, now_ms=NOW_MS, claim=claim
-    )
+    [delete] = outbox.add("c", document, digests(num_chunks), names_document=True, now_ms=NOW_MS)
+    if claim:
+        assert outbox.claim_of("c", document, NOW_MS, is_repeated=False) == (delete,)
     return delete
 
 
 def test_a_removal_of_many_chunks_is_several_deletes(outbox: Outbox) -> None:
     wanted = digests(2 * DELETE_CHUNKS + 1)
-    added = outbox.add("c", "d", wanted, names_document=True, now_ms=NOW_MS, claim=False)
+    added = outbox.add("c", "d", wanted, names_document=True, now_ms=NOW_MS)
     assert [len(one.token_digests) for one in added] == [DELETE_CHUNKS, DELETE_CHUNKS, 1]
     assert [one.names_document for one in added] == [True, False, False]
     assert outbox.claim(10, NOW_MS).deletes == added
@@ -67,7 +67,7 @@ def test_a_removal_of_many_chunks_is_several_deletes(outbox: Outbox) -> None:
 
 
 def test_a_change_that_removes_nothing_needs_no_delete(outbox: Outbox) -> None:
-    assert not outbox.add("c", "d", [], names_document=False, now_ms=NOW_MS, claim=False)
+    assert not outbox.add("c", "d", [], names_document=False, now_ms=NOW_MS)
 
 
 @pytest.mark.parametrize("claim", [True, False])
@@ -99,7 +99,7 @@ def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
     outbox.acknowledge([delete.id], [], NOW_MS)
     claim = outbox.claim(10, NOW_MS + EXPIRY_MS)
     assert (claim.deletes, claim.num_unacknowledged) == ((), 0)
-    assert outbox.claim_of("c", "d", NOW_MS) == ()
+    assert outbox.claim_of("c", "d", NOW_MS, is_repeated=True) == ()
     assert outbox.knows("c", "d")
     assert [one.document for one in removals_after(connection, 0, 10)] == ["d"]
     outbox.acknowledge([], [], NOW_MS + KEEP_MS + 1)
@@ -174,6 +174,24 @@ def test_one_of_everything_replaces_no_delete_that_a_shard_has(
     assert partial.id in {one.id for one in found}
 
 
+def test_a_repeated_change_gets_the_delete_of_everything_that_replaced_its_own(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_bounds(monkeypatch)
+    for number in range(8):
+        add(outbox, f"d{number}")
+    [everything] = outbox.claim_of("c", "d0", NOW_MS, is_repeated=True)
+    assert everything.everything
+    # A change that no delete was made for waits for none.
+    assert outbox.claim_of("c", "other", NOW_MS, is_repeated=True) == ()
+    outbox.acknowledge([], [everything.id], NOW_MS)
+    assert outbox.claim_of("c", "d0", NOW_MS, is_repeated=False) == ()
+    [again] = outbox.claim_of("c", "d0", NOW_MS, is_repeated=True)
+    assert again.id == everything.id
+    outbox.acknowledge([everything.id], [], NOW_MS)
+    assert outbox.claim_of("c", "d0", NOW_MS, is_repeated=True) == ()
+
+
 class OutboxMachine(RuleBasedStateMachine):
     """Gateways that end at any time lose no delete."""
 
@@ -187,9 +205,13 @@ class OutboxMachine(RuleBasedStateMachine):
     @rule(claim=st.booleans(), num_chunks=st.integers(0, 2 * DELETE_CHUNKS))
     def remove(self, claim: bool, num_chunks: int) -> None:
         added = self.outbox.add(
-            "c", "d", digests(num_chunks), names_document=True, now_ms=self.now_ms, claim=claim
+            "c", "d", digests(num_chunks), names_document=True, now_ms=self.now_ms
         )
         self.pending |= dict.fromkeys([one.id for one in added])
+        if claim:
+            claimed = self.outbox.claim_of("c", "d", self.now_ms, is_repeated=False)
+            unacknowledged = {one for one, at_ms in self.pending.items() if at_ms is None}
+            assert {one.id for one in claimed} == unacknowledged
 
     @rule(limit=st.integers(1, 4), data=st.data())
     def send(self, limit: int, data: st.DataObject) -> None:
