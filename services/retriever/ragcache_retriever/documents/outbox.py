@@ -150,11 +150,18 @@ class Outbox:
         return tuple(added)
 
     def claim(self, limit: int, now_ms: int) -> OutboxClaim:
-        """Claim pending deletes, those first whose last attempt was the longest ago."""
+        """Claim pending deletes, those first whose last attempt was the longest ago.
+
+        Removals that are complete and older than KEEP_MS are forgotten. Gateways claim all the
+        time, even while no shard answers.
+        """
         self._connection.execute(
             "UPDATE outbox SET complete = 1, token_digests = x'' WHERE complete = 0"
             " AND acknowledged_unix_ms BETWEEN 1 AND ?",
             (now_ms - EXPIRY_MS,),
+        )
+        self._connection.execute(
+            "DELETE FROM outbox WHERE complete = 1 AND removed_unix_ms < ?", (now_ms - KEEP_MS,)
         )
         rows = self._connection.execute(
             "UPDATE outbox SET claimed_until_ms = ? WHERE sequence IN ("
@@ -199,7 +206,7 @@ class Outbox:
         return found is not None
 
     def acknowledge(self, complete: Sequence[bytes], partial: Sequence[bytes], now_ms: int) -> None:
-        """Record acknowledgements by the shards, and forget removals older than KEEP_MS.
+        """Record acknowledgements by the shards.
 
         Args:
             complete: Ids of deletes that every shard has acknowledged.
@@ -213,9 +220,6 @@ class Outbox:
             "UPDATE outbox SET claimed_until_ms = ?, acknowledged_unix_ms ="
             " CASE acknowledged_unix_ms WHEN 0 THEN ? ELSE acknowledged_unix_ms END WHERE id = ?",
             [(now_ms + REPEAT_MS, now_ms, one) for one in partial],
-        )
-        self._connection.execute(
-            "DELETE FROM outbox WHERE complete = 1 AND removed_unix_ms < ?", (now_ms - KEEP_MS,)
         )
 
     def _insert(self, delete: OutboxDelete, now_ms: int) -> None:

@@ -97,12 +97,12 @@ def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
 ) -> None:
     delete = add(outbox, "d")
     outbox.acknowledge([delete.id], [], NOW_MS)
-    claim = outbox.claim(10, NOW_MS + EXPIRY_MS)
+    claim = outbox.claim(10, NOW_MS + KEEP_MS)
     assert (claim.deletes, claim.num_unacknowledged) == ((), 0)
     assert outbox.claim_of("c", "d", NOW_MS, is_repeated=True) == ()
     assert outbox.knows("c", "d")
     assert [one.document for one in removals_after(connection, 0, 10)] == ["d"]
-    outbox.acknowledge([], [], NOW_MS + KEEP_MS + 1)
+    outbox.claim(10, NOW_MS + KEEP_MS + 1)
     assert not outbox.knows("c", "d")
     assert removals_after(connection, 0, 10) == []
     assert last_sequence(connection) == 1
@@ -144,6 +144,17 @@ def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
     assert {one.document for one in removals_after(connection, 0, 100)} == {
         f"d{number}" for number in range(40)
     }
+
+
+def test_deletes_that_one_of_everything_replaced_are_forgotten_while_no_shard_answers(
+    connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_bounds(monkeypatch)
+    for number in range(8):
+        add(outbox, f"d{number}")
+    [everything] = outbox.claim(100, NOW_MS + KEEP_MS + 1).deletes
+    assert everything.everything
+    assert connection.execute("SELECT id FROM outbox").fetchall() == [(everything.id,)]
 
 
 def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
