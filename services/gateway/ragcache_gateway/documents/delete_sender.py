@@ -148,29 +148,35 @@ class DeleteSender:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            num_claimed = 0
+            has_backlog = False
             try:
-                num_claimed = await self._send_claimed()
+                has_backlog = await self._send_claimed()
             except RagCacheError as error:
                 log.info("deletes: none claimed error=%s", error)
             except Exception:
                 log.exception("deletes: none claimed")
-            if num_claimed < CLAIM_LIMIT:
+            if not has_backlog:
                 try:
                     async with asyncio.timeout(POLL_S):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
 
-    async def _send_claimed(self) -> int:
-        """Claim deletes and send them. Return how many there were."""
+    async def _send_claimed(self) -> bool:
+        """Claim deletes and send them.
+
+        Returns:
+            Whether to claim more at once: there may be more, and a shard acknowledges deletes.
+        """
         reply = await self._retriever.claim_deletes(CLAIM_LIMIT)
         for address in (self._slots.keys() | self._failed_s.keys()) - set(self._store.addresses()):
             self._slots.pop(address, None)
             self._failed_s.pop(address, None)
         self._metrics.deletes_waiting.set(reply.unacknowledged)
-        await self._finish([self._begin(delete) for delete in reply.deletes])
-        return len(reply.deletes)
+        attempts = [self._begin(delete) for delete in reply.deletes]
+        await self._finish(attempts)
+        is_full = len(attempts) == CLAIM_LIMIT
+        return is_full and any(attempt.acknowledged for attempt in attempts)
 
     def _begin(self, delete: pb.OutboxDelete) -> _Attempt:
         return _Attempt(

@@ -47,6 +47,9 @@ MAX_PARTIAL = 1 << 16
 _CHECK_EVERY = 256
 """Deletes between two checks of these bounds."""
 
+COUNT_EVERY = 16
+"""Claims between two counts while there is a backlog. A count of 65,536 deletes takes some ms."""
+
 OUTBOX_SCHEMA = """
 CREATE TABLE IF NOT EXISTS outbox (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -105,7 +108,10 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class OutboxClaim:
-    """Deletes for a gateway to send, and how many no shard has acknowledged."""
+    """Deletes for a gateway to send, and how many no shard has acknowledged.
+
+    The number is that of an earlier claim for up to COUNT_EVERY claims of a backlog.
+    """
 
     deletes: tuple[OutboxDelete, ...]
     num_unacknowledged: int
@@ -120,6 +126,8 @@ class Outbox:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        self._claims_until_count = 0
+        self._last_count = 0
 
     def add(
         self,
@@ -172,7 +180,11 @@ class Outbox:
             f" RETURNING {_COLUMNS}",
             (now_ms + CLAIM_MS, now_ms, now_ms + REPEAT_MS, limit),
         ).fetchall()
-        return OutboxClaim(tuple(map(_delete, rows)), self._num_unacknowledged())
+        if len(rows) < limit or self._claims_until_count == 0:
+            self._last_count = self._num_unacknowledged()
+            self._claims_until_count = COUNT_EVERY
+        self._claims_until_count -= 1
+        return OutboxClaim(tuple(map(_delete, rows)), self._last_count)
 
     def claim_of(
         self, collection: str, document: str, now_ms: int, *, is_repeated: bool

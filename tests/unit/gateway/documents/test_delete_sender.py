@@ -57,10 +57,12 @@ class FakeOutbox:
         self.complete: list[bytes] = []
         self.partial: list[bytes] = []
         self.is_away = False
+        self.claims = 0
 
     async def claim_deletes(self, limit: int) -> pb.ClaimDeletesReply:
         if self.is_away:
             raise Unavailable("retriever", "gone")
+        self.claims += 1
         claimed, self.pending = self.pending[:limit], self.pending[limit:]
         return pb.ClaimDeletesReply(deletes=claimed, unacknowledged=len(claimed))
 
@@ -139,6 +141,21 @@ async def test_claimed_deletes_are_sent_and_acknowledged(world: World) -> None:
     await until(lambda: len(world.outbox.complete) == 100)
     assert [one.id for one in world.store.told["a:1"]] == world.outbox.complete
     await until(lambda: world.metric("deletes_waiting") == 0)
+
+
+async def test_a_backlog_is_claimed_at_once_while_a_shard_acknowledges_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delete_sender, "POLL_S", 600.0)
+    world.store.problems = {"a:1": AWAY}
+    world.outbox.pending = [delete(number) for number in range(200)]
+    world.sender.start()
+    await until(lambda: world.outbox.claims == 1)
+    await asyncio.sleep(0.05)
+    assert world.outbox.claims == 1
+    world.store.problems = {}
+    world.sender.wake()
+    await until(lambda: len(world.outbox.complete) == 200 - delete_sender.CLAIM_LIMIT)
 
 
 async def test_a_delete_that_no_shard_acknowledges_stays_in_the_outbox(world: World) -> None:

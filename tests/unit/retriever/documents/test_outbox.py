@@ -14,6 +14,7 @@ from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_retriever.documents import outbox as module
 from ragcache_retriever.documents.outbox import (
     CLAIM_MS,
+    COUNT_EVERY,
     DELETE_CHUNKS,
     EXPIRY_MS,
     KEEP_MS,
@@ -90,6 +91,27 @@ def test_those_that_waited_longest_are_claimed_first(outbox: Outbox) -> None:
     first, second, third = (add(outbox, name) for name in "abc")
     assert outbox.claim(2, NOW_MS).deletes == (first, second)
     assert outbox.claim(2, NOW_MS + CLAIM_MS + 1).deletes == (first, third)
+
+
+def test_a_backlog_is_not_counted_at_each_claim(
+    connection: sqlite3.Connection, outbox: Outbox
+) -> None:
+    for number in range(2 * COUNT_EVERY + 1):
+        add(outbox, f"d{number}")
+    statements: list[str] = []
+    connection.set_trace_callback(statements.append)
+
+    def claim() -> int:
+        claim = outbox.claim(1, NOW_MS)
+        outbox.acknowledge([one.id for one in claim.deletes], [], NOW_MS)
+        return claim.num_unacknowledged
+
+    counts = [claim() for _ in range(2 * COUNT_EVERY)]
+    assert sum("count(*)" in one for one in statements) == 2
+    assert counts[0] == 2 * COUNT_EVERY + 1
+    assert counts[COUNT_EVERY] == COUNT_EVERY + 1
+    # The last claims count again.
+    assert (claim(), claim()) == (1, 0)
 
 
 def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
