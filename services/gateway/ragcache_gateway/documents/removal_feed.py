@@ -94,11 +94,13 @@ class RemovalFeed:
             if after is None or self._has_gap(after, reply.last_sequence, asked_s):
                 self._publish(TextRemoved(None, self._last_ms))
                 after = self._floor = reply.last_sequence
+                self._after, self._answered_s = after, asked_s
             while reply.removals and reply.removals[-1].sequence > after:
                 self._tell([one for one in reply.removals if one.sequence > after])
-                after = reply.removals[-1].sequence
+                self._after = after = reply.removals[-1].sequence
+                if after >= reply.last_sequence:
+                    break
                 reply = await self._retriever.list_removals(after)
-            self._after = after
             self._answered_s = asked_s
             return self._last_ms
 

@@ -23,8 +23,14 @@ class FakeRemovals:
         self.documents: list[str] = []
         self.first = 1  # older ones are forgotten
         self.is_away = False
+        self.calls_left: int | None = None  # until it is away
+        self.calls = 0
 
     async def list_removals(self, after: int) -> pb.ListRemovalsReply:
+        self.calls += 1
+        if self.calls_left is not None:
+            self.is_away = self.calls_left == 0
+            self.calls_left -= 1
         if self.is_away:
             raise Unavailable("retriever", "gone")
         numbers = range(max(after + 1, self.first), len(self.documents) + 1)
@@ -73,6 +79,39 @@ async def test_each_removal_is_told_once_and_in_order(world: World) -> None:
     world.removals.documents += ["a"]
     assert await world.learned() == ["c/a"]
     assert await world.learned() == []
+
+
+async def test_a_page_is_told_once_even_if_the_next_one_fails(world: World) -> None:
+    await world.learned()
+    world.removals.documents = list("abcde")
+    world.removals.calls_left = 1
+    with pytest.raises(Unavailable):
+        await world.learned()
+    assert [one.document for one in world.told] == ["c/a", "c/b", "c/c"]
+    world.removals.is_away, world.removals.calls_left = False, None
+    assert await world.learned() == ["c/d", "c/e"]
+
+
+async def test_the_last_page_is_the_last_call(world: World) -> None:
+    await world.learned()
+    world.removals.documents, world.removals.calls = list("abcd"), 0
+    await world.learned()
+    assert world.removals.calls == 2
+
+
+async def test_an_answer_whose_pages_fail_ends_no_silence(world: World) -> None:
+    await world.learned()
+    world.now_s = 2 * MAX_SILENCE_S
+    assert await world.learned() == [None]
+    world.removals.documents = list("abcd")
+    world.now_s = 2.5 * MAX_SILENCE_S
+    world.removals.calls_left = 1
+    with pytest.raises(Unavailable):
+        await world.learned()
+    # The silence is that since the last complete answer.
+    world.now_s = 3 * MAX_SILENCE_S + 1
+    world.removals.is_away, world.removals.calls_left = False, None
+    assert await world.learned() == [None]
 
 
 async def test_the_times_ascend(world: World) -> None:
