@@ -53,6 +53,8 @@ class RemovalFeed:
         self._subscribers = list(subscribers)
         self._monotonic = monotonic
         self._lock = asyncio.Lock()
+        self._next: asyncio.Task[int] | None = None
+        self._calls: set[asyncio.Task[int]] = set()
         self._after: int | None = None
         self._answered_s = 0.0
         self._last_ms = 0
@@ -73,20 +75,35 @@ class RemovalFeed:
 
     async def close(self) -> None:
         """Stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._calls, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def catch_up(self) -> int:
         """Tell the subscribers of every removal that was committed before this call.
 
+        One request at a time is sent to the retriever. All callers that wait share the next one.
+
         Returns:
-            The Unix time at which they were learned, in milliseconds; greater at each call.
+            The Unix time at which they were learned, in milliseconds; greater at each request.
 
         Raises:
             RagCacheError: The retriever does not answer.
         """
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask(), name="removals")
+            self._calls.add(self._next)
+            self._next.add_done_callback(self._calls.discard)
+        return await asyncio.shield(self._next)
+
+    def is_superseded(self, document: str, sequence: int) -> bool:
+        """Whether a document may have lost text after a sequence number."""
+        return max(self._floor, self._sequences.get(document, 0)) > sequence
+
+    async def _ask(self) -> int:
         async with self._lock:
+            self._next = None  # who calls from now on needs a later answer
             asked_s = self._monotonic()
             reply = await self._retriever.list_removals(self._after or 0)
             self._last_ms = max(_now_ms(), self._last_ms + 1)
@@ -103,10 +120,6 @@ class RemovalFeed:
                 reply = await self._retriever.list_removals(after)
             self._answered_s = asked_s
             return self._last_ms
-
-    def is_superseded(self, document: str, sequence: int) -> bool:
-        """Whether a document may have lost text after a sequence number."""
-        return max(self._floor, self._sequences.get(document, 0)) > sequence
 
     def _has_gap(self, after: int, last_sequence: int, asked_s: float) -> bool:
         """Whether removals may be unknown: after a silence, or after a restore of the retriever."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable
 
@@ -14,6 +15,9 @@ from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+CATCH_UP_WAIT_S = 1.0
+"""How long a write waits until this gateway has learned of removals."""
 
 
 class DocumentWriter:
@@ -45,6 +49,30 @@ class DocumentWriter:
             are removed later.
         """
         reply = await self._retriever.upsert_document(document)
+        _, removed = await asyncio.gather(
+            self._publish(document, reply), self._deletes.send(reply.deletes)
+        )
+        return reply, removed
+
+    async def delete(self, collection: str, document_id: str) -> int | None:
+        """Delete a document. A repetition completes what is pending of the first call.
+
+        Returns:
+            How many stored variants the change removed; None if they are removed later.
+        """
+        reply = await self._retriever.delete_document(collection, document_id)
+        _, removed = await asyncio.gather(self._catch_up(), self._deletes.send(reply.deletes))
+        return removed
+
+    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
+        """Create a collection or change it. The KV of chunks that it removes is deleted soon."""
+        try:
+            return await self._retriever.put_collection(collection)
+        finally:
+            self._deletes.wake()
+            await self._catch_up()
+
+    async def _publish(self, document: pb.Document, reply: pb.UpsertDocumentReply) -> None:
         learned_at_ms = await self._catch_up()
         name = document_name(document.collection, document.id)
         # Another gateway may have changed the document again.
@@ -54,30 +82,17 @@ class DocumentWriter:
             event = WrittenDocument(document.collection, document.id, chunks, learned_at_ms + 1)
             for subscriber in self._subscribers:
                 subscriber(event)
-        return reply, await self._deletes.send(reply.deletes)
-
-    async def delete(self, collection: str, document_id: str) -> int | None:
-        """Delete a document. A repetition completes what is pending of the first call.
-
-        Returns:
-            How many stored variants the change removed; None if they are removed later.
-        """
-        reply = await self._retriever.delete_document(collection, document_id)
-        await self._catch_up()
-        return await self._deletes.send(reply.deletes)
-
-    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
-        """Create a collection or change it. The KV of chunks that it removes is deleted soon."""
-        try:
-            return await self._retriever.put_collection(collection)
-        finally:
-            await self._catch_up()
-            self._deletes.wake()
 
     async def _catch_up(self) -> int | None:
+        """Return when this gateway learned of all removals; None: it does so later.
+
+        What would send removed text again catches up before.
+        """
         try:
-            return await self._feed.catch_up()
+            async with asyncio.timeout(CATCH_UP_WAIT_S):
+                return await self._feed.catch_up()
+        except TimeoutError:
+            log.info("removals: not refreshed error=timed out after %s s", CATCH_UP_WAIT_S)
         except RagCacheError as error:
-            # What would send removed text again catches up before.
             log.info("removals: not refreshed error=%s", error)
-            return None
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
 import pytest
@@ -25,21 +26,27 @@ class FakeRemovals:
         self.is_away = False
         self.calls_left: int | None = None  # until it is away
         self.calls = 0
+        self.asked = asyncio.Event()
+        self.gate: asyncio.Event | None = None
 
     async def list_removals(self, after: int) -> pb.ListRemovalsReply:
         self.calls += 1
+        self.asked.set()
+        known = list(self.documents)
+        if self.gate is not None:
+            await self.gate.wait()
         if self.calls_left is not None:
             self.is_away = self.calls_left == 0
             self.calls_left -= 1
         if self.is_away:
             raise Unavailable("retriever", "gone")
-        numbers = range(max(after + 1, self.first), len(self.documents) + 1)
+        numbers = range(max(after + 1, self.first), len(known) + 1)
         return pb.ListRemovalsReply(
             removals=[
-                pb.Removal(sequence=number, collection="c", document_id=self.documents[number - 1])
+                pb.Removal(sequence=number, collection="c", document_id=known[number - 1])
                 for number in numbers[:PAGE]
             ],
-            last_sequence=len(self.documents),
+            last_sequence=len(known),
         )
 
 
@@ -90,6 +97,33 @@ async def test_a_page_is_told_once_even_if_the_next_one_fails(world: World) -> N
     assert [one.document for one in world.told] == ["c/a", "c/b", "c/c"]
     world.removals.is_away, world.removals.calls_left = False, None
     assert await world.learned() == ["c/d", "c/e"]
+
+
+async def test_callers_that_wait_share_the_next_call(world: World) -> None:
+    await world.learned()
+    removals = world.removals
+    removals.calls, removals.asked, removals.gate = 0, asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(world.feed.catch_up())
+    await removals.asked.wait()
+    # The running call does not return what is committed after it began.
+    removals.documents = ["a"]
+    waiting = [asyncio.create_task(world.learned()) for _ in range(10)]
+    await asyncio.sleep(0)
+    waiting.pop().cancel()
+    removals.gate.set()
+    await running
+    assert all("c/a" in told for told in await asyncio.gather(*waiting))
+    assert removals.calls == 2
+
+
+async def test_callers_that_wait_learn_of_a_failure(world: World) -> None:
+    world.removals.is_away = True
+    calls = [world.feed.catch_up() for _ in range(3)]
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [Unavailable] * 3
+    assert world.removals.calls == 1
+    world.removals.is_away = False
+    assert await world.learned() == [None]
 
 
 async def test_the_last_page_is_the_last_call(world: World) -> None:
