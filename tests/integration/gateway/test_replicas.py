@@ -15,9 +15,11 @@ import pytest_asyncio
 
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import MIN_QUESTIONS, SAMPLE_UNDECIDED_EVERY, alpha_ladder
-from ragcache_gateway.background import precompute, quality_gate
+from ragcache_gateway.background import precompute, quality_gate, quality_trials
 from ragcache_gateway.documents import removal_feed
-from ragcache_retriever.service import RetrieverService
+from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import retriever_pb2_grpc
 from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 
@@ -40,6 +42,23 @@ class Replicas:
 
     retriever: RetrieverService
     model: Path
+
+    @asynccontextmanager
+    async def serving_retriever(self, port: int) -> AsyncIterator[None]:
+        """Serve the retriever once more, at a port."""
+        server = GrpcServer(
+            f"127.0.0.1:{port}",
+            [SERVICE_NAME],
+            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(
+                self.retriever, server
+            ),
+        )
+        await server.start()
+        await server.set_ready()
+        try:
+            yield
+        finally:
+            await server.stop()
 
     @asynccontextmanager
     async def gateway(self, **settings: Any) -> AsyncIterator[World]:
@@ -151,9 +170,10 @@ async def test_no_chunk_is_computed_ahead_that_another_gateway_has_deleted(
         assert computed == {"default/new-billing.md"}
 
 
-async def test_removed_text_is_not_replayed_while_the_retriever_is_away(
-    replicas: Replicas,
+async def test_no_text_is_replayed_until_the_retriever_that_was_away_answers(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
     async with replicas.gateway() as gateway:
         for name, text in PAGES.items():
             await put(gateway, name, text)
@@ -162,11 +182,14 @@ async def test_removed_text_is_not_replayed_while_the_retriever_is_away(
         asked = asyncio.create_task(gateway.ask())
         await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
         gateway.engine.pause = None
+        port = gateway.servers["retriever"].port
         await gateway.servers["retriever"].stop()
         pause.set()
         assert (await asked).status_code == 200
         await asyncio.sleep(0.5)
         assert not background_requests(gateway)
+        async with replicas.serving_retriever(port):
+            await until(lambda: bool(background_requests(gateway)))
 
 
 async def test_reuse_is_exact_until_a_report_and_every_gateway_learns_of_it(
