@@ -70,8 +70,8 @@ class PartFailed(RagCacheError):
 class LocalPlatform:
     """All parts of one RagCache, as an async context manager.
 
-    Entering returns when all parts are ready and questions can be answered. Leaving stops every process that was started. If
-    that is cancelled once more, the processes are killed at once.
+    Entering returns when all parts are ready and questions can be answered. Leaving stops every
+    process that was started. If that is cancelled once more, the processes are killed at once.
 
     Args:
         data: Folder for volumes, logs and the state file; it is created if missing.
