@@ -50,7 +50,7 @@ SPECS: dict[str, Object] = {
                 "kvMemory": "3G",
                 "resources": {"cpu": "1000m"},
             },
-            {"name": "b", "args": ["--seed", "1"]},
+            {"name": "b", "args": ["--seed=1"]},
         ],
         "cacheStore": {
             "shards": 3,
