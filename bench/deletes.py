@@ -68,7 +68,7 @@ def resident_bytes() -> int:
 
 
 def delete(store: Store, number: int, count: int) -> None:
-    """Apply new deletes, the first of which has a number."""
+    """Apply new deletes, numbered from the first one on."""
     store.delete_many(
         [
             Deletion(os.urandom(ID_BYTES), tuple([os.urandom(KEY_BYTES) for _ in range(CHUNKS)]))

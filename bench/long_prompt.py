@@ -2,12 +2,12 @@
 
 All streams of a gateway run in its event loop, so a token of another answer waits as long. The real
 gateway serves one question after the other, whose history fills the model's context. A task in the
-same event loop notes by how much it wakes up too late. Retriever, cache store and engine are
+same event loop notes the delay of its wake-ups. Retriever, cache store and engine are
 stand-ins that do next to nothing; the engine does not read the prompt.
 
 - ``longest_loop_cpu_ms``: the most CPU time that the event loop used between two wake-ups of the
   task, as the median over all questions. Other programs on the same cores hardly change it.
-- ``longest_stall_ms``: the longest time by which the task woke up too late, waits for Python's lock
+- ``longest_stall_ms``: the longest delay of the task's wake-up, waits for Python's lock
   included. It is the least over all questions, because it includes waits for a core too.
 - ``idle_stall_ms``: the same over as long a time without a question.
 - ``first_token_ms``: from the request to the answer, as the median over all questions.
@@ -111,7 +111,7 @@ async def measure(num_tokens: int, questions: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Seconds by which a task woke up too late, and CPU time of the event loop meanwhile."""
+    """Delays of a task's wake-ups in seconds, and CPU time of the event loop meanwhile."""
 
     delay_s: float
     cpu_s: float

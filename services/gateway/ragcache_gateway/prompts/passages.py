@@ -46,7 +46,7 @@ def fit_to_budget(
 ) -> list[Passage]:
     """Select the passages that fit the budget, in prompt order.
 
-    Chunks that exceed the budget by themselves are skipped, and documents of which no hit is left.
+    A chunk that alone exceeds the budget is skipped, and so is a document without another hit.
     Then whole documents are dropped, from the lowest rank. If the last one left is still too long,
     it loses window chunks and then hits, from the lowest rank.
 
@@ -78,7 +78,7 @@ def _total_tokens(document: Sequence[tuple[Passage, int]]) -> int:
 
 
 def _raise_if_hits(documents: Sequence[Sequence[tuple[Passage, int]]], budget_tokens: int) -> None:
-    """Raise InvalidInput if there is a hit, of which none fits."""
+    """Raise InvalidInput if there are hits and none fits."""
     sizes = [tokens for document in documents for one, tokens in document if _is_hit(one)]
     if sizes:
         raise InvalidInput(
