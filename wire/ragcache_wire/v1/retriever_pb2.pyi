@@ -19,6 +19,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _IndexKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IndexKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INDEX_KIND_AUTO: _IndexKind.ValueType  # 0
+    INDEX_KIND_FLAT: _IndexKind.ValueType  # 1
+    INDEX_KIND_IVF: _IndexKind.ValueType  # 2
+    INDEX_KIND_HNSW: _IndexKind.ValueType  # 3
+
+class IndexKind(_IndexKind, metaclass=_IndexKindEnumTypeWrapper): ...
+
+INDEX_KIND_AUTO: IndexKind.ValueType  # 0
+INDEX_KIND_FLAT: IndexKind.ValueType  # 1
+INDEX_KIND_IVF: IndexKind.ValueType  # 2
+INDEX_KIND_HNSW: IndexKind.ValueType  # 3
+Global___IndexKind: _TypeAlias = IndexKind  # noqa: Y015
+
 class _ContentType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -36,6 +55,27 @@ CONTENT_TYPE_TEXT: ContentType.ValueType  # 1
 CONTENT_TYPE_MARKDOWN: ContentType.ValueType  # 2
 Global___ContentType: _TypeAlias = ContentType  # noqa: Y015
 
+class _SearchMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SearchModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SearchMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEARCH_MODE_AUTO: _SearchMode.ValueType  # 0
+    """hybrid, with weights that were chosen for the collection"""
+    SEARCH_MODE_DENSE: _SearchMode.ValueType  # 1
+    SEARCH_MODE_LEXICAL: _SearchMode.ValueType  # 2
+    SEARCH_MODE_HYBRID: _SearchMode.ValueType  # 3
+
+class SearchMode(_SearchMode, metaclass=_SearchModeEnumTypeWrapper): ...
+
+SEARCH_MODE_AUTO: SearchMode.ValueType  # 0
+"""hybrid, with weights that were chosen for the collection"""
+SEARCH_MODE_DENSE: SearchMode.ValueType  # 1
+SEARCH_MODE_LEXICAL: SearchMode.ValueType  # 2
+SEARCH_MODE_HYBRID: SearchMode.ValueType  # 3
+Global___SearchMode: _TypeAlias = SearchMode  # noqa: Y015
+
 @_typing.final
 class Collection(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -45,6 +85,11 @@ class Collection(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    MAX_DOCUMENTS_FIELD_NUMBER: _builtins.int
+    MAX_TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    REMAKE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window: _builtins.int
     """Neighbouring chunks of the same document that a hit includes, on each side."""
@@ -52,9 +97,20 @@ class Collection(_message.Message):
     """output only"""
     chunks: _builtins.int
     """output only"""
+    index: Global___IndexKind.ValueType
+    """How chunks are searched. IndexKind AUTO chooses by the number of chunks."""
+    max_documents: _builtins.int
+    """Most documents and bytes of text; 0: no limit."""
+    max_text_bytes: _builtins.int
+    text_bytes: _builtins.int
+    """output only"""
     @_builtins.property
     def chunking(self) -> Global___Chunking:
         """A put without a setting uses the service's default. Replies hold the settings that apply."""
+
+    @_builtins.property
+    def remake(self) -> Global___Remake:
+        """output only; unset unless documents are being prepared again"""
 
     def __init__(
         self,
@@ -64,16 +120,64 @@ class Collection(_message.Message):
         window: _builtins.int | None = ...,
         documents: _builtins.int = ...,
         chunks: _builtins.int = ...,
+        index: Global___IndexKind.ValueType | None = ...,
+        max_documents: _builtins.int | None = ...,
+        max_text_bytes: _builtins.int | None = ...,
+        text_bytes: _builtins.int = ...,
+        remake: Global___Remake | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "chunking", b"chunking", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "index", b"index", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "remake", b"remake", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "name", b"name", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "index", b"index", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "name", b"name", "remake", b"remake", "text_bytes", b"text_bytes", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    _WhichOneofReturnType__max_documents: _TypeAlias = _typing.Literal["max_documents"]  # noqa: Y015
+    _WhichOneofArgType__max_documents: _TypeAlias = _typing.Literal["_max_documents", b"_max_documents"]  # noqa: Y015
+    _WhichOneofReturnType__max_text_bytes: _TypeAlias = _typing.Literal["max_text_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_text_bytes: _TypeAlias = _typing.Literal["_max_text_bytes", b"_max_text_bytes"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_documents) -> _WhichOneofReturnType__max_documents | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_text_bytes) -> _WhichOneofReturnType__max_text_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
 
 Global___Collection: _TypeAlias = Collection  # noqa: Y015
+
+@_typing.final
+class Remake(_message.Message):
+    """Progress of preparing a collection's documents again in the background, after a change of the
+    embedder, the chunking or the tokenizer. Searches use the earlier chunks meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENTS_DONE_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    documents_done: _builtins.int
+    documents: _builtins.int
+    reason: _builtins.str
+    """what has changed: "chunking", "tokenizer", "embedder" """
+    def __init__(
+        self,
+        *,
+        documents_done: _builtins.int = ...,
+        documents: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "documents_done", b"documents_done", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Remake: _TypeAlias = Remake  # noqa: Y015
 
 @_typing.final
 class Chunking(_message.Message):
@@ -152,6 +256,48 @@ class ListCollectionsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListCollectionsRequest: _TypeAlias = ListCollectionsRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCollectionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCollectionRequest: _TypeAlias = DeleteCollectionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCollectionReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
+    documents: _builtins.int
+    @_builtins.property
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutboxDelete]: ...
+    def __init__(
+        self,
+        *,
+        documents: _builtins.int = ...,
+        deletes: _abc.Iterable[Global___OutboxDelete] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "documents", b"documents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCollectionReply: _TypeAlias = DeleteCollectionReply  # noqa: Y015
 
 @_typing.final
 class ListCollectionsReply(_message.Message):
@@ -635,23 +781,221 @@ class SearchRequest(_message.Message):
     COLLECTION_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
+    DIVERSITY_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     collection: _builtins.str
     query: _builtins.str
     top_k: _builtins.int
+    mode: Global___SearchMode.ValueType
+    min_score: _builtins.float
+    """leave out hits with a lower score"""
+    diversity: _builtins.float
+    """Weight of the difference from better hits against the score, in [0, 1] (maximal marginal
+    relevance). Unset: 0.
+    """
+    recall: _builtins.float
+    """Stop when this recall is expected, in (0, 1]. Unset: the retriever's setting."""
+    @_builtins.property
+    def filter(self) -> Global___Filter:
+        """unset: all documents"""
+
     def __init__(
         self,
         *,
         collection: _builtins.str = ...,
         query: _builtins.str = ...,
         top_k: _builtins.int = ...,
+        filter: Global___Filter | None = ...,
+        mode: Global___SearchMode.ValueType = ...,
+        min_score: _builtins.float | None = ...,
+        diversity: _builtins.float | None = ...,
+        recall: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity", b"_diversity", "_min_score", b"_min_score", "_recall", b"_recall", "diversity", b"diversity", "filter", b"filter", "min_score", b"min_score", "recall", b"recall"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity", b"_diversity", "_min_score", b"_min_score", "_recall", b"_recall", "collection", b"collection", "diversity", b"diversity", "filter", b"filter", "min_score", b"min_score", "mode", b"mode", "query", b"query", "recall", b"recall", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__diversity: _TypeAlias = _typing.Literal["diversity"]  # noqa: Y015
+    _WhichOneofArgType__diversity: _TypeAlias = _typing.Literal["_diversity", b"_diversity"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    _WhichOneofReturnType__recall: _TypeAlias = _typing.Literal["recall"]  # noqa: Y015
+    _WhichOneofArgType__recall: _TypeAlias = _typing.Literal["_recall", b"_recall"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__diversity) -> _WhichOneofReturnType__diversity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recall) -> _WhichOneofReturnType__recall | None: ...
+
+Global___SearchRequest: _TypeAlias = SearchRequest  # noqa: Y015
+
+@_typing.final
+class Filter(_message.Message):
+    """A condition on the metadata of documents. The fields "id", "title" and "updated_unix_ms" name
+    those of the document itself. Exactly one kind of condition is set.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALL_FIELD_NUMBER: _builtins.int
+    ANY_FIELD_NUMBER: _builtins.int
+    NONE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def all(self) -> Global___Filters:
+        """and"""
+
+    @_builtins.property
+    def any(self) -> Global___Filters:
+        """or"""
+
+    @_builtins.property
+    def none(self) -> Global___Filter:
+        """not"""
+
+    @_builtins.property
+    def field(self) -> Global___FieldFilter: ...
+    def __init__(
+        self,
+        *,
+        all: Global___Filters | None = ...,
+        any: Global___Filters | None = ...,
+        none: Global___Filter | None = ...,
+        field: Global___FieldFilter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "field", b"field", "none", b"none"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "field", b"field", "none", b"none"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_condition: _TypeAlias = _typing.Literal["all", "any", "none", "field"]  # noqa: Y015
+    _WhichOneofArgType_condition: _TypeAlias = _typing.Literal["condition", b"condition"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_condition) -> _WhichOneofReturnType_condition | None: ...
+
+Global___Filter: _TypeAlias = Filter  # noqa: Y015
+
+@_typing.final
+class Filters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def filters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Filter]: ...
+    def __init__(
+        self,
+        *,
+        filters: _abc.Iterable[Global___Filter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection", "query", b"query", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filters", b"filters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SearchRequest: _TypeAlias = SearchRequest  # noqa: Y015
+Global___Filters: _TypeAlias = Filters  # noqa: Y015
+
+@_typing.final
+class FieldFilter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ONE_OF_FIELD_NUMBER: _builtins.int
+    RANGE_FIELD_NUMBER: _builtins.int
+    EXISTS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    exists: _builtins.bool
+    prefix: _builtins.str
+    @_builtins.property
+    def one_of(self) -> Global___TextList: ...
+    @_builtins.property
+    def range(self) -> Global___Range: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        one_of: Global___TextList | None = ...,
+        range: Global___Range | None = ...,
+        exists: _builtins.bool = ...,
+        prefix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "one_of", b"one_of", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "name", b"name", "one_of", b"one_of", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_test: _TypeAlias = _typing.Literal["one_of", "range", "exists", "prefix"]  # noqa: Y015
+    _WhichOneofArgType_test: _TypeAlias = _typing.Literal["test", b"test"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_test) -> _WhichOneofReturnType_test | None: ...
+
+Global___FieldFilter: _TypeAlias = FieldFilter  # noqa: Y015
+
+@_typing.final
+class TextList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextList: _TypeAlias = TextList  # noqa: Y015
+
+@_typing.final
+class Range(_message.Message):
+    """Bounds of a metadata value that is read as a number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GT_FIELD_NUMBER: _builtins.int
+    GTE_FIELD_NUMBER: _builtins.int
+    LT_FIELD_NUMBER: _builtins.int
+    LTE_FIELD_NUMBER: _builtins.int
+    gt: _builtins.float
+    gte: _builtins.float
+    lt: _builtins.float
+    lte: _builtins.float
+    def __init__(
+        self,
+        *,
+        gt: _builtins.float | None = ...,
+        gte: _builtins.float | None = ...,
+        lt: _builtins.float | None = ...,
+        lte: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gt", b"_gt", "_gte", b"_gte", "_lt", b"_lt", "_lte", b"_lte", "gt", b"gt", "gte", b"gte", "lt", b"lt", "lte", b"lte"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gt", b"_gt", "_gte", b"_gte", "_lt", b"_lt", "_lte", b"_lte", "gt", b"gt", "gte", b"gte", "lt", b"lt", "lte", b"lte"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gt: _TypeAlias = _typing.Literal["gt"]  # noqa: Y015
+    _WhichOneofArgType__gt: _TypeAlias = _typing.Literal["_gt", b"_gt"]  # noqa: Y015
+    _WhichOneofReturnType__gte: _TypeAlias = _typing.Literal["gte"]  # noqa: Y015
+    _WhichOneofArgType__gte: _TypeAlias = _typing.Literal["_gte", b"_gte"]  # noqa: Y015
+    _WhichOneofReturnType__lt: _TypeAlias = _typing.Literal["lt"]  # noqa: Y015
+    _WhichOneofArgType__lt: _TypeAlias = _typing.Literal["_lt", b"_lt"]  # noqa: Y015
+    _WhichOneofReturnType__lte: _TypeAlias = _typing.Literal["lte"]  # noqa: Y015
+    _WhichOneofArgType__lte: _TypeAlias = _typing.Literal["_lte", b"_lte"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gt) -> _WhichOneofReturnType__gt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gte) -> _WhichOneofReturnType__gte | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lt) -> _WhichOneofReturnType__lt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lte) -> _WhichOneofReturnType__lte | None: ...
+
+Global___Range: _TypeAlias = Range  # noqa: Y015
 
 @_typing.final
 class SearchStage(_message.Message):
@@ -662,6 +1006,7 @@ class SearchStage(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     EMBED_US_FIELD_NUMBER: _builtins.int
     SEARCH_US_FIELD_NUMBER: _builtins.int
+    FINAL_PROBABILITY_FIELD_NUMBER: _builtins.int
     final: _builtins.bool
     progress: _builtins.float
     """finished share of the search, in [0, 1]"""
@@ -669,6 +1014,8 @@ class SearchStage(_message.Message):
     """time to embed the query"""
     search_us: _builtins.int
     """time in the index up to this stage"""
+    final_probability: _builtins.float
+    """Calibrated probability that the final stage has the same hits in the same order, in [0, 1]."""
     @_builtins.property
     def hits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hit]:
         """best first"""
@@ -681,10 +1028,11 @@ class SearchStage(_message.Message):
         progress: _builtins.float = ...,
         embed_us: _builtins.int = ...,
         search_us: _builtins.int = ...,
+        final_probability: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embed_us", b"embed_us", "final", b"final", "hits", b"hits", "progress", b"progress", "search_us", b"search_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embed_us", b"embed_us", "final", b"final", "final_probability", b"final_probability", "hits", b"hits", "progress", b"progress", "search_us", b"search_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,8 +1048,10 @@ class Hit(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    LEGS_FIELD_NUMBER: _builtins.int
+    DUPLICATES_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """cosine similarity"""
+    """cosine similarity, or the fused or reranked score"""
     @_builtins.property
     def chunk(self) -> Global___Chunk: ...
     @_builtins.property
@@ -712,6 +1062,12 @@ class Hit(_message.Message):
     def after(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
         """window, in document order"""
 
+    @_builtins.property
+    def legs(self) -> Global___LegScores: ...
+    @_builtins.property
+    def duplicates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of chunks with almost the same text that were left out"""
+
     def __init__(
         self,
         *,
@@ -719,14 +1075,62 @@ class Hit(_message.Message):
         score: _builtins.float = ...,
         before: _abc.Iterable[Global___Chunk] | None = ...,
         after: _abc.Iterable[Global___Chunk] | None = ...,
+        legs: Global___LegScores | None = ...,
+        duplicates: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "legs", b"legs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "chunk", b"chunk", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "chunk", b"chunk", "duplicates", b"duplicates", "legs", b"legs", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hit: _TypeAlias = Hit  # noqa: Y015
+
+@_typing.final
+class LegScores(_message.Message):
+    """Scores and ranks (from 1) of a hit in the parts of a search that found it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DENSE_FIELD_NUMBER: _builtins.int
+    DENSE_RANK_FIELD_NUMBER: _builtins.int
+    LEXICAL_FIELD_NUMBER: _builtins.int
+    LEXICAL_RANK_FIELD_NUMBER: _builtins.int
+    RERANKED_FIELD_NUMBER: _builtins.int
+    dense: _builtins.float
+    """cosine similarity"""
+    dense_rank: _builtins.int
+    lexical: _builtins.float
+    """BM25"""
+    lexical_rank: _builtins.int
+    reranked: _builtins.float
+    def __init__(
+        self,
+        *,
+        dense: _builtins.float | None = ...,
+        dense_rank: _builtins.int = ...,
+        lexical: _builtins.float | None = ...,
+        lexical_rank: _builtins.int = ...,
+        reranked: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_lexical", b"_lexical", "_reranked", b"_reranked", "dense", b"dense", "lexical", b"lexical", "reranked", b"reranked"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_lexical", b"_lexical", "_reranked", b"_reranked", "dense", b"dense", "dense_rank", b"dense_rank", "lexical", b"lexical", "lexical_rank", b"lexical_rank", "reranked", b"reranked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dense: _TypeAlias = _typing.Literal["dense"]  # noqa: Y015
+    _WhichOneofArgType__dense: _TypeAlias = _typing.Literal["_dense", b"_dense"]  # noqa: Y015
+    _WhichOneofReturnType__lexical: _TypeAlias = _typing.Literal["lexical"]  # noqa: Y015
+    _WhichOneofArgType__lexical: _TypeAlias = _typing.Literal["_lexical", b"_lexical"]  # noqa: Y015
+    _WhichOneofReturnType__reranked: _TypeAlias = _typing.Literal["reranked"]  # noqa: Y015
+    _WhichOneofArgType__reranked: _TypeAlias = _typing.Literal["_reranked", b"_reranked"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dense) -> _WhichOneofReturnType__dense | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lexical) -> _WhichOneofReturnType__lexical | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reranked) -> _WhichOneofReturnType__reranked | None: ...
+
+Global___LegScores: _TypeAlias = LegScores  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -738,6 +1142,10 @@ class Chunk(_message.Message):
     HEADING_PATH_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_IDENTITY_FIELD_NUMBER: _builtins.int
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    UPDATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """stable while the chunk's text and position stay: document id, '#', ordinal"""
     document_id: _builtins.str
@@ -745,6 +1153,14 @@ class Chunk(_message.Message):
     ordinal: _builtins.int
     """index in the document"""
     text: _builtins.str
+    token_ids: _builtins.bytes
+    """Token ids in the tokenizer that tokenizer_identity names, with the separator after the chunk:
+    uint32, little-endian. Empty while they are computed again for another tokenizer.
+    """
+    tokenizer_identity: _builtins.str
+    content_hash: _builtins.str
+    """of the document, which tells its versions apart"""
+    updated_unix_ms: _builtins.int
     @_builtins.property
     def heading_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -756,10 +1172,14 @@ class Chunk(_message.Message):
         heading_path: _abc.Iterable[_builtins.str] | None = ...,
         ordinal: _builtins.int = ...,
         text: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+        tokenizer_identity: _builtins.str = ...,
+        content_hash: _builtins.str = ...,
+        updated_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "ordinal", b"ordinal", "text", b"text", "title", b"title"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "ordinal", b"ordinal", "text", b"text", "title", b"title", "token_ids", b"token_ids", "tokenizer_identity", b"tokenizer_identity", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -943,3 +1363,236 @@ class GetReportRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetReportRequest: _TypeAlias = GetReportRequest  # noqa: Y015
+
+@_typing.final
+class GetStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
+
+@_typing.final
+class RetrieverStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Role:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RetrieverStatus._Role.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        ROLE_UNSPECIFIED: RetrieverStatus._Role.ValueType  # 0
+        ROLE_WRITER: RetrieverStatus._Role.ValueType  # 1
+        ROLE_FOLLOWER: RetrieverStatus._Role.ValueType  # 2
+
+    class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
+    ROLE_UNSPECIFIED: RetrieverStatus.Role.ValueType  # 0
+    ROLE_WRITER: RetrieverStatus.Role.ValueType  # 1
+    ROLE_FOLLOWER: RetrieverStatus.Role.ValueType  # 2
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    WRITER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    LAG_S_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
+    FREE_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    role: Global___RetrieverStatus.Role.ValueType
+    writer: _builtins.str
+    """address of the writer, as far as this replica knows"""
+    sequence: _builtins.int
+    """of the last change that this replica has applied"""
+    writer_sequence: _builtins.int
+    """of the last change of the writer that this replica knows of"""
+    lag_s: _builtins.float
+    """age of the oldest change that this replica has not applied"""
+    free_disk_bytes: _builtins.int
+    memory_bytes: _builtins.int
+    """of this process"""
+    backend: _builtins.str
+    """"embedded", "postgres" or "milvus" """
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexStatus]: ...
+    def __init__(
+        self,
+        *,
+        role: Global___RetrieverStatus.Role.ValueType = ...,
+        writer: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        writer_sequence: _builtins.int = ...,
+        lag_s: _builtins.float = ...,
+        indexes: _abc.Iterable[Global___IndexStatus] | None = ...,
+        free_disk_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        backend: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "free_disk_bytes", b"free_disk_bytes", "indexes", b"indexes", "lag_s", b"lag_s", "memory_bytes", b"memory_bytes", "role", b"role", "sequence", b"sequence", "writer", b"writer", "writer_sequence", b"writer_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetrieverStatus: _TypeAlias = RetrieverStatus  # noqa: Y015
+
+@_typing.final
+class IndexStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    BUILDING_FIELD_NUMBER: _builtins.int
+    LEXICAL_ONLY_FIELD_NUMBER: _builtins.int
+    REMAKE_FIELD_NUMBER: _builtins.int
+    collection: _builtins.str
+    kind: Global___IndexKind.ValueType
+    """the kind in use, never AUTO"""
+    vectors: _builtins.int
+    memory_bytes: _builtins.int
+    building: _builtins.bool
+    lexical_only: _builtins.bool
+    """the embedder of these chunks is not available"""
+    @_builtins.property
+    def remake(self) -> Global___Remake: ...
+    def __init__(
+        self,
+        *,
+        collection: _builtins.str = ...,
+        kind: Global___IndexKind.ValueType = ...,
+        vectors: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        building: _builtins.bool = ...,
+        lexical_only: _builtins.bool = ...,
+        remake: Global___Remake | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remake", b"remake"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["building", b"building", "collection", b"collection", "kind", b"kind", "lexical_only", b"lexical_only", "memory_bytes", b"memory_bytes", "remake", b"remake", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexStatus: _TypeAlias = IndexStatus  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """at most 1 MiB"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupPart: _TypeAlias = BackupPart  # noqa: Y015
+
+@_typing.final
+class RestoreReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    documents: _builtins.int
+    def __init__(
+        self,
+        *,
+        documents: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreReply: _TypeAlias = RestoreReply  # noqa: Y015
+
+@_typing.final
+class FollowChangesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    FOLLOWER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """sequence number of the last change that the follower has"""
+    follower: _builtins.str
+    """its name, which the writer shows in its status"""
+    epoch: _builtins.int
+    """the highest epoch that the follower has seen"""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+        follower: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "follower", b"follower"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowChangesRequest: _TypeAlias = FollowChangesRequest  # noqa: Y015
+
+@_typing.final
+class Change(_message.Message):
+    """One committed transaction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STATEMENTS_FIELD_NUMBER: _builtins.int
+    COMMITTED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    epoch: _builtins.int
+    """ascends with each writer; followers refuse changes of earlier ones"""
+    statements: _builtins.bytes
+    committed_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        statements: _builtins.bytes = ...,
+        committed_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_unix_ms", b"committed_unix_ms", "epoch", b"epoch", "sequence", b"sequence", "statements", b"statements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Change: _TypeAlias = Change  # noqa: Y015

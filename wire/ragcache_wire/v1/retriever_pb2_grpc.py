@@ -50,6 +50,11 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsReply.FromString,
                 _registered_method=True)
+        self.DeleteCollection = channel.unary_unary(
+                '/ragcache.v1.Retriever/DeleteCollection',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionReply.FromString,
+                _registered_method=True)
         self.UpsertDocument = channel.unary_unary(
                 '/ragcache.v1.Retriever/UpsertDocument',
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentRequest.SerializeToString,
@@ -105,6 +110,26 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/ragcache.v1.Retriever/GetStatus',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.RetrieverStatus.FromString,
+                _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/ragcache.v1.Retriever/Backup',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.FromString,
+                _registered_method=True)
+        self.Restore = channel.stream_unary(
+                '/ragcache.v1.Retriever/Restore',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.FromString,
+                _registered_method=True)
+        self.FollowChanges = channel.unary_stream(
+                '/ragcache.v1.Retriever/FollowChanges',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
+                _registered_method=True)
 
 
 class RetrieverServicer:
@@ -126,6 +151,13 @@ class RetrieverServicer:
 
     def ListCollections(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCollection(self, request, context):
+        """Deletes a collection with all its documents. The caller sends the deletes of the outbox.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -208,6 +240,35 @@ class RetrieverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """Returns the state of this replica: its role, its indexes and its disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Backup(self, request, context):
+        """Returns a consistent copy of all documents and embeddings as a file in parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request_iterator, context):
+        """Replaces all documents by a backup. The retriever checks it, then restarts with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FollowChanges(self, request, context):
+        """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
+        longer kept; the follower then takes a backup.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RetrieverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,6 +286,11 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.ListCollections,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsReply.SerializeToString,
+            ),
+            'DeleteCollection': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCollection,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionReply.SerializeToString,
             ),
             'UpsertDocument': grpc.unary_unary_rpc_method_handler(
                     servicer.UpsertDocument,
@@ -280,6 +346,26 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.GetReport,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetStatusRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.RetrieverStatus.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.SerializeToString,
+            ),
+            'Restore': grpc.stream_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.SerializeToString,
+            ),
+            'FollowChanges': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowChanges,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -364,6 +450,33 @@ class Retriever:
             '/ragcache.v1.Retriever/ListCollections',
             ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.ListCollectionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCollection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/DeleteCollection',
+            ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.DeleteCollectionReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -661,6 +774,114 @@ class Retriever:
             '/ragcache.v1.Retriever/GetReport',
             ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/GetStatus',
+            ragcache__wire_dot_v1_dot_retriever__pb2.GetStatusRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.RetrieverStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ragcache.v1.Retriever/Backup',
+            ragcache__wire_dot_v1_dot_retriever__pb2.BackupRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/ragcache.v1.Retriever/Restore',
+            ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ragcache.v1.Retriever/FollowChanges',
+            ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
             options,
             channel_credentials,
             insecure,

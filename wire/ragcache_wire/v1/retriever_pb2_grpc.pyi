@@ -37,6 +37,8 @@ class RetrieverStub:
     """Creates a collection or changes its settings. Changed chunking splits its documents again."""
     GetCollection: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetCollectionRequest, _retriever_pb2.Collection]
     ListCollections: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListCollectionsRequest, _retriever_pb2.ListCollectionsReply]
+    DeleteCollection: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteCollectionRequest, _retriever_pb2.DeleteCollectionReply]
+    """Deletes a collection with all its documents. The caller sends the deletes of the outbox."""
     UpsertDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.UpsertDocumentRequest, _retriever_pb2.UpsertDocumentReply]
     """Inserts or replaces one document by id in one transaction. At the reply it is durable and
     searchable. A document with unchanged content stays as it is.
@@ -64,6 +66,16 @@ class RetrieverStub:
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]
     """Returns a report. NOT_FOUND if there is none of this name."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]
+    """Returns the state of this replica: its role, its indexes and its disk."""
+    Backup: _grpc.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]
+    """Returns a consistent copy of all documents and embeddings as a file in parts."""
+    Restore: _grpc.StreamUnaryMultiCallable[_retriever_pb2.BackupPart, _retriever_pb2.RestoreReply]
+    """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
+    FollowChanges: _grpc.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]
+    """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
+    longer kept; the follower then takes a backup.
+    """
 
 @_typing.type_check_only
 class RetrieverAsyncStub(RetrieverStub):
@@ -74,6 +86,8 @@ class RetrieverAsyncStub(RetrieverStub):
     """Creates a collection or changes its settings. Changed chunking splits its documents again."""
     GetCollection: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetCollectionRequest, _retriever_pb2.Collection]  # type: ignore[assignment]
     ListCollections: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListCollectionsRequest, _retriever_pb2.ListCollectionsReply]  # type: ignore[assignment]
+    DeleteCollection: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteCollectionRequest, _retriever_pb2.DeleteCollectionReply]  # type: ignore[assignment]
+    """Deletes a collection with all its documents. The caller sends the deletes of the outbox."""
     UpsertDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.UpsertDocumentRequest, _retriever_pb2.UpsertDocumentReply]  # type: ignore[assignment]
     """Inserts or replaces one document by id in one transaction. At the reply it is durable and
     searchable. A document with unchanged content stays as it is.
@@ -101,6 +115,16 @@ class RetrieverAsyncStub(RetrieverStub):
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]  # type: ignore[assignment]
     """Returns a report. NOT_FOUND if there is none of this name."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]  # type: ignore[assignment]
+    """Returns the state of this replica: its role, its indexes and its disk."""
+    Backup: _aio.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]  # type: ignore[assignment]
+    """Returns a consistent copy of all documents and embeddings as a file in parts."""
+    Restore: _aio.StreamUnaryMultiCallable[_retriever_pb2.BackupPart, _retriever_pb2.RestoreReply]  # type: ignore[assignment]
+    """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
+    FollowChanges: _aio.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]  # type: ignore[assignment]
+    """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
+    longer kept; the follower then takes a backup.
+    """
 
 class RetrieverServicer(metaclass=_abc_1.ABCMeta):
     """The retriever owns documents and finds chunks of them. No other service stores their text."""
@@ -126,6 +150,14 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.ListCollectionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.ListCollectionsReply, _abc.Awaitable[_retriever_pb2.ListCollectionsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteCollection(
+        self,
+        request: _retriever_pb2.DeleteCollectionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.DeleteCollectionReply, _abc.Awaitable[_retriever_pb2.DeleteCollectionReply]]:
+        """Deletes a collection with all its documents. The caller sends the deletes of the outbox."""
 
     @_abc_1.abstractmethod
     def UpsertDocument(
@@ -219,5 +251,39 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.Report, _abc.Awaitable[_retriever_pb2.Report]]:
         """Returns a report. NOT_FOUND if there is none of this name."""
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _retriever_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.RetrieverStatus, _abc.Awaitable[_retriever_pb2.RetrieverStatus]]:
+        """Returns the state of this replica: its role, its indexes and its disk."""
+
+    @_abc_1.abstractmethod
+    def Backup(
+        self,
+        request: _retriever_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_retriever_pb2.BackupPart], _abc.AsyncIterator[_retriever_pb2.BackupPart]]:
+        """Returns a consistent copy of all documents and embeddings as a file in parts."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request_iterator: _MaybeAsyncIterator[_retriever_pb2.BackupPart],
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.RestoreReply, _abc.Awaitable[_retriever_pb2.RestoreReply]]:
+        """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
+
+    @_abc_1.abstractmethod
+    def FollowChanges(
+        self,
+        request: _retriever_pb2.FollowChangesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_retriever_pb2.Change], _abc.AsyncIterator[_retriever_pb2.Change]]:
+        """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
+        longer kept; the follower then takes a backup.
+        """
 
 def add_RetrieverServicer_to_server(servicer: RetrieverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,136 @@
+"""The language of metadata filters: conditions on the fields of a document.
+
+A filter is a tree of And, Or and Not over tests of single fields. Each backend turns it into its
+own query language. ``matches`` is the meaning that all of them have to agree with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ragcache_core.errors import InvalidInput
+
+MAX_DEPTH = 8
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """True if every filter is. Without filters it is true."""
+
+    filters: tuple[Filter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """True if one of the filters is. Without filters it is false."""
+
+    filters: tuple[Filter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """True if the filter is not."""
+
+    filter: Filter
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """True if the document has the field, with one of the values."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InRange:
+    """True if the document has the field and its value is a number within the bounds."""
+
+    field: str
+    gt: float | None = None
+    gte: float | None = None
+    lt: float | None = None
+    lte: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """True if the document has the field."""
+
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """True if the document has the field and its value begins with the prefix."""
+
+    field: str
+    prefix: str
+
+
+Filter: TypeAlias = And | Or | Not | In | InRange | Exists | Prefix
+
+
+def number_of(value: str) -> float | None:
+    """Return the number that a metadata value spells, or None. NaN is not a number here."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return None if math.isnan(number) else number
+
+
+def matches(wanted: Filter, fields: Mapping[str, str]) -> bool:
+    """Return whether a document with these fields passes the filter."""
+    match wanted:
+        case And(filters):
+            return all(matches(one, fields) for one in filters)
+        case Or(filters):
+            return any(matches(one, fields) for one in filters)
+        case Not(inner):
+            return not matches(inner, fields)
+        case In(field, values):
+            return fields.get(field) in values
+        case Exists(field):
+            return field in fields
+        case Prefix(field, prefix):
+            return fields.get(field, "").startswith(prefix) and field in fields
+        case InRange():
+            return _in_range(wanted, fields.get(wanted.field))
+
+
+def check_size(wanted: Filter) -> None:
+    """Refuse filters whose evaluation would be expensive. Raises InvalidInput."""
+    num_nodes = _count(wanted, depth=1)
+    if num_nodes > MAX_NODES:
+        raise InvalidInput("filter", f"has {num_nodes} conditions", f"use at most {MAX_NODES}")
+
+
+def _count(wanted: Filter, depth: int) -> int:
+    if depth > MAX_DEPTH:
+        raise InvalidInput("filter", f"is nested deeper than {MAX_DEPTH}", "flatten it")
+    match wanted:
+        case And(filters) | Or(filters):
+            return 1 + sum(_count(one, depth + 1) for one in filters)
+        case Not(inner):
+            return 1 + _count(inner, depth + 1)
+        case In(_, values):
+            return max(1, len(values))
+        case _:
+            return 1
+
+
+def _in_range(wanted: InRange, value: str | None) -> bool:
+    number = None if value is None else number_of(value)
+    if number is None:
+        return False
+    return (
+        (wanted.gt is None or number > wanted.gt)
+        and (wanted.gte is None or number >= wanted.gte)
+        and (wanted.lt is None or number < wanted.lt)
+        and (wanted.lte is None or number <= wanted.lte)
+    )
