@@ -1,0 +1,1 @@
+"""Documents in PostgreSQL, which any number of retrievers may use."""
