@@ -52,6 +52,7 @@ class PostgresDatabase:
     """
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._conninfo = _conninfo(url)
         self._pool = ConnectionPool(
             self._conninfo,

@@ -9,6 +9,12 @@ from ragcache_core.retrieval.filters import Filter
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.store.outbox import Removal
+from ragcache_retriever.store.postgres.collections import PostgresCollections
+from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.documents import PostgresDocuments
+from ragcache_retriever.store.postgres.lexical import PostgresLexical
+from ragcache_retriever.store.postgres.outbox import PostgresOutbox
+from ragcache_retriever.store.postgres.reads import PostgresReads
 from ragcache_retriever.store.records import (
     BatchRemoval,
     ChunkSet,
@@ -25,12 +31,6 @@ from ragcache_retriever.store.records import (
     StoredDocument,
     Vectors,
 )
-from ragcache_retriever.store.postgres.collections import PostgresCollections
-from ragcache_retriever.store.postgres.database import PostgresDatabase
-from ragcache_retriever.store.postgres.documents import PostgresDocuments
-from ragcache_retriever.store.postgres.lexical import PostgresLexical
-from ragcache_retriever.store.postgres.outbox import PostgresOutbox
-from ragcache_retriever.store.postgres.reads import PostgresReads
 
 
 class PostgresDocumentStore:

@@ -1,0 +1,592 @@
+"""What every document store has to do. A module that runs it has a fixture ``store``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.errors import TooLarge
+from ragcache_core.retrieval.filters import (
+    And,
+    Exists,
+    Filter,
+    In,
+    InRange,
+    Not,
+    Or,
+    Prefix,
+    matches,
+)
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.outbox import CLAIM_MS, OutboxDelete
+from ragcache_retriever.store.records import DocumentChange
+from tests.helpers.stored_documents import (
+    NOW_MS,
+    RECIPE,
+    a_document,
+    add_collection,
+    chunks_of,
+    delete,
+    digest_of_text,
+    put,
+    put_into,
+    vector_of,
+    version_of,
+)
+
+OTHER = replace(RECIPE, chunking=Chunking(32, 0))
+
+names = st.sampled_from(["team", "year", "id", "title", "updated_unix_ms", "missing", "a\0"])
+values = st.sampled_from(
+    [
+        "",
+        "a",
+        "ab",
+        "b",
+        "2020",
+        "-1e3",
+        "inf",
+        "nan",
+        "ü",
+        "\U0010ffff",
+        "d1",
+        "7",
+        "a\0",
+        "x" * 70,
+    ]
+)
+bounds = st.none() | st.sampled_from([-1000.0, 6.5, 7.0, 2020.0, 2021.0, math.inf])
+tests_of_fields: st.SearchStrategy[Filter] = st.one_of(
+    st.builds(In, names, st.lists(values, max_size=3).map(tuple)),
+    st.builds(InRange, names, bounds, bounds, bounds, bounds),
+    st.builds(Exists, names),
+    st.builds(Prefix, names, values),
+)
+filters: st.SearchStrategy[Filter] = st.recursive(
+    tests_of_fields,
+    lambda inner: st.one_of(
+        st.builds(And, st.lists(inner, max_size=3).map(tuple)),
+        st.builds(Or, st.lists(inner, max_size=3).map(tuple)),
+        st.builds(Not, inner),
+    ),
+    max_leaves=6,
+)
+FILTERED = (
+    ("d0", "a", {"team": "a", "year": "2020", "id": "hidden"}),
+    ("d1", "ab", {"team": "ab", "year": "2021"}),
+    ("d2", "7", {"team": "b", "year": "-1e3"}),
+    ("d3", "t", {"team": "ü", "year": "inf"}),
+    ("d4", "b", {"team": "", "year": "nan"}),
+    ("\U0010ffffx", "2020", {}),
+    ("7", "x", {"team": "\U0010ffff\U0010ffff"}),
+    ("long", "x", {"team": "x" * 5000}),
+    ("almost", "x", {"team": "x" * 69}),
+)
+"""Documents by id, title and metadata. A field of metadata cannot hide one of the document."""
+
+
+def serving(store: DocumentStore, collection: str = "c") -> int:
+    found = store.collection(collection)
+    assert found is not None
+    assert found.serving is not None
+    return found.serving.row
+
+
+def texts_of(store: DocumentStore, document_id: str) -> list[str]:
+    return [chunk.text for chunk, _ in store.embedded("c", document_id, serving(store))]
+
+
+def acknowledge(store: DocumentStore, deletes: Sequence[OutboxDelete]) -> None:
+    with store.transaction():
+        store.outbox.acknowledge([], [one.id for one in deletes], NOW_MS)
+        store.commit()
+
+
+def removed_digests(change: DocumentChange) -> list[bytes]:
+    return [digest for delete in change.deletes for digest in delete.token_digests]
+
+
+def pending(store: DocumentStore) -> list[OutboxDelete]:
+    with store.transaction():
+        claim = store.outbox.claim(1000, NOW_MS)
+        store.commit()
+    return list(claim.deletes)
+
+
+def added_rows(change: DocumentChange) -> tuple[int, ...]:
+    [index] = change.indexes
+    return index.added
+
+
+def start_building(store: DocumentStore, recipe: object = OTHER) -> int:
+    with store.transaction():
+        generation = store.add_generation("c", recipe)  # type: ignore[arg-type]
+        store.commit()
+    return generation
+
+
+def switch(store: DocumentStore) -> bool:
+    with store.transaction():
+        has_switched = store.switch_generation("c")
+        store.commit()
+    return has_switched
+
+
+class DocumentsContract:
+    """Documents, generations, quotas and deletes. The fixture ``store`` has collection c."""
+
+    def test_what_was_put_is_read_back(self, store: DocumentStore) -> None:
+        document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
+        with store.transaction():
+            chunks = {serving(store): chunks_of(["body"])}
+            store.replace("c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False)
+            store.commit()
+        found = store.get("c", "d")
+        assert found is not None
+        assert (found.document, found.version, found.num_chunks) == (
+            document,
+            version_of(document),
+            1,
+        )
+        assert found.prepared == {serving(store)}
+        assert store.find("c", "d") == replace(found, document=replace(document, text=""))
+        assert store.get("c", "other") is None
+        assert store.get("other", "d") is None
+
+    def test_an_uncommitted_change_never_happened(self, store: DocumentStore) -> None:
+        put(store, "d", ["one"])
+        put(store, "d", ["two"], commit=False)
+        assert texts_of(store, "d") == ["one"]
+
+    def test_an_error_inside_a_transaction_undoes_it(self, store: DocumentStore) -> None:
+        def fail() -> None:
+            with store.transaction():
+                store.delete("c", "d", NOW_MS)
+                raise KeyError
+
+        put(store, "d", ["one"])
+        with pytest.raises(KeyError):
+            fail()
+        assert store.get("c", "d") is not None
+        put(store, "e", ["two"])
+
+    def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        add_collection(store, "other")
+        put(store, "elsewhere", ["b"], collection="other")
+        put(store, "d", ["a", "b", "c", "b"])
+        put(store, "e", ["c"])
+        replacement = put(store, "d", ["a", "new"], claim=True)
+        assert removed_digests(replacement) == [digest_of_text("b")]
+        acknowledge(store, replacement.deletes)
+        change = delete(store, "d")
+        assert change is not None
+        assert removed_digests(change) == [digest_of_text("a"), digest_of_text("new")]
+        assert delete(store, "d") is None
+
+    def test_a_change_and_its_deletes_are_one_transaction(self, store: DocumentStore) -> None:
+        put(store, "d", ["a"])
+        with store.transaction():
+            store.delete("c", "d", NOW_MS)
+        assert store.removals(0, 10) == ([], 0)
+        assert pending(store) == []
+        put(store, "d", ["b"])
+        [update] = pending(store)
+        assert (update.token_digests, update.names_document) == ((digest_of_text("a"),), False)
+        delete(store, "d")
+        with store.transaction():
+            [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)[1:]
+        assert (deletion.token_digests, deletion.names_document) == ((digest_of_text("b"),), True)
+        removals, last = store.removals(0, 10)
+        assert [(one.collection, one.document) for one in removals] == [("c", "d")] * 2
+        assert removals[-1].sequence == last
+
+    def test_a_change_returns_earlier_deletes_of_the_document_that_no_shard_has(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        put(store, "d", ["a"])
+        put(store, "other", ["x"])
+        put(store, "other", ["y"])
+        put(store, "d", ["b"])  # its gateway may have ended
+        second = put(store, "d", ["c"], claim=True)
+        assert set(removed_digests(second)) == {digest_of_text("a"), digest_of_text("b")}
+        assert (
+            put(store, "d", ["c"], claim=True).deletes == second.deletes
+        )  # removes nothing itself
+        acknowledge(store, second.deletes[:1])
+        deletion = delete(store, "d")
+        assert deletion is not None
+        assert set(removed_digests(deletion)) == {digest_of_text("b"), digest_of_text("c")}
+
+    def test_rows_are_never_reused(self, store: DocumentStore) -> None:
+        first = put(store, "d", ["a", "b"])
+        second = put(store, "d", ["c"])
+        assert second.indexes[0].removed == added_rows(first)
+        assert min(added_rows(second)) > max(added_rows(first))
+        delete(store, "d")
+        assert min(added_rows(put(store, "d", ["c"]))) > max(added_rows(second))
+
+    def test_neighbours_stay_within_their_document(self, store: DocumentStore) -> None:
+        rows = added_rows(put(store, "d", ["0", "1", "2", "3", "4"]))
+        others = added_rows(put(store, "e", ["5"]))
+        found = store.neighbourhoods([rows[2], rows[0], others[0], 10**9], window=1)
+        assert found.keys() == {rows[2], rows[0], others[0]}
+        middle = found[rows[2]]
+        assert [c.text for c in (*middle.before, middle.chunk, *middle.after)] == ["1", "2", "3"]
+        assert middle.chunk.heading_path == ("A", "B")
+        assert middle.chunk.tokenizer == "tokenizer"
+        assert middle.chunk.token_ids == np.arange(1, dtype="<u4").tobytes()
+        stored = store.find("c", "d")
+        assert stored is not None
+        assert (middle.chunk.content_hash, middle.chunk.updated_unix_ms) == (stored.content_hash, 7)
+        assert not found[rows[0]].before
+        assert not found[others[0]].before
+        assert not found[others[0]].after
+        assert store.positions([rows[3], others[0], 10**9]) == {
+            rows[3]: ("d", 3),
+            others[0]: ("e", 0),
+        }
+
+    def test_pages_follow_each_other(self, store: DocumentStore) -> None:
+        names = [f"d{i}" for i in range(5)]
+        for name in reversed(names):
+            put(store, name, ["a"])
+        seen: list[str] = []
+        after: str | None = ""
+        while after is not None:
+            page, after = store.page("c", after, 2)
+            assert len(page) <= 2
+            assert all(stored.document.text == "" for stored in page)
+            seen += [stored.document.id for stored in page]
+        assert seen == names
+
+    def test_embeddings_come_back_by_generation_and_row(self, store: DocumentStore) -> None:
+        rows = [*added_rows(put(store, "d", ["a", "b"])), *added_rows(put(store, "e", ["c"]))]
+        generation = serving(store)
+        assert store.rows(generation).tolist() == rows
+        found, vectors = store.vectors_after(generation, 0, 2)
+        assert found.tolist() == rows[:2]
+        assert np.array_equal(vectors, np.array([vector_of("a"), vector_of("b")]))
+        rest, _ = store.vectors_after(generation, rows[1], 2)
+        assert rest.tolist() == rows[2:]
+        some, vectors = store.vectors(generation, [rows[2], 10**9])
+        assert some.tolist() == [rows[2]]
+        assert np.array_equal(vectors, [vector_of("c")])
+        assert len(store.rows(generation + 1)) == 0
+        assert len(store.vectors_after(generation + 1, 0, 5)[0]) == 0
+
+    def test_settings_and_counters(self, store: DocumentStore) -> None:
+        settings = CollectionSettings(Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000)
+        add_collection(store, "own", settings)
+        put(store, "d", ["a", "bü"])
+        put(store, "e", ["c"])
+        delete(store, "e")
+        put(store, "d", ["a", "bü", "c"])
+        found = store.collections()
+        assert list(found) == ["c", "own"]
+        assert found["own"].settings == settings
+        assert found["c"] == store.collection("c")
+        assert (found["c"].num_documents, found["c"].text_bytes) == (1, len("a bü c".encode()))
+        assert found["c"].serving is not None
+        assert (found["c"].serving.num_documents, found["c"].serving.num_chunks) == (1, 3)
+        assert found["c"].serving.recipe == RECIPE
+        with store.transaction():
+            store.put_fusion("c", '{"dense": 1}')
+            store.commit()
+        assert store.collections()["c"].fusion == '{"dense": 1}'
+
+    def test_a_quota_refuses_growth_and_nothing_else(self, store: DocumentStore) -> None:
+        put(store, "d", ["abc"])
+        put(store, "e", ["abc"])
+        settings = CollectionSettings(max_documents=1, max_text_bytes=4)
+        with store.transaction():
+            store.put_collection("c", settings)
+            store.commit()
+        with pytest.raises(TooLarge, match="quota") as caught:
+            put(store, "f", ["a"])
+        assert caught.value.field == "document"
+        with pytest.raises(TooLarge, match="quota of 4") as caught:
+            put(store, "d", ["abcdef"])
+        assert caught.value.field == "document.text"
+        assert texts_of(store, "d") == ["abc"]
+        put(store, "d", ["ab"])  # a smaller one is welcome, even above the quota
+        delete(store, "e")
+        put(store, "d", ["abcd"])
+
+    def test_a_collection_without_documents_serves_a_new_generation_at_once(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        first, second = serving(store), start_building(store)
+        found = store.collection("c")
+        assert found is not None
+        assert (serving(store), found.building, found.retired) == (second, None, (first,))
+
+    def test_a_generation_serves_when_every_document_is_prepared_in_it(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        first = serving(store)
+        put(store, "d", ["a", "b"])
+        put(store, "e", ["c"])
+        second = start_building(store)
+        assert store.unprepared("c", second, "", 10) == ["d", "e"]
+        assert store.unprepared("c", second, "d", 10) == ["e"]
+        change = put_into(store, second, "d", chunks_of(["a b"]), "a b")
+        assert change is not None
+        assert change.removed == ()
+        assert put_into(store, second, "d", chunks_of(["a b"]), "a b") is None
+        assert put_into(store, second, "e", chunks_of(["c"]), "older text") is None
+        assert not switch(store)
+        assert serving(store) == first
+        # A write changes both, so the building one is complete.
+        both = put(store, "e", ["x"])
+        assert [one.generation for one in both.indexes] == [first, second]
+        assert switch(store)
+        found = store.collection("c")
+        assert found is not None
+        assert (serving(store), found.building, found.retired) == (second, None, (first,))
+        assert texts_of(store, "d") == ["a b"]
+        listed = store.find("c", "d")
+        assert listed is not None
+        assert listed.num_chunks == 1
+
+    def test_retired_chunks_are_removed_in_steps_with_their_deletes(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        first = serving(store)
+        put(store, "d", ["a", "b"])
+        put(store, "e", ["c"])
+        second = start_building(store)
+        put_into(store, second, "d", chunks_of(["a b"]), "a b")
+        put_into(store, second, "e", chunks_of(["c"]), "c")
+        assert switch(store)
+        assert pending(store) == []
+        num_documents = []
+        deletes: list[OutboxDelete] = []
+        while True:
+            with store.transaction(frees_space=True):
+                step = store.remove_retired(first, 1, NOW_MS)
+                store.commit()
+            num_documents.append(step.num_documents)
+            deletes += step.deletes
+            if not step.num_documents:
+                break
+        assert num_documents == [1, 1, 0]
+        # The other document's only chunk is the same in both.
+        [removed] = deletes
+        assert (removed.document, removed.names_document) == ("d", True)
+        assert set(removed.token_digests) == {digest_of_text("a"), digest_of_text("b")}
+        found = store.collection("c")
+        assert found is not None
+        assert found.retired == ()
+        assert len(store.rows(first)) == 0
+        with store.transaction():
+            assert store.remove_retired(first, 1, NOW_MS).num_documents == 0
+
+    def test_a_document_that_another_tokenizer_read_is_deleted_by_name_too(
+        self,
+        store: DocumentStore,
+    ) -> None:
+        put(store, "d", ["a", "b"])
+        document = a_document("d", "a c")
+        with store.transaction():
+            chunks = {serving(store): chunks_of(["a", "c"], tokenizer="other")}
+            change = store.replace(
+                "c", document, version_of(document), chunks, now_ms=NOW_MS, claim=True
+            )
+            store.commit()
+        [removed] = change.deletes
+        assert removed.names_document
+        assert removed.token_digests == (digest_of_text("b"),)
+
+    def test_a_building_generation_can_be_abandoned(self, store: DocumentStore) -> None:
+        put(store, "d", ["a"])
+        second = start_building(store)
+        third = start_building(store, replace(RECIPE, embedder="third"))
+        found = store.collection("c")
+        assert found is not None
+        assert found.building is not None
+        assert (found.building.row, found.retired) == (third, (second,))
+        with store.transaction():
+            store.retire_building("c")
+            store.commit()
+        found = store.collection("c")
+        assert found is not None
+        assert (found.building, found.retired) == (None, (second, third))
+
+    def test_a_collection_is_deleted_in_steps(self, store: DocumentStore) -> None:
+        add_collection(store, "other")
+        put(store, "kept", ["a"], collection="other")
+        for name in "abc":
+            put(store, name, [name])
+        with store.transaction():
+            store.start_deleting("c")
+            store.commit()
+        assert store.collections()["c"].is_deleting
+        steps = []
+        while True:
+            with store.transaction(frees_space=True):
+                step = store.remove_documents("c", 2, NOW_MS)
+                if not step.num_documents:
+                    store.drop_collection("c")
+                store.commit()
+            if not step.num_documents:
+                break
+            steps.append([(one.document, one.names_document) for one in step.deletes])
+        assert steps == [[("a", True), ("b", True)], [("c", True)]]
+        assert list(store.collections()) == ["other"]
+        assert store.get("other", "kept") is not None
+
+    def test_chunks_without_embeddings_are_found_by_words_only(self, store: DocumentStore) -> None:
+        document = a_document("d", "zebra")
+        with store.transaction():
+            chunks = {serving(store): chunks_of(["zebra"], is_embedded=False)}
+            store.replace("c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False)
+            store.commit()
+        assert len(store.rows(serving(store))) == 0
+        [hit] = store.lexical_hits(serving(store), ["zebras"], 10)
+        assert store.positions([hit.row]) == {hit.row: ("d", 0)}
+
+    def test_uncommitted_removals_are_not_seen(self, store: DocumentStore) -> None:
+        put(store, "d", ["a"])
+        with store.transaction():
+            store.delete("c", "d", NOW_MS)
+            assert store.get("c", "d") is not None
+            assert len(store.rows(serving(store))) == 1
+            store.commit()
+        assert store.get("c", "d") is None
+        assert len(store.rows(serving(store))) == 0
+
+    def test_a_claim_ends_and_an_acknowledgement_stays(self, store: DocumentStore) -> None:
+        for name in "ab":
+            put(store, name, [name])
+            put(store, name, ["new"])
+        first = sorted(pending(store), key=lambda one: one.document)
+        assert [one.document for one in first] == ["a", "b"]
+        assert pending(store) == []
+        with store.transaction():
+            store.outbox.acknowledge([first[0].id], [], NOW_MS)
+            again = store.outbox.claim(10, NOW_MS + CLAIM_MS + 1)
+            store.commit()
+        assert [one.id for one in again.deletes] == [first[1].id]
+        assert again.num_unacknowledged == 1
+
+    def test_one_delete_of_everything_replaces_what_no_shard_has(
+        self, store: DocumentStore
+    ) -> None:
+        for name in "abc":
+            put(store, name, [name])
+            put(store, name, ["new"])
+        partial = pending(store)[0]
+        with store.transaction():
+            store.outbox.acknowledge([], [partial.id], NOW_MS)
+            everything = store.outbox.add_everything(NOW_MS)
+            claimed = store.outbox.claim(10, NOW_MS + 2 * CLAIM_MS)
+            store.commit()
+        assert everything.everything
+        assert [one.id for one in claimed.deletes] == [everything.id]
+
+    def test_reports_replace_each_other(self, store: DocumentStore) -> None:
+        assert store.report("r") is None
+        for body, at_ms in ((b"one", 1), (b"\0two", 2)):
+            with store.transaction():
+                store.put_report("r", body, at_ms)
+                store.commit()
+        assert store.report("r") == (b"\0two", 2)
+
+
+class FiltersContract:
+    """A filter allows the same documents as ``filters.matches``."""
+
+    @given(wanted=filters)
+    @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_filters_agree_with_their_meaning(
+        self, filtered_store: DocumentStore, wanted: Filter
+    ) -> None:
+        rows = filtered_store.allowed_rows(serving(filtered_store), wanted)
+        found = filtered_store.positions(rows.tolist())
+        expected = [
+            document_id
+            for document_id, title, metadata in FILTERED
+            if matches(
+                wanted, metadata | {"id": document_id, "title": title, "updated_unix_ms": "7"}
+            )
+        ]
+        assert rows.tolist() == sorted(rows.tolist())
+        assert sorted(document_id for document_id, _ in found.values()) == sorted(expected)
+
+
+def fill_filtered(store: DocumentStore) -> None:
+    """Put the documents of the filters' contract into a new collection c."""
+    add_collection(store, "c")
+    for document_id, title, metadata in FILTERED:
+        put(store, document_id, ["text"], title=title, metadata=metadata)
+
+
+class LexicalContract:
+    """The lexical leg finds chunks by their words, in one generation."""
+
+    def test_words_find_their_chunks_in_their_generation(self, store: DocumentStore) -> None:
+        first, second = serving(store), add_collection(store, "other")
+        put(store, "cats", ["Cats sleep on the sofa, and other cats sleep elsewhere."])
+        put(store, "dogs", ["Dogs bark at the cat next door whenever it is awake."])
+        put(store, "fish", ["Fish swim."], collection="other")
+        assert documents_of(store, first, "cat", "sleeping") == ["cats", "dogs"]
+        assert documents_of(store, first, "fish") == []
+        assert documents_of(store, second, "swimming") == ["fish"]
+        assert documents_of(store, first) == []
+
+    def test_rare_words_count_more(self, store: DocumentStore) -> None:
+        for i in range(8):
+            put(store, f"d{i}", ["common words are here", "rest"])
+        put(store, "rare", ["rare words are here", "rest"])
+        assert documents_of(store, serving(store), "common", "rare")[0] == "rare"
+
+    def test_titles_count_and_removed_texts_are_forgotten(self, store: DocumentStore) -> None:
+        generation = serving(store)
+        put(store, "d", ["alpha", "beta"], title="The quarterly report")
+        assert set(documents_of(store, generation, "quarterly")) == {"d"}
+        put(store, "d", ["beta", "gamma"], title="Minutes")
+        assert documents_of(store, generation, "quarterly") == []
+        assert documents_of(store, generation, "alpha") == []
+        assert set(documents_of(store, generation, "MINUTES")) == {"d"}
+        delete(store, "d")
+        assert documents_of(store, generation, "beta", "gamma", "minutes") == []
+
+    @pytest.mark.parametrize(
+        "word", ['"', 'a" OR "b', "NEAR(", "title:x", "*", "a*", "-", "^x", "\0", "(", "ü.é", "%s"]
+    )
+    def test_words_are_never_read_as_a_query(self, store: DocumentStore, word: str) -> None:
+        put(store, "d", ["apple"])
+        assert documents_of(store, serving(store), word, "apple") == ["d"]
+
+    def test_only_allowed_rows_are_found(self, store: DocumentStore) -> None:
+        generation = serving(store)
+        for i in range(12):
+            put(store, f"d{i:02}", ["apple " * (12 - i)], metadata={"parity": str(i % 2)})
+        allowed = store.allowed_rows(generation, In("parity", ("1",)))
+        assert len(allowed) == 6
+        hits = store.lexical_hits(generation, ["apple"], 3, allowed=allowed)
+        everything = store.lexical_hits(generation, ["apple"], 20)
+        assert hits == [hit for hit in everything if hit.row in allowed][:3]
+        assert not store.lexical_hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
+
+
+def documents_of(store: DocumentStore, generation: int, *words: str) -> list[str]:
+    hits = store.lexical_hits(generation, words, 10)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    positions = store.positions([hit.row for hit in hits])
+    return [positions[hit.row][0] for hit in hits]
