@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,6 +86,9 @@ class LocalModel:
         """See Embedder.start."""
         await run(self._tokenizing, self._load)
         await self.embed(["ready?"], urgent=True)
+
+    def adopt(self, identities: Iterable[str]) -> None:
+        """See Embedder.adopt. The files of a model tell its identity."""
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         """See Embedder.embed."""
