@@ -207,7 +207,7 @@ async def test_it_keeps_the_stored_identity_of_the_same_model(server: Server) ->
 async def test_another_model_under_the_same_name_gets_another_identity(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    identities = []
+    identities: list[str] = []
     for reply in (random_vectors(0), random_vectors(1), random_vectors(0, noise=0.2)):
         server.answers = [reply]
         endpoint = EmbeddingEndpoint(server.url, "small")
