@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.embedding.text_encoder import Tokens
 
-ROW_STEP = 16
+ROW_STEP = 8
 """Batches have a multiple of it as rows. Each new number of rows has kernels compiled, which takes
 as long as a short query."""
 
