@@ -8,10 +8,11 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.concurrency.cpu import usable_cores
+from ragcache_retriever.concurrency.cpu import lower_priority, usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.damaged_service import DamagedService
 from ragcache_retriever.documents.collection import (
@@ -26,11 +27,13 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.search.scan_pool import ScanPool
+from ragcache_retriever.search.segmented_index import IndexThreads
+from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
 from ragcache_retriever.store.sqlite.files.check import find_damage
 from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
 from ragcache_wire.health_server import HealthServer
@@ -93,7 +96,8 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     except RecoveryFailed as error:
         await _serve_damaged(settings, health, copies, error)
         return
-    knowledge_base = await _make_knowledge_base(settings, health, store)
+    threads = IndexThreads(ScanPool(usable_cores()), ThreadPoolExecutor(1, "index", lower_priority))
+    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
     service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
     server = _make_server(settings.listen, service, health)
@@ -118,6 +122,8 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
         await server.stop()
         await asyncio.gather(loading, stopping, checking, return_exceptions=True)
         await knowledge_base.close()
+        await asyncio.to_thread(threads.scans.close)
+        await asyncio.to_thread(threads.background.shutdown)
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
@@ -157,7 +163,10 @@ async def _serve_damaged(
 
 
 async def _make_knowledge_base(
-    settings: RetrieverSettings, health: HealthServer, store: SqliteDocumentStore
+    settings: RetrieverSettings,
+    health: HealthServer,
+    store: SqliteDocumentStore,
+    threads: IndexThreads,
 ) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
@@ -166,7 +175,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        MemoryIndexes(),
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,

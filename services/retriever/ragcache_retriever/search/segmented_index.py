@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,14 +22,6 @@ import numpy as np
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.search_estimator import SearchEstimator
-from ragcache_retriever.search.files.base_files import (
-    BaseWriter,
-    DamagedIndex,
-    OpenedBase,
-    open_base,
-    remove_base,
-    verify,
-)
 from ragcache_retriever.search.cell_base import (
     CellBase,
     Probing,
@@ -39,10 +31,18 @@ from ragcache_retriever.search.cell_base import (
     opened_cell_base,
 )
 from ragcache_retriever.search.cell_scan import CellScan, Query
-from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
-from ragcache_retriever.search.scan_pool import ScanPool, StageQueue
+from ragcache_retriever.search.files.base_files import (
+    BaseWriter,
+    DamagedIndex,
+    OpenedBase,
+    open_base,
+    remove_base,
+    verify,
+)
 from ragcache_retriever.search.files.spool import Spool
 from ragcache_retriever.search.files.stored_vectors import Positions, Precision
+from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
+from ragcache_retriever.search.scan_pool import ScanPool, StageQueue
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)
@@ -165,6 +165,14 @@ class SegmentedIndex:
     def rows(self) -> Rows:
         """Return all rows, sorted."""
         return self._view.rows()
+
+    def set_kind(self, kind: IndexKind) -> None:
+        """Change the kind, AUTO included. The base is built again in the background."""
+        with self._lock:
+            self._options = replace(self._options, kind=kind)
+            is_other = _chosen(kind, len(self._view)) is not self._view.base.kind
+            if is_other and not self.is_building and not self._is_closed:
+                self._merge = self._threads.background.submit(self._merge_tail)
 
     def load(self, batches: Iterator[tuple[Rows, Vectors]]) -> None:
         """Replace the content by rows and vectors in batches. No search may run."""
