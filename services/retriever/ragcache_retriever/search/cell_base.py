@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.base_files import BaseWriter, OpenedBase
-from ragcache_retriever.search.stored_vectors import (
+from ragcache_retriever.search.files.base_files import BaseWriter, OpenedBase
+from ragcache_retriever.search.files.stored_vectors import (
     SAMPLE_VECTORS,
     Float32Vectors,
     Positions,

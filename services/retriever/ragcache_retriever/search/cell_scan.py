@@ -19,7 +19,7 @@ from ragcache_core.retrieval.finality import StageFeatures
 from ragcache_core.retrieval.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.index_view import IndexView
-from ragcache_retriever.search.stored_vectors import Positions
+from ragcache_retriever.search.files.stored_vectors import Positions
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 STAGE_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_retriever.search.cell_base import CellBase
-from ragcache_retriever.search.stored_vectors import Positions, exact_scores
+from ragcache_retriever.search.files.stored_vectors import Positions, exact_scores
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 Mask = npt.NDArray[np.bool_]

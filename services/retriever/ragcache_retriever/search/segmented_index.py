@@ -22,7 +22,7 @@ import numpy as np
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.search_estimator import SearchEstimator
-from ragcache_retriever.search.base_files import (
+from ragcache_retriever.search.files.base_files import (
     BaseWriter,
     DamagedIndex,
     OpenedBase,
@@ -41,8 +41,8 @@ from ragcache_retriever.search.cell_base import (
 from ragcache_retriever.search.cell_scan import CellScan, Query
 from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
 from ragcache_retriever.search.scan_pool import ScanPool, StageQueue
-from ragcache_retriever.search.spool import Spool
-from ragcache_retriever.search.stored_vectors import Positions, Precision
+from ragcache_retriever.search.files.spool import Spool
+from ragcache_retriever.search.files.stored_vectors import Positions, Precision
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from ragcache_retriever.search.stored_vectors import Positions
+from ragcache_retriever.search.files.stored_vectors import Positions
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 
