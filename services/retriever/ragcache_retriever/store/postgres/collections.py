@@ -9,7 +9,7 @@ from __future__ import annotations
 from ragcache_core.errors import NotFound
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
-from ragcache_retriever.store.postgres.database import PostgresDatabase, Row
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase, Row
 from ragcache_retriever.store.postgres.schema import (
     create_generation,
     postings_table,

@@ -10,7 +10,7 @@ from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.store.outbox import Removal
 from ragcache_retriever.store.postgres.collections import PostgresCollections
-from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
 from ragcache_retriever.store.postgres.documents import PostgresDocuments
 from ragcache_retriever.store.postgres.lexical import PostgresLexical
 from ragcache_retriever.store.postgres.outbox import PostgresOutbox

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from ragcache_core.errors import TooLarge, Unavailable
 from ragcache_core.retrieval.filters import number_of
 from ragcache_retriever.store.outbox import OutboxDelete
-from ragcache_retriever.store.postgres.binary_types import vector_bytes
 from ragcache_retriever.store.postgres.collections import PostgresCollections
-from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.connections.binary_types import vector_bytes
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres.kv_deletes import KvDeletes, RemovedChunks
 from ragcache_retriever.store.postgres.lexical import LexicalText, PostgresLexical
 from ragcache_retriever.store.postgres.outbox import PostgresOutbox
 from ragcache_retriever.store.postgres.schema import vector_table
@@ -27,15 +28,6 @@ from ragcache_retriever.store.records import (
 )
 
 _NO_VECTORS = np.empty((0, 0), np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Removed:
-    """Chunks of a document that were removed from one generation, in document order."""
-
-    tokenizer: str
-    rows: tuple[int, ...]
-    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,7 @@ class PostgresDocuments:
         self._collections = collections
         self._lexical = lexical
         self._outbox = outbox
+        self._deletes = KvDeletes(database, outbox)
 
     def replace(
         self,
@@ -79,7 +72,7 @@ class PostgresDocuments:
         home = self._collections.lock(collection)
         if not self._collections.are_current(home, set(chunk_sets)):
             raise Unavailable("retriever", "another one has changed the collection's generation")
-        removed: dict[int, _Removed] = {}
+        removed: dict[int, RemovedChunks] = {}
         row, old_bytes = self._find(home, document.id)
         if row is not None:
             removed = self._remove_all_chunks(row)
@@ -90,10 +83,10 @@ class PostgresDocuments:
             generation: self._add_chunks(generation, row, document.title, chunks)
             for generation, chunks in sorted(chunk_sets.items())
         }
-        self._add_deletes(home, collection, document.id, removed, chunk_sets, now_ms)
+        self._deletes.add(home, collection, document.id, removed, chunk_sets, now_ms)
         deletes: tuple[OutboxDelete, ...] = ()
         if claim:
-            deletes = self._claim(collection, document.id, now_ms)
+            deletes = self._deletes.claim(collection, document.id, now_ms)
         return DocumentChange(_index_changes(removed, added), deletes, self._outbox.last_sequence())
 
     def put_chunks(
@@ -126,7 +119,7 @@ class PostgresDocuments:
         if row is None:
             return None
         removed = self._remove_document(home, collection, row, document_id, now_ms)
-        deletes = self._claim(collection, document_id, now_ms)
+        deletes = self._deletes.claim(collection, document_id, now_ms)
         return DocumentChange(_index_changes(removed, {}), deletes, self._outbox.last_sequence())
 
     def remove_documents(self, collection: str, limit: int, now_ms: int) -> BatchRemoval:
@@ -164,7 +157,7 @@ class PostgresDocuments:
         changes: list[IndexChange] = []
         for row, document_id in documents:
             removed = {generation: self._remove_chunks(generation, row, has_tables=False)}
-            self._add_deletes(home, collection, document_id, removed, {}, now_ms)
+            self._deletes.add(home, collection, document_id, removed, {}, now_ms)
             changes += _index_changes(removed, {})
         if not documents:
             self._collections.remove_generation(generation)
@@ -246,7 +239,7 @@ class PostgresDocuments:
 
     def _remove_document(
         self, home: int, collection: str, row: int, document_id: str, now_ms: int
-    ) -> dict[int, _Removed]:
+    ) -> dict[int, RemovedChunks]:
         removed = self._remove_all_chunks(row)
         [(text_bytes,)] = self._database.query(
             "DELETE FROM documents WHERE row = %s RETURNING text_bytes", (row,)
@@ -256,7 +249,7 @@ class PostgresDocuments:
         self._outbox.add(
             collection,
             document_id,
-            self._unused(home, digests),
+            self._deletes.unused(home, digests),
             names_document=True,
             now_ms=now_ms,
         )
@@ -314,7 +307,7 @@ class PostgresDocuments:
         self._count_chunks(generation, 1, len(rows))
         return _Added(() if chunks.embeddings is None else rows, chunks)
 
-    def _remove_all_chunks(self, document: int) -> dict[int, _Removed]:
+    def _remove_all_chunks(self, document: int) -> dict[int, RemovedChunks]:
         generations = self._database.query(
             "SELECT generation, to_regclass('vectors_' || generation) IS NOT NULL FROM prepared"
             " WHERE document = %s ORDER BY generation",
@@ -325,7 +318,7 @@ class PostgresDocuments:
             for generation, has_tables in generations
         }
 
-    def _remove_chunks(self, generation: int, document: int, *, has_tables: bool) -> _Removed:
+    def _remove_chunks(self, generation: int, document: int, *, has_tables: bool) -> RemovedChunks:
         found = self._database.query(
             "DELETE FROM chunks USING documents WHERE documents.row = document"
             " AND document = %s AND generation = %s"
@@ -350,7 +343,7 @@ class PostgresDocuments:
             (document, generation),
         )
         self._count_chunks(generation, -1, -len(found))
-        return _Removed(
+        return RemovedChunks(
             tokenizer,
             tuple(row for row, *_ in found),
             tuple(digest for _, _, digest, *_ in found),
@@ -363,52 +356,9 @@ class PostgresDocuments:
             (num_documents, num_chunks, generation),
         )
 
-    # Deletes of stored KV
-
-    def _add_deletes(
-        self,
-        home: int,
-        collection: str,
-        document_id: str,
-        removed: Mapping[int, _Removed],
-        chunk_sets: Mapping[int, ChunkSet],
-        now_ms: int,
-    ) -> None:
-        unused = self._unused(home, [d for one in removed.values() for d in one.digests])
-        is_split_again = any(
-            generation not in chunk_sets or chunk_sets[generation].tokenizer != one.tokenizer
-            for generation, one in removed.items()
-        )
-        self._outbox.add(
-            collection,
-            document_id,
-            unused,
-            # Another tokenizer means another KV space, in which these digests name nothing.
-            names_document=is_split_again and bool(unused),
-            now_ms=now_ms,
-        )
-
-    def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return those digests that no chunk of a collection has, in their order."""
-        wanted = list(dict.fromkeys(digests))
-        used = {
-            digest
-            for (digest,) in self._database.query(
-                "SELECT DISTINCT token_digest FROM chunks JOIN generations"
-                " ON generations.row = chunks.generation"
-                " WHERE token_digest = ANY(%s) AND generations.collection = %s",
-                (wanted, home),
-            )
-        }
-        return tuple(digest for digest in wanted if digest not in used)
-
-    def _claim(self, collection: str, document_id: str, now_ms: int) -> tuple[OutboxDelete, ...]:
-        """Claim the deletes of a change, and earlier ones that no shard has acknowledged."""
-        return self._outbox.claim_of(collection, document_id, now_ms, is_repeated=False)
-
 
 def _index_changes(
-    removed: Mapping[int, _Removed], added: Mapping[int, _Added]
+    removed: Mapping[int, RemovedChunks], added: Mapping[int, _Added]
 ) -> tuple[IndexChange, ...]:
     changes = []
     for generation in sorted(removed.keys() | added.keys()):

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ragcache_retriever.store.postgres.binary_types import BigintArray
-from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.connections.binary_types import BigintArray
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
 from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
 

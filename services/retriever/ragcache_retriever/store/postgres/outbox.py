@@ -25,7 +25,7 @@ from ragcache_retriever.store.outbox import (
     OutboxDelete,
     Removal,
 )
-from ragcache_retriever.store.postgres.database import PostgresDatabase, Row
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase, Row
 
 _COLUMNS = (
     "id, collection, document, names_document, everything, token_digests, acknowledged_unix_ms"

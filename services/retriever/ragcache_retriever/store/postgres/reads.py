@@ -10,8 +10,12 @@ import psycopg
 
 from ragcache_core.retrieval.filters import Filter
 from ragcache_retriever.documents.chunking import Chunk
-from ragcache_retriever.store.postgres.binary_types import BigintArray, rows_of, vectors_of
-from ragcache_retriever.store.postgres.database import PostgresDatabase, Row
+from ragcache_retriever.store.postgres.connections.binary_types import (
+    BigintArray,
+    rows_of,
+    vectors_of,
+)
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase, Row
 from ragcache_retriever.store.postgres.filters import PostgresFilter
 from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.records import (

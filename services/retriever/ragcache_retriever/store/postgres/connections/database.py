@@ -15,7 +15,8 @@ from psycopg.rows import TupleRow
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_retriever.store.postgres import binary_types
+from ragcache_retriever.store.postgres.connections import binary_types
+from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
 from ragcache_retriever.store.postgres.schema import prepare_schema
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _LIMITS = (
     " -c max_parallel_workers_per_gather=0 -c jit=off"
 )
 
-Connection: TypeAlias = psycopg.Connection[TupleRow]
+Connection: TypeAlias = CancellableConnection
 Row: TypeAlias = TupleRow
 
 
@@ -56,6 +57,7 @@ class PostgresDatabase:
         self._conninfo = _conninfo(url)
         self._pool = ConnectionPool(
             self._conninfo,
+            connection_class=CancellableConnection,
             min_size=1,
             max_size=MAX_CONNECTIONS,
             kwargs={"autocommit": True},
@@ -90,7 +92,7 @@ class PostgresDatabase:
 
     def new_connection(self) -> Connection:
         """Open a connection outside the pool, without a limit of its statements' time."""
-        connection = psycopg.connect(self._conninfo, autocommit=True)
+        connection = CancellableConnection.connect(self._conninfo, autocommit=True)
         binary_types.register(connection)
         connection.execute("SET statement_timeout = 0")
         return connection

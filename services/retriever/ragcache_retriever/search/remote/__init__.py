@@ -1,0 +1,1 @@
+"""Vector indexes in other services, which are searched with growing effort."""

@@ -1,0 +1,1 @@
+"""Connections to PostgreSQL, and the types of their parameters."""
