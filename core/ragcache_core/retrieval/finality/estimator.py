@@ -182,15 +182,15 @@ class FinalityEstimator:
         try:
             values = json.loads(text)
             if values["version"] != _VERSION:
-                raise ValueError(f"the estimator has version {values['version']}, not {_VERSION}")
+                raise ValueError(f"it has version {values['version']}, not {_VERSION}")
             means = tuple(float(mean) for mean in values["lower_means"])
             if len(means) != len(NO_CURVE.lower_means) or not np.isfinite(means).all():
-                raise ValueError("the curve has another number of thresholds")
+                raise ValueError("its curve has another number of thresholds")
             curve = StoppingCurve(means, int(values["num_searches"]))
             final = _Model.from_values(values["final"])
             recall = _Model.from_values(values["recall"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the text is not an estimator: {error!r}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the text is no estimator: {error!r}") from error
         return cls(curve, final, recall, final, recall)
 
 

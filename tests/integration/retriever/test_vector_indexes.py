@@ -1,0 +1,175 @@
+"""The contract of vector indexes, on all kinds of all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.documents.collection import CollectionSettings
+from ragcache_retriever.search.scan_pool import ScanPool
+from ragcache_retriever.search.segmented_index import IndexThreads
+from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
+from ragcache_retriever.search.vector_index import Vectors
+from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
+from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
+from ragcache_retriever.store.postgres.schema import vector_table
+from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
+from tests.helpers.stored_documents import RECIPE
+from tests.integration.retriever.index_contract import (
+    DIMENSION,
+    ROWS,
+    VECTORS,
+    ChangesContract,
+    IndexContract,
+    IndexHarness,
+)
+
+BUILD_LIMIT_S = 60
+GENERATION = 1
+
+
+@dataclass
+class OwnHarness:
+    """An index of its own store. Its files hold what it has applied."""
+
+    indexes: VectorIndexes
+    wanted: IndexKind
+    generation: int = GENERATION
+
+    def __post_init__(self) -> None:
+        self.index = self.indexes.open(self.generation, DIMENSION, self.wanted)
+
+    def change(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        self.index.apply(removed, added, vectors)
+
+    def build(self) -> None:
+        self.index.load(iter([(ROWS, VECTORS)]))
+
+    def reopened(self) -> RowIndex:
+        # The owner of the documents completes what was in memory only.
+        rows = self.index.rows()
+        self.index.close()
+        again = self.indexes.open(self.generation, DIMENSION, self.wanted)
+        stored = {*ROWS.tolist()}
+        surplus = sorted({*again.rows().tolist()} - {*rows.tolist()})
+        missing = sorted({*rows.tolist()} - {*again.rows().tolist()})
+        vectors = VECTORS[[(row - 1) % len(stored) for row in missing]]
+        again.apply(surplus, missing, vectors)
+        self.index = again
+        return again
+
+
+@dataclass
+class PgvectorHarness:
+    """An index whose vectors are in a generation of a PostgreSQL store."""
+
+    database: PostgresDatabase
+    wanted: IndexKind
+    generation: int
+
+    def __post_init__(self) -> None:
+        self.indexes = PgvectorIndexes(self.database)
+        self.index = self.indexes.open(self.generation, DIMENSION, self.wanted)
+
+    def change(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        table = vector_table(self.generation)
+        with self.database.transaction():
+            self.database.execute(
+                f"DELETE FROM {table} WHERE row = ANY(%s)", (BigintArray(removed),)
+            )
+            self.database.copy(
+                f"{table} (row, vector)",
+                ("int8", "bytea"),
+                (
+                    (int(row), vector_bytes(vector))
+                    for row, vector in zip(added, vectors, strict=True)
+                ),
+            )
+            self.database.commit()
+        self.index.apply(removed, added, vectors)
+
+    def build(self) -> None:
+        self.change((), ROWS.tolist(), VECTORS)
+        self.index.wait_until_built(BUILD_LIMIT_S)
+        self.index.set_kind(self.wanted)
+        self.index.wait_until_built(BUILD_LIMIT_S)
+
+    def reopened(self) -> RowIndex:
+        again = self.indexes.open(self.generation, DIMENSION, self.wanted)
+        again.wait_until_built(BUILD_LIMIT_S)
+        return again
+
+
+@pytest.fixture(scope="module")
+def segments(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[IndexKind], OwnHarness]]:
+    pool = ScanPool(1)
+    with ThreadPoolExecutor(1) as background:
+        threads = IndexThreads(pool, background)
+
+        def make(kind: IndexKind) -> OwnHarness:
+            folder = tmp_path_factory.mktemp("segments")
+            return OwnHarness(SegmentedIndexes(folder, threads), kind)
+
+        yield make
+    pool.close()
+
+
+def pgvector_harness(store: PostgresDocumentStore, kind: IndexKind) -> PgvectorHarness:
+    with store.transaction():
+        store.put_collection("c", CollectionSettings())
+        generation = store.add_generation("c", replace(RECIPE, dimension=DIMENSION))
+        store.commit()
+    return PgvectorHarness(store.database, kind, generation)
+
+
+def kinds_of(backend: str) -> list[object]:
+    kinds = [IndexKind.FLAT, IndexKind.IVF, IndexKind.HNSW]
+    return [pytest.param((backend, kind), id=f"{backend}-{kind.value}") for kind in kinds]
+
+
+ALL = [*kinds_of("segments"), *kinds_of("pgvector")]
+
+
+def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
+    backend, kind = request.param
+    if backend == "segments":
+        harness: IndexHarness = request.getfixturevalue("segments")(kind)
+        harness.build()
+        yield harness
+        harness.index.close()
+    else:
+        store = PostgresDocumentStore(request.getfixturevalue("postgres").new_schema())
+        harness = pgvector_harness(store, kind)
+        harness.build()
+        yield harness
+        store.close()
+
+
+@pytest.fixture(scope="module", params=ALL)
+def shared_harness(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
+    yield from made(request)
+
+
+@pytest.fixture(params=ALL)
+def own_harness(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
+    yield from made(request)
+
+
+class TestSearches(IndexContract):
+    @pytest.fixture
+    def harness(self, shared_harness: IndexHarness) -> IndexHarness:
+        return shared_harness
+
+
+class TestChanges(ChangesContract):
+    @pytest.fixture
+    def harness(self, own_harness: IndexHarness) -> IndexHarness:
+        return own_harness
