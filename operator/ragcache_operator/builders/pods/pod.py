@@ -113,6 +113,8 @@ def pod_template(
     account: str,
     scheduling: SchedulingSpec,
     spread_by: Mapping[str, str] | None,
+    *,
+    has_token: bool = False,
 ) -> Object:
     """Return the pod template of a workload.
 
@@ -120,10 +122,11 @@ def pod_template(
         account: Name of the ServiceAccount.
         spread_by: Selector of the pods to spread over nodes and zones. None for a workload that
             never has more than one pod.
+        has_token: Whether the container gets a token of the ServiceAccount.
     """
     spec: Object = {
         "serviceAccountName": account,
-        "automountServiceAccountToken": False,
+        "automountServiceAccountToken": has_token,
         # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": container.grace_s,

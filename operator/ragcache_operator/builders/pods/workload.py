@@ -37,6 +37,7 @@ class Workload:
         drain: Command of the preStop hook.
         surge: Whether a rolling update may run one pod more than desired.
         scales: Whether the workload can have more than one pod.
+        calls_api: Whether its pods call the API server, with a token of their ServiceAccount.
     """
 
     component: str
@@ -56,6 +57,7 @@ class Workload:
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
     scales: bool = True
+    calls_api: bool = False
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
@@ -161,4 +163,5 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         object_name(cache, workload.name),
         cache.spec.scheduling,
         pods if workload.scales else None,
+        has_token=workload.calls_api,
     )
