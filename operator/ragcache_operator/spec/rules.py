@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import (
-    BackendSpec,
     CacheRef,
     CacheStoreSpec,
     EngineSpec,
@@ -188,11 +187,11 @@ def _replicas_not_lowered(new: RetrieverSpec, old: RetrieverSpec) -> Violation |
     )
 
 
-def _backend_unchanged(new: BackendSpec, old: BackendSpec) -> Violation | None:
-    if new.kind == old.kind:
+def _backend_unchanged(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
+    if new.backend.kind == old.backend.kind:
         return None
     return Violation(
-        f"is immutable and was {old.kind}: the documents would stay in the old backend",
+        f"is immutable and was {old.backend.kind}: the documents would stay in the old backend",
         "keep it, or restore a backup into another RagCache",
     )
 
@@ -241,12 +240,14 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
     ),
     UpdateRule(
         "backend is immutable",
-        BackendSpec,
-        "",
+        RetrieverSpec,
+        "backend",
         _backend_unchanged,
         CelRule(
-            "has(self.postgres) == has(oldSelf.postgres) && "
-            "has(self.milvus) == has(oldSelf.milvus)",
+            "(has(self.backend) && has(self.backend.postgres)) == "
+            "(has(oldSelf.backend) && has(oldSelf.backend.postgres)) && "
+            "(has(self.backend) && has(self.backend.milvus)) == "
+            "(has(oldSelf.backend) && has(oldSelf.backend.milvus))",
             "is immutable: the documents would stay in the old backend; keep it, or restore a "
             "backup into another RagCache",
         ),

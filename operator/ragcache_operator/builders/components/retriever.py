@@ -64,7 +64,6 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         mounts=model_mounts(model),
         storage=retriever.storage,
         service=object_name(cache, REPLICAS.workload),
-        scales=is_replicated,
         calls_api=is_replicated,
     )
     meta = workloads.metadata(cache, workload)

@@ -144,7 +144,8 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "replicas",
         _replicas_fit_the_backend,
         CelRule(
-            "self.replicas == 1 || !(has(self.backend.postgres) || has(self.backend.milvus))",
+            "self.replicas == 1 || !has(self.backend) || "
+            "!(has(self.backend.postgres) || has(self.backend.milvus))",
             "must be 1 with this backend, because replicas copy the documents of their own "
             "volumes; let the backend replicate",
         ),
