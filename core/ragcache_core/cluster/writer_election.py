@@ -211,13 +211,14 @@ class WriterElection:
 
     def may_write(self, now_s: float) -> bool:
         """Whether this replica is the writer, and no other one can be."""
-        if self._renewed_s is None or self._observed is None:
-            return False
-        if self._observed.holder != self._identity:
+        if self._renewed_s is None or self.held_epoch is None:
             return False
         return now_s < self._renewed_s + self._timing.renew_deadline_s
 
     @property
     def held_epoch(self) -> int | None:
         """Epoch of this replica as the writer, or None if it does not hold the Lease."""
-        return None if self._renewed_s is None else self.epoch
+        lease = self._observed
+        if self._renewed_s is None or lease is None or lease.holder != self._identity:
+            return None
+        return lease.epoch
