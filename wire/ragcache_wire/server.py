@@ -25,7 +25,7 @@ STOP_GRACE_S = 5.0
 """Time that running calls have to finish after a stop."""
 
 MAX_CALLS = 1024
-"""Most calls at once. A server refuses further ones with RESOURCE_EXHAUSTED and does not decode them.
+"""Most calls at once. A server refuses further ones with RESOURCE_EXHAUSTED, without decoding them.
 Streams count while they are open."""
 
 
