@@ -35,7 +35,7 @@ def _embedder(value: str) -> str:
 
 
 def _reranker(value: str) -> str:
-    if value in ("none", "bundled"):
+    if value in ("none", "bundled", "cross-encoder"):
         return value
     if not value.startswith(("http://", "https://")):
         raise ValueError("no reranker")
@@ -120,11 +120,12 @@ class RetrieverSettings(ServiceSettings):
     reranker: Annotated[
         str,
         AfterValidator(_reranker),
-        Accepts("none, bundled, or the base URL of an endpoint with /rerank"),
-    ] = setting("none", spec="spec.retriever.reranker.source")
+        Accepts("none, bundled, cross-encoder, or the base URL of an endpoint with /rerank"),
+    ] = setting("bundled", spec="spec.retriever.reranker.source")
     """What orders the best hits of a search again."""
     reranker_model: str | None = setting(None, spec="spec.retriever.reranker.model")
-    """Model to ask the reranker's endpoint for. An endpoint needs it."""
+    """Name or folder of a cross-encoder, or the model to ask the reranker's endpoint for. Both need
+    it."""
     reranker_api_key: str = setting("", spec="spec.retriever.reranker.keySecret", repr=False)
     """API key of the reranker's endpoint. Without it, requests carry none."""
     max_documents: Limit | None = setting(None, spec="spec.retriever.limits.documents")
@@ -170,10 +171,10 @@ class RetrieverSettings(ServiceSettings):
         return self
 
     @model_validator(mode="after")
-    def _reranker_endpoint_has_a_model(self) -> Self:
+    def _reranker_has_a_model(self) -> Self:
         if self.reranker not in ("none", "bundled") and self.reranker_model is None:
             raise InvalidInput(
-                variable("reranker_model"), "is not set", "name the endpoint's reranking model"
+                variable("reranker_model"), "is not set", f"name a model of {self.reranker}"
             )
         return self
 

@@ -56,18 +56,20 @@ class RerankerSpec(ManifestModel):
         str,
         Field(max_length=2048),
         StringPattern(
-            rf"none|bundled|{HTTP_URL}",
+            rf"none|bundled|cross-encoder|{HTTP_URL}",
             "reranker",
-            "use none, bundled, or the base URL of an endpoint with /rerank, "
+            "use none, bundled, cross-encoder, or the base URL of an endpoint with /rerank, "
             "like http://reranker:8000/v1",
         ),
-    ] = "none"
+    ] = "bundled"
     """Source of new scores. none keeps the order of the search. bundled is a small ranking model
-    over features of the search, which runs inside the retriever. A URL is the base URL of an engine
-    that serves /rerank, like http://reranker:8000/v1."""
+    over features of the search, which runs inside the retriever; collections that do not gain from
+    it do not use it. cross-encoder is a model that reads question and chunk together, which runs
+    inside the retriever. A URL is the base URL of an engine that serves /rerank, like
+    http://reranker:8000/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Model name that the retriever sends to the endpoint. A URL requires it, and the other sources
-    do not allow it."""
+    """For cross-encoder, the Hugging Face name or the folder of the model. For a URL, the model
+    name that the retriever sends. Both require it, and the other sources do not allow it."""
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
 
