@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -193,6 +193,13 @@ class RetrieverClient:
 
         reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
         return reply.documents
+
+    def forward(self, method: str) -> Any:
+        """Return the call of a method by its name, for a replica that passes requests on.
+
+        It raises gRPC's errors.
+        """
+        return getattr(self._stub, method)
 
     async def follow_changes(
         self, request: pb.FollowChangesRequest

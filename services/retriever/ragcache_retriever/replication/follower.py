@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ragcache_core.cluster.writer_election import LogPosition
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_retriever.store.change_log import CommittedChange
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -40,25 +40,33 @@ class ChangeTarget(Protocol):
 
 
 class LagClock:
-    """Tells how old the oldest change is that this replica lacks."""
+    """Tells how old the oldest change is that this replica lacks, or may lack."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._behind_since_s: float | None = clock()
+        self._heard_s = clock()
+        self._missing_since_s: float | None = None
+        self.has_caught_up = False
 
-    def caught_up(self) -> None:
-        """Note that this replica has all changes of the writer."""
-        self._behind_since_s = None
+    def heard(self, *, is_complete: bool) -> None:
+        """Note a message of the writer, and whether this replica has all its changes."""
+        self._heard_s = self._clock()
+        if is_complete:
+            self._missing_since_s, self.has_caught_up = None, True
+        elif self._missing_since_s is None:
+            self._missing_since_s = self._heard_s
 
-    def behind(self) -> None:
-        """Note that this replica lacks a change, or cannot know."""
-        if self._behind_since_s is None:
-            self._behind_since_s = self._clock()
+    def lag_s(self, *, has_writer: bool) -> float:
+        """Return the lag.
 
-    @property
-    def lag_s(self) -> float:
-        """Age of the oldest missing change, at most the time since the first sign of it."""
-        return 0.0 if self._behind_since_s is None else self._clock() - self._behind_since_s
+        Args:
+            has_writer: Whether another replica may be writing now. Then its silence is a lag.
+        """
+        now_s = self._clock()
+        missing_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
+        silence_s = now_s - self._heard_s if has_writer else 0.0
+        # The writer sends a message every second.
+        return max(missing_s, silence_s if silence_s > SILENCE_S else 0.0)
 
 
 class Follower:
@@ -93,12 +101,13 @@ class Follower:
             InvalidInput: A change does not follow the last one, so it needs a copy, too.
             Unavailable: The writer did not answer, or no longer writes.
         """
-        async with asyncio.TaskGroup() as group:
-            acknowledging = group.create_task(self._acknowledge())
-            try:
-                await self._follow()
-            finally:
-                acknowledging.cancel()
+        acknowledging = asyncio.create_task(self._acknowledge())
+        try:
+            await self._follow()
+        except TimeoutError:
+            raise Unavailable("retriever", "the writer is silent") from None
+        finally:
+            acknowledging.cancel()
 
     async def _follow(self) -> None:
         start = self._target.position()
@@ -136,10 +145,8 @@ class Follower:
         self._applied.set()
 
     def _note_lag(self) -> None:
-        if self._target.position().sequence >= self.writer_sequence:
-            self._lag.caught_up()
-        else:
-            self._lag.behind()
+        is_complete = self._target.position().sequence >= self.writer_sequence
+        self._lag.heard(is_complete=is_complete)
 
     async def _acknowledge(self) -> None:
         """Tell the writer what is applied, after each change and every second."""
