@@ -133,12 +133,10 @@ class ReplicatedService:
         """Call the writer. Its own changes are acknowledged when a majority has them."""
         if not self._replica.is_writer:
             return await self._forward(method, request, context)
-        try:
-            return await getattr(self._inner, method)(request, context)
-        finally:
-            # A repetition changes nothing, and an error may follow a change. Both tell the caller
-            # what the documents are, so a majority must have that state.
-            await self._replica.confirm()
+        reply = await getattr(self._inner, method)(request, context)
+        # Also after a repetition, which changes nothing: a majority may lack the first change.
+        await self._replica.confirm()
+        return reply
 
     async def _at_writer(self, method: str, request: Any, context: Context) -> Any:
         if not self._replica.is_writer:
