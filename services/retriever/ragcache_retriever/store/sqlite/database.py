@@ -14,7 +14,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,6 +67,7 @@ class Database:
         self._log = StatementLog()
         self._before_commit: list[Callable[[StatementLog], None]] = []
         self._after_commit: list[Callable[[], None]] = []
+        self.may_write: Callable[[], bool] = lambda: True
         self.reserve = reserve or DiskReserve(folder)
         try:
             self._writer = self._opened()
@@ -138,7 +139,7 @@ class Database:
             row: Row | None = self.reader.execute(sql, parameters).fetchone()
         return row
 
-    def iterate(self, sql: str, parameters: Sequence[Value] = ()) -> Iterator[Row]:
+    def iterate(self, sql: str, parameters: Sequence[Value] = ()) -> Generator[Row, None, None]:
         """Yield the rows of a query on committed data."""
         with self.errors("read"), contextlib.closing(self.reader.execute(sql, parameters)) as rows:
             yield from rows
@@ -156,14 +157,25 @@ class Database:
     # Writes
 
     @contextlib.contextmanager
-    def transaction(self, *, frees_space: bool = False) -> Iterator[None]:
-        """See DocumentStore.transaction."""
+    def transaction(
+        self, *, frees_space: bool = False, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """See DocumentStore.transaction.
+
+        Args:
+            is_repeated: Whether it repeats one of the writer, which ``may_write`` does not govern.
+
+        Raises:
+            Unavailable: This replica is not the writer (any more).
+        """
         if frees_space:
             self.reserve.release_if_needed()
         with self.errors("written"):
             self._log = StatementLog()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
+                if not is_repeated and not self.may_write():
+                    raise Unavailable("retriever", "this replica is not the writer")
                 yield
             finally:
                 if self._writer.in_transaction:
@@ -236,6 +248,8 @@ class Database:
     def commit(self) -> None:
         """See DocumentStore.commit."""
         has_changed = bool(self._log.statements)
+        if has_changed and not self.may_write():
+            raise Unavailable("retriever", "this replica is no longer the writer")
         if has_changed:
             for prepare in self._before_commit:
                 prepare(self._log)

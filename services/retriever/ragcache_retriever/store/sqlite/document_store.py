@@ -56,6 +56,11 @@ class SqliteDocumentStore:
         self._reads = DocumentReads(self.database)
 
     @property
+    def backend(self) -> str:
+        """See DocumentStore."""
+        return "embedded"
+
+    @property
     def outbox(self) -> SqliteOutbox:
         """The outbox of stored KV to delete. Use it inside ``transaction``."""
         return self._outbox
