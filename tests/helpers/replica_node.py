@@ -58,8 +58,8 @@ class ReportDocuments:
     async def stop_writing(self) -> None:
         self.is_writing = False
 
-    def before_commit(self, check: Callable[[], None]) -> None:
-        self.store.database.before_commit(lambda _: check())
+    def write_only_if(self, may_write: Callable[[], bool]) -> None:
+        self.store.database.may_write = may_write
 
     def put(self, name: str, body: bytes) -> None:
         with self.store.transaction():
@@ -167,6 +167,7 @@ class ReplicaNode:
         await asyncio.gather(self._running, return_exceptions=True)
         self._running = None
         await self._server._server.stop(0)
+        await self.replica.close()
         self.documents.writer.shutdown()
         self.documents.readers.shutdown()
         self.documents.store.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import platform
 import sys
-from collections.abc import Callable
+from typing import Any
 
-from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.collection import (
@@ -23,6 +24,8 @@ from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.readiness.storage_probe import StorageProbe
+from ragcache_retriever.served_parts import ServedParts, served_service
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_wire.health_server import HealthServer
@@ -72,32 +75,41 @@ async def serve(settings: RetrieverSettings) -> None:
     spans = tracer(settings.otlp_endpoint, "retriever", platform.node())
     try:
         async with HealthServer(settings.health_listen) as health:
-            await _serve(settings, health, spans)
+            while await _serve(settings, health, spans):
+                log.warning("starting again with a copy of the documents")
     finally:
         await asyncio.to_thread(spans.close)
 
 
-async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
+async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> bool:
+    """Serve until a signal, or until other documents wait. Return whether to serve again."""
     knowledge_base = await _make_knowledge_base(settings, health)
-    server = _make_server(settings.listen, RetrieverService(knowledge_base, spans), health)
+    probe = StorageProbe(settings.data_dir, functools.partial(_read, knowledge_base))
+    parts = ServedParts(settings, knowledge_base, probe)
+    service = served_service(settings, RetrieverService(knowledge_base, spans), parts.replica)
+    server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(until_stopped())
-    loading = asyncio.create_task(load(knowledge_base, health.set_progress))
+    running = asyncio.create_task(parts.run(server, health))
     try:
-        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-            await server.set_ready()
-            log.info("ready")
-            await stopping
+        await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        return not stopping.done()
     finally:
         log.info("stopping")
-        loading.cancel()
         stopping.cancel()
+        # Another replica writes from now on, and calls that run can still be answered.
+        running.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
-        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await parts.close()
         await knowledge_base.close()
+
+
+def _read(knowledge_base: KnowledgeBase) -> None:
+    knowledge_base.store.report("readiness")
 
 
 async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
@@ -118,7 +130,7 @@ async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer
     )
 
 
-def _make_server(listen: str, service: RetrieverService, health: HealthServer) -> GrpcServer:
+def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
@@ -130,17 +142,6 @@ def _make_server(listen: str, service: RetrieverService, health: HealthServer) -
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} cannot be used: {error}", "name a free port"
         ) from error
-
-
-async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
-    """Load the knowledge base, and retry until the embedder answers."""
-    while True:
-        try:
-            return await knowledge_base.load(progress)
-        except Unavailable as error:
-            log.warning("knowledge base: not ready error=%s", error)
-            progress(str(error))
-            await asyncio.sleep(error.retry_after_s)
 
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:

@@ -55,8 +55,8 @@ class ReplicatedDocuments(Protocol):
         """End that work."""
         ...
 
-    def before_commit(self, check: Callable[[], None]) -> None:
-        """Have a function called before each commit of a change that is not repeated."""
+    def write_only_if(self, may_write: Callable[[], bool]) -> None:
+        """Refuse transactions that are not repeated ones, unless a function returns True."""
         ...
 
 
@@ -110,7 +110,7 @@ class Replica:
         self._position = LogPosition(documents.changes.epoch, documents.changes.sequence)
         documents.changes.keep_changes(True)
         documents.changes.on_commit(self._on_commit)
-        documents.before_commit(self._check_may_commit)
+        documents.write_only_if(lambda: self._writing_epoch is not None)
         self.feed = ChangeFeed(documents.changes, options.peers, threads)
         self._clients = {
             address: RetrieverClient(address)
@@ -126,7 +126,7 @@ class Replica:
         """Set when a copy is stored. The service then starts again with it."""
 
     async def run(self) -> None:
-        """Work until cancelled. Then release the Lease and close connections."""
+        """Work until cancelled, then release the Lease."""
         electing = asyncio.create_task(self._elector.run(), name="elector")
         try:
             while not electing.done():
@@ -140,9 +140,12 @@ class Replica:
             electing.cancel()
             await asyncio.gather(electing, return_exceptions=True)
             await self._stop_following()
-            for client in self._clients.values():
-                await client.close()
-            await self._lease_store.close()
+
+    async def close(self) -> None:
+        """Close connections. No call may be forwarded any more."""
+        for client in self._clients.values():
+            await client.close()
+        await self._lease_store.close()
 
     # State
 
@@ -238,11 +241,6 @@ class Replica:
         self._writing_epoch = None
         self.feed.close()
         await self._documents.stop_writing()
-
-    def _check_may_commit(self) -> None:
-        # In the writer's thread, inside the transaction.
-        if self._writing_epoch is None:
-            raise Unavailable("retriever", "this replica is not the writer", 2.0)
 
     def _on_commit(self, change: CommittedChange) -> None:
         self._position = LogPosition(change.epoch, change.sequence)

@@ -38,9 +38,9 @@ class ReplicatedKnowledgeBase:
         """End that work."""
         await self._knowledge_base.stop_writing()
 
-    def before_commit(self, check: Callable[[], None]) -> None:
-        """Have a function called before each commit of a change that is not repeated."""
-        self._store.database.before_commit(lambda _: check())
+    def write_only_if(self, may_write: Callable[[], bool]) -> None:
+        """Refuse transactions that are not repeated ones, unless a function returns True."""
+        self._store.database.may_write = may_write
 
     def _start_epoch(self, epoch: int, note: bytes) -> None:
         start_epoch(self._store, epoch, note, self._knowledge_base.threads.now_ms())
