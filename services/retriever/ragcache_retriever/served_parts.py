@@ -45,7 +45,7 @@ class ServedParts:
         """Work until cancelled, or until the service has to start again with other documents."""
         await load(self._knowledge_base, health.set_progress, is_writer=self.replica is None)
         self._is_loaded = True
-        log.info("ready")
+        log.info("loaded")
         checks: list[Check] = [self._probe.check]
         if self.replica is not None:
             checks.append(self.replica.problem)

@@ -63,7 +63,13 @@ class RetrieverClient:
     """
 
     def __init__(self, address: str) -> None:
-        options = [*OPTIONS, ("grpc.service_config", _SERVICE_CONFIG)]
+        options = [
+            *OPTIONS,
+            ("grpc.service_config", _SERVICE_CONFIG),
+            # A replica whose node is lost is noticed in seconds, and another one answers.
+            ("grpc.keepalive_time_ms", 6_000),
+            ("grpc.keepalive_timeout_ms", 2_000),
+        ]
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 

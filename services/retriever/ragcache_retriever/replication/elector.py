@@ -176,7 +176,7 @@ class WriterElector:
         self._starting = asyncio.create_task(self._candidate.start_writing(lease.epoch))
 
     async def _step_down(self, reason: str) -> None:
-        log.warning("lease: lost epoch=%d reason=%s", self._election.epoch, reason)
+        log.info("lease: left epoch=%d reason=%s", self._election.epoch, reason)
         starting, self._starting = self._starting, None
         self._election.step_down()
         if starting is not None:

@@ -158,7 +158,7 @@ class Follower:
                     self._own_address, sequence, self._epoch, SILENCE_S
                 )
             except RagCacheError as error:
-                log.info("follower: acknowledgement failed error=%s", error)
+                log.debug("follower: acknowledgement failed error=%s", error)
                 await asyncio.sleep(ACKNOWLEDGE_PERIOD_S / 4)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ACKNOWLEDGE_PERIOD_S):

@@ -264,6 +264,7 @@ class Replica:
         if client is None:
             return
         log.info("replica: follows writer=%s epoch=%d position=%s", writer, epoch, self._position)
+        problem = ""
         while True:
             self._follower = Follower(self, self._options.own_address, client, epoch, self._lag)
             try:
@@ -272,7 +273,9 @@ class Replica:
                 log.warning("replica: takes a copy writer=%s reason=%s", writer, error)
                 await self._copy(client)
             except RagCacheError as error:
-                log.info("replica: follows no writer address=%s error=%s", writer, error)
+                if str(error) != problem:
+                    log.warning("replica: writer lost writer=%s error=%s", writer, error)
+                problem = str(error)
             await asyncio.sleep(RETRY_S)
 
     async def _copy(self, client: RetrieverClient) -> None:
