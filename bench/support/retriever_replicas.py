@@ -26,7 +26,7 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-DIMENSION = 64
+DIMENSION = 512
 TIMEOUT_S = 120.0
 
 

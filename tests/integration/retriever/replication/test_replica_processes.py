@@ -81,9 +81,9 @@ class Writing:
                 break
         assert self.stored <= present
         assert not self.deleted & present
-        sample = sorted(self.stored)[-1]
+        sample = sorted(self.stored - {"late"})[-1]
         subject = sample.replace("page-", "number")
-        assert sample in await found(client, f"Which page is about {subject}?", 10)
+        assert sample in await found(client, f"subject {subject}", 10)
 
 
 class Searching:
@@ -129,7 +129,7 @@ async def test_a_killed_writer_loses_nothing_and_interrupts_no_search(replicas: 
         await writing.check(replicas.client(one))
 
 
-async def test_a_lost_volume_is_filled_by_a_copy(replicas: Replicas) -> None:
+async def test_a_lost_volume_is_filled_again(replicas: Replicas) -> None:
     writer = await replicas.writer()
     lost = replicas.others(writer)[0]
     writing = Writing(replicas.client(writer))
