@@ -50,7 +50,7 @@ class ServedParts:
         if self.replica is not None:
             checks.append(self.replica.problem)
         monitor = ReadinessMonitor(checks, server.set_ready, server.set_not_ready)
-        tasks = [asyncio.create_task(monitor.run(), name="readiness")]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(monitor.run(), name="readiness")]
         if self.replica is not None:
             tasks.append(asyncio.create_task(self.replica.run(), name="replica"))
             tasks.append(asyncio.create_task(self.replica.needs_restart.wait(), name="restart"))

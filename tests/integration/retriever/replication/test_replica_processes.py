@@ -117,8 +117,8 @@ async def test_a_killed_writer_loses_nothing_and_interrupts_no_search(replicas: 
     first.kill()
     second = await replicas.writer(other_than=first)
     await writing.until_more()
-    for one in searching:
-        await one.stop()
+    for search in searching:
+        await search.stop()
     first.start()
     await writing.until_more()
     await writing.stop()
