@@ -152,6 +152,14 @@ class Replicas:
                     one.thaw()
                 one.service.kill()
 
+    async def supervise(self) -> None:
+        """Start processes again that ended by themselves, as Kubernetes does, until cancelled."""
+        while True:
+            for one in self.processes:
+                if one.service is not None and one.service.has_ended:
+                    one.start()
+            await asyncio.sleep(0.1)
+
     async def close(self) -> None:
         """Close the clients."""
         for client in self.clients.values():
@@ -220,12 +228,14 @@ async def running_replicas(folder: Path, model: Path, count: int = 3) -> AsyncIt
     """Run replicas while the context is entered. They are ready."""
     with embeddings_endpoint() as embedder:
         replicas = Replicas(folder, model, embedder, count)
+        supervising = asyncio.create_task(replicas.supervise())
         try:
             for one in replicas.processes:
                 one.start()
             await replicas.until_ready()
             yield replicas
         finally:
+            supervising.cancel()
             replicas.stop()
             await replicas.close()
 

@@ -6,8 +6,7 @@ A knowledge base would need an embedder, so a small service with reports takes i
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sqlite3
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +16,20 @@ from typing import Any
 from ragcache_core.cluster.writer_election import ElectionTiming
 from ragcache_core.errors import NotFound, Unavailable
 from ragcache_retriever.concurrency.threads import run
+from ragcache_retriever.replication.copies import store_copy
 from ragcache_retriever.replication.epoch import start_epoch
 from ragcache_retriever.replication.file_lease import FileLease
 from ragcache_retriever.replication.replica import Replica, ReplicaOptions
 from ragcache_retriever.replication.replicated_service import ReplicatedService
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.schema import FILE_NAME
+from ragcache_retriever.store.sqlite.files.backup import backup_parts
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 TIMING = ElectionTiming(lease_s=2, renew_deadline_s=1.2, retry_s=0.1)
-COPY_NAME = "copy.sqlite3"
 
 
 class ReportDocuments:
@@ -95,13 +94,8 @@ class ReportService:
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: Any
     ) -> AsyncIterator[pb.BackupPart]:
-        path = self._documents.store.database.path
-        target = sqlite3.connect(":memory:")
-        with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(target):
-            source.backup(target)
-            content = target.serialize()
-        for start in range(0, len(content), 1 << 16):
-            yield pb.BackupPart(data=content[start : start + (1 << 16)])
+        for part in backup_parts(self._documents.store.database.path):
+            yield pb.BackupPart(data=part)
 
 
 class ReplicaNode:
@@ -126,12 +120,8 @@ class ReplicaNode:
 
     async def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        copy = self.folder / COPY_NAME
-        if copy.exists():
-            for old in self.folder.glob(f"{FILE_NAME}*"):
-                old.unlink()
-            copy.replace(self.folder / FILE_NAME)
         self._life += 1
+        self.needs_restart = asyncio.Event()
         self.documents = ReportDocuments(SqliteDocumentStore(self.folder))
         options = ReplicaOptions(
             f"{self.address}#{self._life}", self.address, self.peers, 30.0, TIMING
@@ -141,7 +131,8 @@ class ReplicaNode:
             FileLease(self._lease),
             options,
             is_fit=lambda: self.is_fit,
-            take_copy=self._take_copy,
+            take_copy=functools.partial(store_copy, self.folder),
+            restart=self.needs_restart.set,
             threads=self.documents.readers,
         )
         service: Any = ReplicatedService(ReportService(self.documents), self.replica)
@@ -177,14 +168,9 @@ class ReplicaNode:
         assert isinstance(store, FileLease)
         return store
 
-    async def _take_copy(self, parts: AsyncIterator[bytes]) -> None:
-        new = self.folder / "copy.part"
-        new.write_bytes(b"".join([part async for part in parts]))
-        new.replace(self.folder / COPY_NAME)
-
     async def restart_with_copy(self) -> None:
         """Start again when a copy has arrived."""
-        await self.replica.needs_restart.wait()
+        await self.needs_restart.wait()
         await self.stop()
         await self.start()
 

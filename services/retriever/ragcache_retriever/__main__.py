@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import platform
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.damaged_service import DamagedService
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
@@ -20,14 +22,23 @@ from ragcache_retriever.documents.collection import (
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
-from ragcache_retriever.readiness.storage_probe import StorageProbe
-from ragcache_retriever.served_parts import ServedParts, served_service
+from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.check import find_damage
+from ragcache_retriever.store.sqlite.files.recovery import (
+    RecoveryFailed,
+    discard,
+    has_recovered_lately,
+    recover,
+)
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -81,45 +92,93 @@ async def serve(settings: RetrieverSettings) -> None:
         await asyncio.to_thread(spans.close)
 
 
-async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> bool:
-    """Serve until a signal, or until other documents wait. Return whether to serve again."""
-    knowledge_base = await _make_knowledge_base(settings, health)
-    probe = StorageProbe(settings.data_dir, functools.partial(_read, knowledge_base))
-    parts = ServedParts(settings, knowledge_base, probe)
-    service = served_service(settings, RetrieverService(knowledge_base, spans), parts.replica)
-    server = _make_server(settings.listen, service, health)
+async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
+    health.set_progress("opening the documents")
+    copies = SqliteCopies(settings.data_dir)
+    try:
+        store = await asyncio.to_thread(open_store, settings)
+    except RecoveryFailed as error:
+        await _serve_damaged(settings, health, copies, error)
+        return
+    knowledge_base = await _make_knowledge_base(settings, health, store)
+    restart = asyncio.Event()
+    parts = ServedParts(settings, knowledge_base, restart.set)
+    service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
+    server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
     log.info("listening on port %d", server.port)
-    stopping = asyncio.create_task(until_stopped())
+    stopping = asyncio.create_task(_until_stopped_or(restart))
     running = asyncio.create_task(parts.run(server, health))
+    stop_check = threading.Event()
+    checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
         await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        return not stopping.done()
     finally:
         log.info("stopping")
+        stop_check.set()
         stopping.cancel()
-        # Another replica writes from now on, and calls that run can still be answered.
+        # Another replica can write from now on, while this one answers the calls that run.
         running.cancel()
         await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
+        await asyncio.gather(checking, return_exceptions=True)
         await parts.close()
         await knowledge_base.close()
 
 
-def _read(knowledge_base: KnowledgeBase) -> None:
-    knowledge_base.store.report("readiness")
+def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
+    """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
+    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
 
 
-async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
+async def _until_stopped_or(restart: asyncio.Event) -> None:
+    """Wait for a signal, or for a reason to end. The supervisor then starts another process."""
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(until_stopped()), group.create_task(restart.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
+    """Check the documents for damage, and restart to recover them."""
+    database = store.database
+    problem = await asyncio.to_thread(find_damage, database.path, stop)
+    if problem is not None:
+        database.mark_damaged(problem)
+        if not has_recovered_lately(database.folder):
+            restart.set()
+
+
+async def _serve_damaged(
+    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: RecoveryFailed
+) -> None:
+    """Wait for a backup to restore, without a loop of failing starts."""
+    log.error("%s", error)
+    health.set_progress(str(error))
+    restored = asyncio.Event()
+    service = DamagedService(error, copies, restored.set)
+    server = _make_server(settings.listen, service, health)
+    await server.start()
+    log.info("listening on port %d", server.port)
+    try:
+        await _until_stopped_or(restored)
+    finally:
+        await server.stop()
+
+
+async def _make_knowledge_base(
+    settings: RetrieverSettings, health: HealthServer, store: SqliteDocumentStore
+) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     gate = QueryGate()
     return KnowledgeBase(
-        SqliteDocumentStore(settings.data_dir),
+        store,
         MemoryIndexes(),
         SingleLegRanking(),
         make_embedder(settings, gate),
@@ -146,9 +205,15 @@ def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
-    if settings.has_bundled_embedder:
-        num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
-        return MiniLM(gate, num_threads)
+    num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
+    kind, _, name = settings.embedder.partition(":")
+    match kind:
+        case "bundled":
+            return MiniLM(gate, num_threads)
+        case "path":
+            return LocalModel(lambda: Path(name), gate, num_threads)
+        case "hf":
+            return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ragcache_core.cluster.writer_election import ElectionTiming, LogPosition, WriterElection
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
@@ -85,6 +86,7 @@ class Replica:
         is_fit: Whether this replica could write now: it is loaded, and its storage answers.
         take_copy: Stores a copy of all documents, given as parts. It raises an error if the copy is
             not complete.
+        restart: Ends the process, so that it starts again with a copy.
         threads: Pool for reads of the log.
     """
 
@@ -96,13 +98,15 @@ class Replica:
         *,
         is_fit: Callable[[], bool],
         take_copy: Callable[[AsyncIterator[bytes]], Awaitable[None]],
-        threads: Any,
+        restart: Callable[[], None],
+        threads: ThreadPoolExecutor,
     ) -> None:
         self._documents = documents
         self._lease_store = lease_store
         self._options = options
         self._is_fit = is_fit
         self._take_copy = take_copy
+        self._restart = restart
         election = WriterElection(
             options.identity, options.own_address, len(options.peers), options.timing
         )
@@ -122,8 +126,6 @@ class Replica:
         self._following: asyncio.Task[None] | None = None
         self._follower: Follower | None = None
         self._is_copying = False
-        self.needs_restart = asyncio.Event()
-        """Set when a copy is stored. The service then starts again with it."""
 
     async def run(self) -> None:
         """Work until cancelled, then release the Lease."""
@@ -290,6 +292,6 @@ class Replica:
         finally:
             self._is_copying = False
         log.warning("replica: has a copy and starts again position=%s", self._position)
-        self.needs_restart.set()
+        self._restart()
         # Nothing that the old documents could repeat is of use.
         await asyncio.Event().wait()

@@ -170,10 +170,10 @@ async def test_a_lost_volume_is_copied_and_does_not_count_before(tmp_path: Path)
         await writer.start()
         await writer_of(nodes)
         await until(
-            lambda: lost.replica.position().sequence > 0 or lost.replica.needs_restart.is_set(),
+            lambda: lost.replica.position().sequence > 0 or lost.needs_restart.is_set(),
             "a copy or all changes",
         )
-        if lost.replica.needs_restart.is_set():
+        if lost.needs_restart.is_set():
             await lost.restart_with_copy()
         await put(other, "after")
         await until(lambda: lost.replica._lag.has_caught_up, "caught up")
