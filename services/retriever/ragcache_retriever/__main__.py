@@ -86,8 +86,7 @@ async def serve(settings: RetrieverSettings) -> None:
     spans = tracer(settings.otlp_endpoint, "retriever", platform.node())
     try:
         async with HealthServer(settings.health_listen) as health:
-            while await _serve(settings, health, spans):
-                log.warning("starting again with a copy of the documents")
+            await _serve(settings, health, spans)
     finally:
         await asyncio.to_thread(spans.close)
 
