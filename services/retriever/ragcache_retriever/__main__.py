@@ -13,7 +13,7 @@ from typing import Any
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.damaged_service import DamagedService
+from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
@@ -26,12 +26,14 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
 from ragcache_retriever.store.sqlite.files.check import find_damage
 from ragcache_retriever.store.sqlite.files.recovery import (
     RecoveryFailed,
@@ -99,7 +101,8 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     except RecoveryFailed as error:
         await _serve_damaged(settings, health, copies, error)
         return
-    knowledge_base = await _make_knowledge_base(settings, health, store)
+    threads = IndexThreads.start(usable_cores())
+    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
     parts = ServedParts(settings, knowledge_base, restart.set)
     service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
@@ -125,6 +128,7 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
         await asyncio.gather(checking, return_exceptions=True)
         await parts.close()
         await knowledge_base.close()
+        await asyncio.to_thread(threads.close)
 
 
 def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
@@ -158,7 +162,7 @@ async def _serve_damaged(
     log.error("%s", error)
     health.set_progress(str(error))
     restored = asyncio.Event()
-    service = DamagedService(error, copies, restored.set)
+    service = damaged_service(error, copies, restored.set)
     server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
@@ -169,7 +173,10 @@ async def _serve_damaged(
 
 
 async def _make_knowledge_base(
-    settings: RetrieverSettings, health: HealthServer, store: SqliteDocumentStore
+    settings: RetrieverSettings,
+    health: HealthServer,
+    store: SqliteDocumentStore,
+    threads: IndexThreads,
 ) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
@@ -178,7 +185,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        MemoryIndexes(),
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
