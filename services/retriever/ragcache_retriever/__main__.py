@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_retriever.backends import make_indexes, open_store
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.damaged_service import damaged_service
@@ -27,20 +28,14 @@ from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
-from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
 from ragcache_retriever.store.sqlite.files.check import find_damage
-from ragcache_retriever.store.sqlite.files.recovery import (
-    RecoveryFailed,
-    discard,
-    has_recovered_lately,
-    recover,
-)
+from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -105,7 +100,13 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
     parts = ServedParts(settings, knowledge_base, restart.set)
-    service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
+    service = RetrieverService(
+        knowledge_base,
+        spans,
+        # Other backends have tools of their own.
+        copies=None if store.is_shared else copies,
+        restart=restart.set,
+    )
     server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
     log.info("listening on port %d", server.port)
@@ -131,11 +132,6 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
         await asyncio.to_thread(threads.close)
 
 
-def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
-    """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
-    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
-
-
 async def _until_stopped_or(restart: asyncio.Event) -> None:
     """Wait for a signal, or for a reason to end. The supervisor then starts another process."""
     async with asyncio.TaskGroup() as group:
@@ -145,8 +141,10 @@ async def _until_stopped_or(restart: asyncio.Event) -> None:
             task.cancel()
 
 
-async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
-    """Check the documents for damage, and restart to recover them."""
+async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
+    """Check the file of documents for damage, and restart to recover them."""
+    if not isinstance(store, SqliteDocumentStore):
+        return
     database = store.database
     problem = await asyncio.to_thread(find_damage, database.path, stop)
     if problem is not None:
@@ -175,7 +173,7 @@ async def _serve_damaged(
 async def _make_knowledge_base(
     settings: RetrieverSettings,
     health: HealthServer,
-    store: SqliteDocumentStore,
+    store: DocumentStore,
     threads: IndexThreads,
 ) -> KnowledgeBase:
     defaults = collection_defaults(settings)
@@ -185,7 +183,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads),
+        make_indexes(settings, store, threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,

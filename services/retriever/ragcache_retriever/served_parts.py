@@ -39,7 +39,8 @@ class ServedParts:
         self._settings = settings
         self._knowledge_base = knowledge_base
         self._probe = StorageProbe(
-            settings.data_dir, functools.partial(knowledge_base.store.report, "readiness")
+            None if knowledge_base.store.is_shared else settings.data_dir,
+            functools.partial(knowledge_base.store.report, "readiness"),
         )
         self._is_loaded = False
         self._replica = make_replica(settings, knowledge_base, self._is_fit, restart)

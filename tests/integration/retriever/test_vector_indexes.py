@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
-from ragcache_retriever.search.scan_pool import ScanPool
-from ragcache_retriever.search.segmented_index import IndexThreads
-from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.remote.milvus import MilvusIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
@@ -110,16 +110,14 @@ class PgvectorHarness:
 def segments(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[IndexKind], OwnHarness]]:
-    pool = ScanPool(1)
-    with ThreadPoolExecutor(1) as background:
-        threads = IndexThreads(pool, background)
+    threads = IndexThreads.start(1)
 
-        def make(kind: IndexKind) -> OwnHarness:
-            folder = tmp_path_factory.mktemp("segments")
-            return OwnHarness(SegmentedIndexes(folder, threads), kind)
+    def make(kind: IndexKind) -> OwnHarness:
+        folder = tmp_path_factory.mktemp("segments")
+        return OwnHarness(SegmentedIndexes(folder, IndexOptions(), threads), kind)
 
-        yield make
-    pool.close()
+    yield make
+    threads.close()
 
 
 def pgvector_harness(store: PostgresDocumentStore, kind: IndexKind) -> PgvectorHarness:
@@ -135,7 +133,7 @@ def kinds_of(backend: str) -> list[object]:
     return [pytest.param((backend, kind), id=f"{backend}-{kind.value}") for kind in kinds]
 
 
-ALL = [*kinds_of("segments"), *kinds_of("pgvector")]
+ALL = [*kinds_of("segments"), *kinds_of("pgvector"), *kinds_of("milvus")]
 
 
 def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
@@ -145,6 +143,13 @@ def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
         harness.build()
         yield harness
         harness.index.close()
+    elif backend == "milvus":
+        folder = request.getfixturevalue("tmp_path_factory").mktemp("milvus")
+        indexes = MilvusIndexes(str(folder / "vectors.db"), "0123")
+        harness = OwnHarness(indexes, kind)
+        harness.build()
+        yield harness
+        indexes.close()
     else:
         store = PostgresDocumentStore(request.getfixturevalue("postgres").new_schema())
         harness = pgvector_harness(store, kind)

@@ -147,6 +147,10 @@ class CollectionSet:
         self._stored = stored
         self._indexes.keep_only(wanted)
 
+    def has_changed(self) -> bool:
+        """Whether the store has other collections, settings or generations. Any thread asks."""
+        return _without_counters(self._store.collections()) != _without_counters(self._stored)
+
     def add_missing(self) -> None:
         """Create the default collection and missing serving generations. In the writer's thread."""
         stored = self._store.collections()
@@ -235,3 +239,17 @@ class CollectionSet:
                 False,
                 remake,
             )
+
+
+def _without_counters(stored: dict[str, StoredCollection]) -> dict[str, object]:
+    return {
+        name: (
+            one.settings,
+            one.fusion,
+            [(generation.row, generation.recipe) for generation in one.generations],
+            one.building is None,
+            one.retired,
+            one.is_deleting,
+        )
+        for name, one in stored.items()
+    }

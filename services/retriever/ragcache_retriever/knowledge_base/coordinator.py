@@ -19,6 +19,7 @@ from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
+from ragcache_retriever.knowledge_base.refresh import CollectionRefresh
 from ragcache_retriever.knowledge_base.remake import Remake
 from ragcache_retriever.knowledge_base.results import (
     CollectionInfo,
@@ -91,6 +92,7 @@ class KnowledgeBase:
         self._remake = Remake(
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
+        self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
 
     async def load(
         self, progress: Callable[[str], None] = logger.debug, *, is_writer: bool = True
@@ -116,6 +118,8 @@ class KnowledgeBase:
         self._collections.finish_loading()
         if is_writer:
             self._remake.start()
+        if self.store.is_shared:
+            self._refresh.start()
 
     async def start_writing(self) -> None:
         """Become the writer: create what is missing, and begin background work."""
@@ -136,6 +140,7 @@ class KnowledgeBase:
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
+        await self._refresh.stop()
         await self._remake.stop()
         await self._preparer.close()
         await self.threads.close()

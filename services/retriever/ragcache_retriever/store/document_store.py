@@ -48,6 +48,10 @@ class DocumentStore(Protocol):
     def outbox(self) -> Outbox:
         """The outbox of stored KV to delete. Use it inside ``transaction``."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes change the same documents."""
+
     def close(self) -> None:
         """Release files and connections. No other call may run."""
 

@@ -54,6 +54,16 @@ class PostgresDocumentStore:
         self._reads = PostgresReads(self.database)
 
     @property
+    def backend(self) -> str:
+        """See DocumentStore."""
+        return "postgres"
+
+    @property
+    def is_shared(self) -> bool:
+        """See DocumentStore."""
+        return True
+
+    @property
     def outbox(self) -> PostgresOutbox:
         """The outbox of stored KV to delete. Use it inside ``transaction``."""
         return self._outbox

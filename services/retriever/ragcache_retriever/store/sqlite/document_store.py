@@ -70,6 +70,11 @@ class SqliteDocumentStore:
         return "embedded"
 
     @property
+    def is_shared(self) -> bool:
+        """See DocumentStore."""
+        return False
+
+    @property
     def outbox(self) -> SqliteOutbox:
         """The outbox of stored KV to delete. Use it inside ``transaction``."""
         return self._outbox

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psycopg
@@ -91,6 +91,11 @@ class PgvectorIndex:
         building = self._building
         return building is not None and not building.done()
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether what is stored cannot be read: the server would say so."""
+        return False
+
     def rows(self) -> Rows:
         """Return the sorted rows."""
         found = self._database.read_one(
@@ -98,7 +103,7 @@ class PgvectorIndex:
         )
         return rows_of(None if found is None else found[0])
 
-    def load(self, batches: Iterator[tuple[Rows, Vectors]]) -> None:
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
         """Do nothing: the document store has put them into the table."""
 
     def set_kind(self, kind: IndexKind) -> None:

@@ -1,0 +1,91 @@
+"""Where documents and vectors are stored, by the settings."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from ragcache_core.errors import InvalidInput
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
+from ragcache_retriever.store.sqlite.files.recovery import discard, recover
+from ragcache_retriever.store.vector_indexes import VectorIndexes
+from ragcache_wire.settings import RetrieverSettings
+from ragcache_wire.settings.table import variable
+
+_IDENTITY_FILE = "index-identity"
+
+
+def open_store(settings: RetrieverSettings) -> DocumentStore:
+    """Open the documents.
+
+    A damaged file of the embedded backend is recovered, unless another replica has a whole one.
+
+    Raises:
+        InvalidInput: The settings cannot be used.
+        RecoveryFailed: The file is damaged and cannot be recovered.
+    """
+    if settings.backend == "postgres":
+        try:
+            from ragcache_retriever.store.postgres.document_store import (  # noqa: PLC0415
+                PostgresDocumentStore,
+            )
+        except ImportError as error:
+            raise _missing("postgres", error) from error
+        return PostgresDocumentStore(settings.backend_url or "")
+    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
+
+
+def make_indexes(
+    settings: RetrieverSettings, store: DocumentStore, threads: IndexThreads
+) -> VectorIndexes:
+    """Return the vector indexes of the documents. They connect when one is opened.
+
+    Raises:
+        InvalidInput: The settings cannot be used.
+    """
+    match settings.backend:
+        case "postgres":
+            from ragcache_retriever.store.postgres.document_store import (  # noqa: PLC0415
+                PostgresDocumentStore,
+            )
+            from ragcache_retriever.store.postgres.vectors.vector_index import (  # noqa: PLC0415
+                PgvectorIndexes,
+            )
+
+            assert isinstance(store, PostgresDocumentStore)
+            return PgvectorIndexes(store.database)
+        case "milvus":
+            try:
+                from ragcache_retriever.search.remote.milvus import MilvusIndexes  # noqa: PLC0415
+            except ImportError as error:
+                raise _missing("milvus", error) from error
+            return MilvusIndexes(settings.backend_url or "", index_identity(settings.data_dir))
+        case _:
+            return SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads)
+
+
+def index_identity(folder: Path) -> str:
+    """Return the name that a data folder got when it was first used, of 16 hex digits.
+
+    An index in another service carries it. So the index of a lost folder is never mistaken for
+    that of a new one.
+    """
+    path = folder / _IDENTITY_FILE
+    if not path.exists():
+        part = path.with_suffix(".part")
+        part.write_text(secrets.token_hex(8))
+        part.rename(path)
+    return path.read_text()
+
+
+def _missing(backend: str, error: ImportError) -> InvalidInput:
+    return InvalidInput(
+        variable("backend"),
+        f"{backend} needs a package that is not installed ({error})",
+        f"install ragcache[{backend}], or use the backend 'embedded'",
+    )

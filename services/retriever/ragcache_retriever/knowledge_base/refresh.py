@@ -1,0 +1,49 @@
+"""Follows the collections that other processes change in a shared store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from ragcache_core.errors import RagCacheError
+from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.remake import Remake
+from ragcache_retriever.knowledge_base.store_threads import StoreThreads
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+
+
+class CollectionRefresh:
+    """Reloads the collections soon after another process has changed them."""
+
+    def __init__(self, collections: CollectionSet, threads: StoreThreads, remake: Remake) -> None:
+        self._collections = collections
+        self._threads = threads
+        self._remake = remake
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="refresh")
+
+    async def stop(self) -> None:
+        """End."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                if await self._threads.read(self._collections.has_changed):
+                    await self._threads.write(self._collections.reload)
+                    self._remake.start()
+            except RagCacheError as error:
+                log.warning("collections: not refreshed error=%s", error)

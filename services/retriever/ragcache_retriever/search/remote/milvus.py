@@ -1,0 +1,317 @@
+"""Vector search by Milvus, with growing effort.
+
+Documents stay in the document store. Milvus holds one of its collections for each generation, named
+by the data folder's identity, and its owner completes it after each start. Milvus has no
+transactions: rows are added before others are removed, and consistency level Strong lets each query
+see all acknowledged changes.
+
+A search of cells or of a graph has two queries, a small and a complete one. Milvus cannot continue
+a query, so the small one is the price of an early result. A scan of all vectors has one query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from pymilvus import DataType, MilvusClient, MilvusException
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search.remote.staged_hits import StagedHits
+from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+
+log = logging.getLogger(__name__)
+
+URL_SETTING = "RAGCACHE_BACKEND_URL"
+SEARCH_LIMIT_S = 10.0
+CHANGE_LIMIT_S = 60.0
+FIRST_SHARE = 1 / 8
+NUM_CELLS, PROBED_CELLS = 128, 64
+GRAPH_LINKS, GRAPH_BUILD_BEAM, GRAPH_BEAM = 16, 128, 160
+MAX_HITS = 16_384
+"""Most hits of one query of Milvus."""
+BATCH_BYTES = 16 << 20
+"""Bytes of vectors that one call inserts. A message has 64 MiB at most."""
+READ_ROWS = 8192
+
+_ROW, _VECTOR = "row", "vector"
+_INDEX_TYPES = {IndexKind.FLAT: "FLAT", IndexKind.IVF: "IVF_FLAT", IndexKind.HNSW: "HNSW"}
+_BUILD: dict[IndexKind, dict[str, int]] = {
+    IndexKind.FLAT: {},
+    IndexKind.IVF: {"nlist": NUM_CELLS},
+    IndexKind.HNSW: {"M": GRAPH_LINKS, "efConstruction": GRAPH_BUILD_BEAM},
+}
+
+
+class MilvusIndex:
+    """The vectors of one generation in a collection of Milvus. See RowIndex."""
+
+    def __init__(self, client: MilvusClient, name: str, dimension: int, kind: IndexKind) -> None:
+        self._client = client
+        self._name = name
+        self._dimension = dimension
+        self._kind = _used_kind(kind)
+        self._estimator = SearchEstimator()
+        with _errors():
+            self._create()
+
+    def __len__(self) -> int:
+        with _errors():
+            found = self._client.query(
+                self._name, filter="", output_fields=["count(*)"], timeout=SEARCH_LIMIT_S
+            )
+        return int(found[0]["count(*)"])
+
+    @property
+    def kind(self) -> IndexKind:
+        """The kind in use."""
+        return self._kind
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in this process: none."""
+        return 0
+
+    @property
+    def is_building(self) -> bool:
+        """Milvus builds indexes by itself, and searches what is not indexed yet completely."""
+        return False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether what is stored cannot be read: the server would say so."""
+        return False
+
+    def rows(self) -> Rows:
+        """Return the sorted rows."""
+        found: list[int] = []
+        with _errors():
+            pages = self._client.query_iterator(
+                self._name, batch_size=READ_ROWS, filter=f"{_ROW} >= 0", output_fields=[_ROW]
+            )
+            try:
+                while page := pages.next():
+                    found += [int(one[_ROW]) for one in page]
+            finally:
+                pages.close()
+        return np.array(sorted(found), np.int64)
+
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
+        """Replace the content by rows and vectors in batches. No search may run."""
+        with _errors():
+            self._client.drop_collection(self._name, timeout=CHANGE_LIMIT_S)
+            self._create()
+        for rows, vectors in batches:
+            self._add(rows.tolist(), vectors)
+
+    def set_kind(self, kind: IndexKind) -> None:
+        """Change the kind. Searches of this collection are unavailable for a moment."""
+        wanted = _used_kind(kind)
+        if wanted is self._kind:
+            return
+        with _errors():
+            self._client.release_collection(self._name, timeout=CHANGE_LIMIT_S)
+            self._client.drop_index(self._name, _VECTOR, timeout=CHANGE_LIMIT_S)
+            self._client.create_index(self._name, self._index_of(wanted), timeout=CHANGE_LIMIT_S)
+            self._client.load_collection(self._name, timeout=CHANGE_LIMIT_S)
+        self._kind = wanted
+        self._estimator = SearchEstimator()
+
+    def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        """Add rows, then remove rows. See VectorIndex."""
+        gone = sorted(set(removed) - set(added))
+        self._add(added, vectors)
+        if gone:
+            with _errors():
+                self._client.delete(self._name, ids=gone, timeout=CHANGE_LIMIT_S)
+
+    def close(self) -> None:
+        """Do nothing: Milvus keeps the collection."""
+
+    def search(
+        self,
+        query: Vectors,
+        top_k: int,
+        *,
+        allowed: Rows | None = None,
+        recall: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[IndexStage]:
+        """Yield the stages of a search. See VectorIndex.
+
+        Milvus ends no query early, so ``cancelled`` is asked between queries only.
+        """
+        hits = StagedHits(self._estimator, top_k, recall)
+        if allowed is not None and not len(allowed):
+            yield hits.stage([], 1.0, 0, is_last=True)
+            return
+        num_scored = 0
+        efforts = self._efforts(top_k)
+        for effort, parameters in efforts:
+            if cancelled is not None and cancelled():
+                return
+            found = self._best(query, min(top_k, MAX_HITS), allowed, parameters)
+            num_scored += effort
+            if cancelled is not None and cancelled():
+                return
+            is_last = effort == efforts[-1][0]
+            stage = hits.stage(found, effort / efforts[-1][0], num_scored, is_last=is_last)
+            yield stage
+            if stage.final:
+                return
+
+    def _efforts(self, top_k: int) -> list[tuple[int, dict[str, int]]]:
+        """Return the effort of each query, ascending, and its parameters."""
+        match self._kind:
+            case IndexKind.HNSW:
+                beam = max(GRAPH_BEAM, 2 * top_k)
+                first = max(round(FIRST_SHARE * beam), top_k)
+                return [(first, {"ef": first}), (beam, {"ef": beam})]
+            case IndexKind.IVF:
+                probes = (round(FIRST_SHARE * PROBED_CELLS), PROBED_CELLS)
+                return [(one, {"nprobe": one}) for one in probes]
+            case _:
+                return [(1, {})]
+
+    def _best(
+        self, query: Vectors, top_k: int, allowed: Rows | None, parameters: dict[str, int]
+    ) -> list[tuple[int, float]]:
+        condition = ""
+        if allowed is not None:
+            condition = f"{_ROW} in [{','.join(map(str, allowed.tolist()))}]"
+        with _errors():
+            [found] = self._client.search(
+                self._name,
+                [query],
+                filter=condition,
+                limit=top_k,
+                output_fields=[_ROW],
+                search_params={"metric_type": "IP", "params": parameters},
+                timeout=SEARCH_LIMIT_S,
+            )
+        return [(int(hit[_ROW]), float(hit["distance"])) for hit in found]
+
+    def _add(self, rows: Sequence[int], vectors: Vectors) -> None:
+        step = max(1, BATCH_BYTES // (4 * self._dimension))
+        for first in range(0, len(rows), step):
+            pairs = zip(rows[first : first + step], vectors[first : first + step], strict=True)
+            with _errors():
+                # An upsert, because an interrupted change may have added some of them.
+                self._client.upsert(
+                    self._name,
+                    [{_ROW: int(row), _VECTOR: vector} for row, vector in pairs],
+                    timeout=CHANGE_LIMIT_S,
+                )
+
+    def _create(self) -> None:
+        if not self._client.has_collection(self._name, timeout=SEARCH_LIMIT_S):
+            schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+            schema.add_field(_ROW, DataType.INT64, is_primary=True)
+            schema.add_field(_VECTOR, DataType.FLOAT_VECTOR, dim=self._dimension)
+            self._client.create_collection(
+                self._name,
+                schema=schema,
+                index_params=self._index_of(self._kind),
+                consistency_level="Strong",
+                timeout=CHANGE_LIMIT_S,
+            )
+        self._client.load_collection(self._name, timeout=CHANGE_LIMIT_S)
+        built = self._client.describe_index(self._name, _VECTOR, timeout=SEARCH_LIMIT_S)
+        kinds = {index_type: kind for kind, index_type in _INDEX_TYPES.items()}
+        wanted, self._kind = self._kind, kinds[built["index_type"]]
+        self.set_kind(wanted)
+
+    def _index_of(self, kind: IndexKind) -> Any:
+        index = self._client.prepare_index_params()
+        index.add_index(
+            _VECTOR, index_type=_INDEX_TYPES[kind], metric_type="IP", params=_BUILD[kind]
+        )
+        return index
+
+
+class MilvusIndexes:
+    """The indexes of one data folder.
+
+    Args:
+        url: http(s)://USER:PASSWORD@HOST:PORT/DATABASE, or a file of milvus-lite, ending in ".db".
+        identity: Of the data folder, letters and digits.
+
+    Raises:
+        InvalidInput: The URL is neither.
+    """
+
+    def __init__(self, url: str, identity: str) -> None:
+        self._arguments = _arguments(url)
+        self._prefix = f"ragcache_{identity}_"
+        self._connected: MilvusClient | None = None
+
+    def open(self, generation: int, dimension: int, kind: IndexKind) -> MilvusIndex:
+        """See VectorIndexes.open."""
+        name = f"{self._prefix}{generation}"
+        return MilvusIndex(self._client, name, dimension, kind)
+
+    def remove(self, generation: int) -> None:
+        """See VectorIndexes.remove."""
+        with _errors():
+            self._client.drop_collection(f"{self._prefix}{generation}", timeout=CHANGE_LIMIT_S)
+
+    def stored_generations(self) -> list[int]:
+        """See VectorIndexes.stored_generations."""
+        with _errors():
+            names = self._client.list_collections(timeout=SEARCH_LIMIT_S)
+        return sorted(
+            int(name.removeprefix(self._prefix)) for name in names if name.startswith(self._prefix)
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connected is not None:
+            self._connected.close()
+
+    @property
+    def _client(self) -> MilvusClient:
+        if self._connected is None:
+            with _errors():
+                self._connected = MilvusClient(timeout=SEARCH_LIMIT_S, **self._arguments)
+        return self._connected
+
+
+def _used_kind(kind: IndexKind) -> IndexKind:
+    # Milvus scans segments without an index, so a graph serves small collections, too.
+    return IndexKind.HNSW if kind is IndexKind.AUTO else kind
+
+
+def _arguments(url: str) -> dict[str, str]:
+    """Return the arguments of a client for a URL."""
+    if url.endswith(".db") and "://" not in url:
+        return {"uri": str(Path(url).absolute())}
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            port = parts.port or 19530
+            arguments = {"uri": f"{parts.scheme}://{parts.hostname}:{port}"}
+            if parts.username:
+                password = unquote(parts.password or "")
+                arguments["token"] = f"{unquote(parts.username)}:{password}"
+            if parts.path.strip("/"):
+                arguments["db_name"] = parts.path.strip("/")
+            return arguments
+    raise InvalidInput(
+        URL_SETTING, "is no URL of Milvus", "set http://USER:PASSWORD@HOST:19530/DATABASE"
+    )
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except MilvusException as error:
+        problem = " ".join(str(error).split())
+        raise Unavailable("Milvus", f"{problem} ({URL_SETTING})") from error
