@@ -26,8 +26,13 @@ MIN_RECALL = {IndexKind.FLAT: 1.0, IndexKind.IVF: 1.0, IndexKind.HNSW: 0.95}
 class IndexHarness(Protocol):
     """An index whose content a test changes."""
 
-    index: RowIndex
-    wanted: IndexKind
+    @property
+    def index(self) -> RowIndex:
+        """The index."""
+
+    @property
+    def wanted(self) -> IndexKind:
+        """Its kind."""
 
     def change(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
         """Change the documents, and apply the change to the index."""

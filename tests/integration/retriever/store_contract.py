@@ -79,7 +79,7 @@ filters: st.SearchStrategy[Filter] = st.recursive(
     ),
     max_leaves=6,
 )
-FILTERED = (
+FILTERED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("d0", "a", {"team": "a", "year": "2020", "id": "hidden"}),
     ("d1", "ab", {"team": "ab", "year": "2021"}),
     ("d2", "7", {"team": "b", "year": "-1e3"}),

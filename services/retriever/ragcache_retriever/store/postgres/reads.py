@@ -222,7 +222,7 @@ def _joined(found: list[Row]) -> tuple[Rows, Vectors]:
 
 def _stored_chunk(row: Row) -> StoredChunk:
     heading_path = tuple(json.loads(row[5]))
-    return StoredChunk(*row[:5], heading_path, *row[6:])
+    return StoredChunk(*row[:5], heading_path, *row[6:10])
 
 
 def _stored_document(row: Row, text: str) -> StoredDocument:
