@@ -221,8 +221,20 @@ def _joined(found: list[Row]) -> tuple[Rows, Vectors]:
 
 
 def _stored_chunk(row: Row) -> StoredChunk:
-    heading_path = tuple(json.loads(row[5]))
-    return StoredChunk(*row[:5], heading_path, *row[6:10])
+    chunk_row, document_id, title, ordinal, text, heading_path = row[:6]
+    token_ids, tokenizer, content_hash, updated_unix_ms = row[6:]
+    return StoredChunk(
+        chunk_row,
+        document_id,
+        title,
+        ordinal,
+        text,
+        tuple(json.loads(heading_path)),
+        token_ids,
+        tokenizer,
+        content_hash,
+        updated_unix_ms,
+    )
 
 
 def _stored_document(row: Row, text: str) -> StoredDocument:
