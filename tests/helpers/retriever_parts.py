@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.splitter import SplitLimit
@@ -36,6 +37,9 @@ class WordEmbedder:
     embedded: list[str] = field(default_factory=list)
 
     async def start(self) -> None:
+        pass
+
+    def adopt(self, identities: Iterable[str]) -> None:
         pass
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
@@ -97,3 +101,8 @@ async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClien
 
 def tokenizer_of(model: Path) -> ServingTokenizer:
     return load_serving_tokenizer(str(model))
+
+
+def digest_of(tokenizer: ServingTokenizer, text: str) -> bytes:
+    """Return the digest of a chunk's tokens."""
+    return token_digest(np.frombuffer(tokenizer.token_ids(text), "<u4"))

@@ -7,6 +7,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.concurrency.cpu import usable_cores
@@ -20,7 +21,9 @@ from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.health_server import HealthServer
@@ -141,9 +144,15 @@ async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
-    if settings.has_bundled_embedder:
-        num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
-        return MiniLM(gate, num_threads)
+    num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
+    kind, _, name = settings.embedder.partition(":")
+    match kind:
+        case "bundled":
+            return MiniLM(gate, num_threads)
+        case "path":
+            return LocalModel(lambda: Path(name), gate, num_threads)
+        case "hf":
+            return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 

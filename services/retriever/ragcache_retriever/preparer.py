@@ -1,8 +1,8 @@
-"""Turns a document into chunks with token digests and embeddings, before anything is written."""
+"""Turns a document into chunks with token ids and embeddings, before anything is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +20,18 @@ EMBEDDED_TEXT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PreparedDocument:
-    """A document with its chunks. embeddings: shape (len(chunks), dimension)."""
+    """A document with its chunks.
+
+    Attributes:
+        token_ids: Of each chunk, see ``SplitDocument``.
+        digests: Of the token ids of each chunk.
+        embeddings: Shape (len(chunks), dimension).
+    """
 
     document: Document
     recipe: Recipe
     chunks: list[Chunk]
+    token_ids: list[bytes]
     digests: list[bytes]
     embeddings: Vectors
 
@@ -59,6 +66,18 @@ class DocumentPreparer:
     async def close(self) -> None:
         """End the processes that split documents."""
         await self._splitter.close()
+
+    def adopt_embedder(self, recipes: Iterable[Recipe]) -> None:
+        """Let the embedder take the identity of a stored recipe whose vectors are comparable.
+
+        Call it after the embedder has started.
+        """
+        version = f"{EMBEDDED_TEXT_VERSION}:"
+        self._embedder.adopt(
+            recipe.embedder.removeprefix(version)
+            for recipe in recipes
+            if recipe.embedder.startswith(version)
+        )
 
     def recipe(self, chunking: Chunking) -> Recipe:
         """Return the recipe of documents prepared with a chunking. Needs a started embedder."""
@@ -100,4 +119,6 @@ class DocumentPreparer:
         if missing:
             missing_texts = [texts[i] for i in missing]
             embeddings[missing] = await self._embedder.embed(missing_texts, urgent=False)
-        return PreparedDocument(document, self.recipe(chunking), chunks, split.digests, embeddings)
+        return PreparedDocument(
+            document, self.recipe(chunking), chunks, split.token_ids, split.digests, embeddings
+        )
