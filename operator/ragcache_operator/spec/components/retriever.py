@@ -153,9 +153,9 @@ class RetrieverSpec(ManifestModel):
     and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
     but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
     pods that stay might lack the newest documents."""
-    max_lag_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
     """Maximum age of a change that a replica may lack. A replica that is further behind the writer
-    answers no searches until it has caught up."""
+    answers no searches until it has caught up. A failover takes up to 15 seconds."""
     embedder: EmbedderSpec = EmbedderSpec()
     """The embedding model. After a change, the retriever embeds all documents again."""
     reranker: RerankerSpec = RerankerSpec()

@@ -82,7 +82,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.httpRoute.gatewayNamespace": ("two", "", "HTTPRoute/gateway"),
     "gateway.httpRoute.hostnames": (["b.example.com"], GATEWAY, "HTTPRoute/gateway"),
     "retriever.replicas": (3, RETRIEVER, f"{WRITER_ROLE} NetworkPolicy/retriever"),
-    "retriever.maxLagSeconds": (9, RETRIEVER, ""),
+    "retriever.maxLagSeconds": (20, RETRIEVER, ""),
     "retriever.reranker.source": ("http://two.ml.svc/v1", RETRIEVER, "NetworkPolicy/retriever"),
     "retriever.reranker.model": ("two", RETRIEVER, ""),
     "retriever.reranker.keySecret.name": ("two", RETRIEVER, ""),
