@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.damaged_service import damaged_service
@@ -185,7 +186,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads),
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, index_options(settings), threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
@@ -224,6 +225,11 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 
 
+def index_options(settings: RetrieverSettings) -> IndexOptions:
+    """Return how the vectors of all collections are searched."""
+    return IndexOptions(precision=settings.index_precision, recall=settings.index_recall)
+
+
 def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
     """Return the defaults of collections. Raises InvalidInput for values out of range."""
     return CollectionDefaults(
@@ -234,6 +240,7 @@ def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
             settings.chunk_overlap_tokens,
         ),
         window=checked_window(variable("window_chunks"), settings.window_chunks),
+        index=IndexKind(settings.index_kind),
     )
 
 

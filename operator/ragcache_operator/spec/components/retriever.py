@@ -93,12 +93,8 @@ class IndexSpec(ManifestModel):
 
 
 class RetrieverLimitsSpec(ManifestModel):
-    """RetrieverLimitsSpec sets the limits of collections and of requests to each replica."""
+    """RetrieverLimitsSpec sets the limits of requests to each replica."""
 
-    documents: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
-    """Maximum number of documents in a collection that sets none. If unset, there is no limit."""
-    text: ByteQuantity | None = None
-    """Maximum size of the text in a collection that sets none. If unset, there is no limit."""
     searches: Annotated[int, Field(ge=1, le=10_000)] = 256
     """Maximum number of searches at once in each replica, from their arrival to their end. Further
     ones are rejected, and clients of the gateway get 503 and Retry-After."""
@@ -165,7 +161,7 @@ class RetrieverSpec(ManifestModel):
     index: IndexSpec = IndexSpec()
     """The vector index of collections that set none."""
     limits: RetrieverLimitsSpec = RetrieverLimitsSpec()
-    """Limits of collections and requests."""
+    """Limits of requests."""
     backend: BackendSpec = BackendSpec()
     """Where documents and vectors are stored. This field is immutable."""
     storage: StorageSpec = StorageSpec()

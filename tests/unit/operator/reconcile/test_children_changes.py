@@ -91,8 +91,6 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.index.recall": (0.95, RETRIEVER, ""),
     "retriever.index.precision": ("sq8", RETRIEVER, ""),
     "retriever.index.expectedChunks": (10_000_000, RETRIEVER, ""),
-    "retriever.limits.documents": (9, RETRIEVER, ""),
-    "retriever.limits.text": ("1Gi", RETRIEVER, ""),
     "retriever.limits.searches": (9, RETRIEVER, ""),
     "retriever.limits.upsertBytes": ("1Gi", RETRIEVER, ""),
     "retriever.backend.postgres.urlSecret.name": ("two", RETRIEVER, ""),
