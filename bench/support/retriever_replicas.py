@@ -47,10 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
             for i, text in enumerate(body["input"])
         ]
         content = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the replica was killed
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
         pass
