@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.backends import make_indexes, open_store
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
@@ -183,7 +184,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        make_indexes(settings, store, threads),
+        make_indexes(settings, store, index_options(settings), threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
@@ -222,6 +223,11 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 
 
+def index_options(settings: RetrieverSettings) -> IndexOptions:
+    """Return how the vectors of all collections are searched."""
+    return IndexOptions(precision=settings.index_precision, recall=settings.index_recall)
+
+
 def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
     """Return the defaults of collections. Raises InvalidInput for values out of range."""
     return CollectionDefaults(
@@ -232,6 +238,7 @@ def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
             settings.chunk_overlap_tokens,
         ),
         window=checked_window(variable("window_chunks"), settings.window_chunks),
+        index=IndexKind(settings.index_kind),
     )
 
 

@@ -41,9 +41,16 @@ def open_store(settings: RetrieverSettings) -> DocumentStore:
 
 
 def make_indexes(
-    settings: RetrieverSettings, store: DocumentStore, threads: IndexThreads
+    settings: RetrieverSettings,
+    store: DocumentStore,
+    options: IndexOptions,
+    threads: IndexThreads,
 ) -> VectorIndexes:
     """Return the vector indexes of the documents. They connect when one is opened.
+
+    Args:
+        options: Of the own index. Other backends use its recall.
+        threads: Of the own index.
 
     Raises:
         InvalidInput: The settings cannot be used.
@@ -58,15 +65,16 @@ def make_indexes(
             )
 
             assert isinstance(store, PostgresDocumentStore)
-            return PgvectorIndexes(store.database)
+            return PgvectorIndexes(store.database, options.recall)
         case "milvus":
             try:
                 from ragcache_retriever.search.remote.milvus import MilvusIndexes  # noqa: PLC0415
             except ImportError as error:
                 raise _missing("milvus", error) from error
-            return MilvusIndexes(settings.backend_url or "", index_identity(settings.data_dir))
+            identity = index_identity(settings.data_dir)
+            return MilvusIndexes(settings.backend_url or "", identity, options.recall)
         case _:
-            return SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads)
+            return SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
 
 
 def index_identity(folder: Path) -> str:

@@ -60,7 +60,7 @@ class StorageProbe:
             self._read()
             if self._folder is not None:
                 self._write(self._folder)
-        except Exception as error:  # whatever fails, the service cannot answer
+        except Exception as error:  # of the file system, of SQLite or of a network backend
             problem = f"the storage failed: {error}"
 
         def finish() -> None:

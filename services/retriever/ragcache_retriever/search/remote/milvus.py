@@ -53,8 +53,16 @@ _BUILD: dict[IndexKind, dict[str, int]] = {
 class MilvusIndex:
     """The vectors of one generation in a collection of Milvus. See RowIndex."""
 
-    def __init__(self, client: MilvusClient, name: str, dimension: int, kind: IndexKind) -> None:
+    def __init__(
+        self,
+        client: MilvusClient,
+        name: str,
+        dimension: int,
+        kind: IndexKind,
+        recall: float | None,
+    ) -> None:
         self._client = client
+        self._recall = recall
         self._name = name
         self._dimension = dimension
         self._kind = _used_kind(kind)
@@ -148,7 +156,7 @@ class MilvusIndex:
 
         Milvus ends no query early, so ``cancelled`` is asked between queries only.
         """
-        hits = StagedHits(self._estimator, top_k, recall)
+        hits = StagedHits(self._estimator, top_k, self._recall if recall is None else recall)
         if allowed is not None and not len(allowed):
             yield hits.stage([], 1.0, 0, is_last=True)
             return
@@ -242,12 +250,14 @@ class MilvusIndexes:
     Args:
         url: http(s)://USER:PASSWORD@HOST:PORT/DATABASE, or a file of milvus-lite, ending in ".db".
         identity: Of the data folder, letters and digits.
+        recall: Of searches that declare none. None: they finish.
 
     Raises:
         InvalidInput: The URL is neither.
     """
 
-    def __init__(self, url: str, identity: str) -> None:
+    def __init__(self, url: str, identity: str, recall: float | None = None) -> None:
+        self._recall = recall
         self._arguments = _arguments(url)
         self._prefix = f"ragcache_{identity}_"
         self._connected: MilvusClient | None = None
@@ -255,7 +265,7 @@ class MilvusIndexes:
     def open(self, generation: int, dimension: int, kind: IndexKind) -> MilvusIndex:
         """See VectorIndexes.open."""
         name = f"{self._prefix}{generation}"
-        return MilvusIndex(self._client, name, dimension, kind)
+        return MilvusIndex(self._client, name, dimension, kind, self._recall)
 
     def remove(self, generation: int) -> None:
         """See VectorIndexes.remove."""

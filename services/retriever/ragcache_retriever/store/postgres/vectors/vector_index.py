@@ -57,6 +57,7 @@ class PgvectorIndex:
         dimension: int,
         kind: IndexKind,
         builder: ThreadPoolExecutor,
+        recall: float | None,
     ) -> None:
         self._database = database
         self._generation = generation
@@ -64,6 +65,7 @@ class PgvectorIndex:
         self._dimension = dimension
         self._kind = kind
         self._builder = builder
+        self._recall = recall
         self._building: Future[None] | None = None
         self._lock = threading.Lock()
         self._added = 0
@@ -137,7 +139,7 @@ class PgvectorIndex:
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[IndexStage]:
         """Yield the stages of a search. See VectorIndex."""
-        hits = StagedHits(self._estimator, top_k, recall)
+        hits = StagedHits(self._estimator, top_k, self._recall if recall is None else recall)
         try:
             with (
                 self._database.snapshot() as connection,
@@ -283,15 +285,22 @@ class _Parts:
 
 
 class PgvectorIndexes:
-    """The indexes of a database. The document store creates and drops their tables."""
+    """The indexes of a database. The document store creates and drops their tables.
 
-    def __init__(self, database: PostgresDatabase) -> None:
+    Args:
+        recall: Of searches that declare none. None: they finish.
+    """
+
+    def __init__(self, database: PostgresDatabase, recall: float | None = None) -> None:
         self._database = database
+        self._recall = recall
         self._builder = ThreadPoolExecutor(1, "pgvector")
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> PgvectorIndex:
         """Return the index of a generation."""
-        return PgvectorIndex(self._database, generation, dimension, kind, self._builder)
+        return PgvectorIndex(
+            self._database, generation, dimension, kind, self._builder, self._recall
+        )
 
     def remove(self, generation: int) -> None:
         """Do nothing: the document store drops the table."""
