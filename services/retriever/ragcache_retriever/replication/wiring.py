@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from ragcache_core.errors import InvalidInput
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.replication.copies import store_copy
 from ragcache_retriever.replication.file_lease import FileLease
@@ -25,22 +24,20 @@ def make_replica(
     is_fit: Callable[[], bool],
     restart: Callable[[], None],
 ) -> Replica | None:
-    """Return the replica of the settings, or None if there is only one.
+    """Return the replica of the settings.
+
+    None: there is only one, or every replica writes to a store that they share.
 
     Args:
         is_fit: Whether this replica could write now.
         restart: Ends the process, so that it starts again with a copy of the documents.
 
     Raises:
-        InvalidInput: Another backend than the embedded one has peers, or the Lease cannot be used.
+        InvalidInput: The Lease cannot be used.
     """
-    if not settings.peers:
-        return None
     store = knowledge_base.store
-    if not isinstance(store, SqliteDocumentStore):
-        raise InvalidInput(
-            "RAGCACHE_PEERS", f"backend {settings.backend} has no replicas", "remove the peers"
-        )
+    if not settings.peers or not isinstance(store, SqliteDocumentStore):
+        return None
     assert settings.own_address is not None, "settings check it"
     options = ReplicaOptions(
         identity=f"{settings.own_address}#{secrets.token_hex(8)}",
