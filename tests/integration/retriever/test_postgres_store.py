@@ -234,3 +234,22 @@ def test_text_that_postgresql_cannot_store_is_refused(store: PostgresDocumentSto
     with pytest.raises(InvalidInput, match="NUL"):
         put(store, "d", ["a\0b"])
     assert store.page("c", "", 10) == ([], None)
+
+
+def test_a_query_that_nobody_waits_for_is_cancelled(store: PostgresDocumentStore) -> None:
+    is_cancelled = threading.Event()
+    timer = threading.Timer(0.2, is_cancelled.set)
+    timer.start()
+    with pytest.raises(Unavailable, match="cancel") as caught:
+        sleep(store, is_cancelled)
+    timer.join()
+    assert isinstance(caught.value.__cause__, psycopg.errors.QueryCanceled)
+    assert store.collections() == {}
+
+
+def sleep(store: PostgresDocumentStore, is_cancelled: threading.Event) -> None:
+    with (
+        store.database.snapshot() as connection,
+        connection.cancelled_by(is_cancelled.is_set),
+    ):
+        connection.execute("SELECT pg_sleep(20)")

@@ -258,7 +258,7 @@ class MilvusIndexes:
 
     def __init__(self, url: str, identity: str, recall: float | None = None) -> None:
         self._recall = recall
-        self._arguments = _arguments(url)
+        self._arguments = client_arguments(url)
         self._prefix = f"ragcache_{identity}_"
         self._connected: MilvusClient | None = None
 
@@ -298,7 +298,7 @@ def _used_kind(kind: IndexKind) -> IndexKind:
     return IndexKind.HNSW if kind is IndexKind.AUTO else kind
 
 
-def _arguments(url: str) -> dict[str, str]:
+def client_arguments(url: str) -> dict[str, str]:
     """Return the arguments of a client for a URL."""
     if url.endswith(".db") and "://" not in url:
         return {"uri": str(Path(url).absolute())}

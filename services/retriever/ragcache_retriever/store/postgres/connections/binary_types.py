@@ -35,22 +35,28 @@ class RealArray:
     vector: Vectors
 
 
-class _BigintArrayDumper(Dumper):
+class BigintArrayDumper(Dumper):
+    """Sends a BigintArray."""
+
     format = Format.BINARY
     oid = _BIGINT_ARRAY
 
     def dump(self, obj: BigintArray) -> bytes:
+        """Return the array as it is sent."""
         rows = np.asarray(obj.rows, np.int64)
         items = np.empty(len(rows), _BIGINT_ITEM)
         items["size"], items["value"] = 8, rows
         return _header(_BIGINT, len(rows)) + items.tobytes()
 
 
-class _RealArrayDumper(Dumper):
+class RealArrayDumper(Dumper):
+    """Sends a RealArray."""
+
     format = Format.BINARY
     oid = _REAL_ARRAY
 
     def dump(self, obj: RealArray) -> bytes:
+        """Return the array as it is sent."""
         items = np.empty(len(obj.vector), _REAL_ITEM)
         items["size"], items["value"] = 4, obj.vector
         return _header(_REAL, len(obj.vector)) + items.tobytes()
@@ -58,8 +64,8 @@ class _RealArrayDumper(Dumper):
 
 def register(connection: psycopg.Connection) -> None:
     """Let a connection send these parameters."""
-    connection.adapters.register_dumper(BigintArray, _BigintArrayDumper)
-    connection.adapters.register_dumper(RealArray, _RealArrayDumper)
+    connection.adapters.register_dumper(BigintArray, BigintArrayDumper)
+    connection.adapters.register_dumper(RealArray, RealArrayDumper)
 
 
 def rows_of(sent: bytes | None) -> Rows:
