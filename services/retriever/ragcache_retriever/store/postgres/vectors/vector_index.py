@@ -44,8 +44,6 @@ EXACT_ROWS, MIN_SHARE = 20_000, 1 / 16
 CHECK_EVERY = 1000
 """Added rows after which the kind of the index is checked."""
 
-_PLAN = "SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off"
-
 
 class PgvectorIndex:
     """The vectors of one generation. See RowIndex."""
@@ -212,7 +210,7 @@ class _Parts:
             yield found, progress, end, end == len(allowed)
 
     def _scan(self) -> Iterator[_Part]:
-        self._connection.execute("SET LOCAL enable_indexscan = off")
+        self._set(enable_indexscan="off")
         [(num_pages, num_rows)] = self._connection.execute(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint,"
             " greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = %s::regclass",
@@ -234,10 +232,12 @@ class _Parts:
     def _walk(self) -> Iterator[_Part]:
         beam = max(GRAPH_BEAM, 4 * self._top_k)
         batch = max(GRAPH_BATCH, self._top_k // 2)
-        self._connection.execute(_PLAN)
-        self._connection.execute("SET LOCAL enable_bitmapscan = off")
-        self._connection.execute("SET LOCAL hnsw.iterative_scan = relaxed_order")
-        self._connection.execute(f"SET LOCAL hnsw.ef_search = {min(batch, 1000)}")
+        self._set(
+            enable_seqscan="off",
+            enable_sort="off",
+            enable_bitmapscan="off",
+            **{"hnsw.iterative_scan": "relaxed_order", "hnsw.ef_search": min(batch, 1000)},
+        )
         condition = "" if self._allowed is None else "WHERE row = ANY(%s)"
         parameters = () if self._allowed is None else (BigintArray(self._allowed),)
         self._connection.execute(
@@ -259,18 +259,24 @@ class _Parts:
         num_cells = max(1, math.isqrt(num_rows))
         share = min(1.0, max(MIN_SHARE, EXACT_ROWS / max(1, num_rows)))
         num_probes = max(1, math.ceil(share * num_cells))
-        self._connection.execute(_PLAN)
-        if self._allowed is not None:
-            self._connection.execute("SET LOCAL ivfflat.iterative_scan = relaxed_order")
+        scan = "off" if self._allowed is None else "relaxed_order"
+        self._set(enable_seqscan="off", enable_sort="off", **{"ivfflat.iterative_scan": scan})
         condition = "" if self._allowed is None else "WHERE row = ANY(%s)"
         parameters = () if self._allowed is None else (BigintArray(self._allowed),)
         num_scored = 0
         # Each query begins again, so a stage in the middle would cost half of a search.
         for probes in sorted({max(1, round(STAGE_SHARES[0] * num_probes)), num_probes}):
-            self._connection.execute(f"SET LOCAL ivfflat.probes = {min(probes, 32768)}")
+            self._set(**{"ivfflat.probes": min(probes, 32768)})
             num_scored += round(probes / num_cells * num_rows)
             found = self._best(condition, parameters)
             yield found, probes / num_probes, num_scored, probes == num_probes
+
+    def _set(self, **settings: str | int) -> None:
+        """Change settings until the end of the search, in one message."""
+        self._connection.execute(
+            "; ".join(f"SET LOCAL {name} = {value}" for name, value in settings.items()),
+            prepare=False,
+        )
 
     def _best(
         self, condition: str, parameters: Sequence[object], order: str = ""
