@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,9 @@ class WordEmbedder:
     embedded: list[str] = field(default_factory=list)
 
     async def start(self) -> None:
+        pass
+
+    def adopt(self, identities: Iterable[str]) -> None:
         pass
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:

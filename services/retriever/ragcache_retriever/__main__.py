@@ -7,6 +7,7 @@ import functools
 import logging
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
@@ -20,7 +21,9 @@ from ragcache_retriever.documents.collection import (
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
@@ -146,9 +149,15 @@ def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
-    if settings.has_bundled_embedder:
-        num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
-        return MiniLM(gate, num_threads)
+    num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
+    kind, _, name = settings.embedder.partition(":")
+    match kind:
+        case "bundled":
+            return MiniLM(gate, num_threads)
+        case "path":
+            return LocalModel(lambda: Path(name), gate, num_threads)
+        case "hf":
+            return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 
