@@ -44,10 +44,10 @@ class EmbedderSpec(ManifestModel):
             "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1",
         ),
     ] = BUNDLED_EMBEDDER
-    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever, and so does a model
-    in the form of sentence-transformers: hf: names one of the Hugging Face hub, pvc: a folder on a
-    volume, path: a folder of this machine for `ragcache up`. The retriever's memory has to have
-    space for it. A URL is the base URL of an OpenAI-compatible embeddings endpoint, like
+    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. So does a model in
+    the form of sentence-transformers, for which the retriever needs more memory. hf: names a model
+    of the Hugging Face hub, pvc: a folder on a volume, and path: a folder of this machine for
+    `ragcache up`. A URL is the base URL of an OpenAI-compatible embeddings endpoint, like
     http://embeddings:8080/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Model name that the retriever sends to the endpoint. A URL requires it, and other sources do
