@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-DIMENSION = 64
+DIMENSION = 512
 TIMEOUT_S = 120.0
 
 
@@ -47,10 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
             for i, text in enumerate(body["input"])
         ]
         content = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the replica was killed
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -118,7 +119,14 @@ class ReplicaProcess:
 class Replicas:
     """Several replicas and clients of them."""
 
-    def __init__(self, folder: Path, model: Path, embedder: str, count: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        embedder: str,
+        count: int = 3,
+        env: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> None:
         ports = [free_port() for _ in range(count)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.processes = [
@@ -138,6 +146,7 @@ class Replicas:
                     "RAGCACHE_OWN_ADDRESS": address,
                     "RAGCACHE_LEASE": f"file:{folder / 'lease.json'}",
                     "OMP_NUM_THREADS": "1",
+                    **env(i),
                 },
             )
             for i, address in enumerate(addresses)
@@ -151,6 +160,14 @@ class Replicas:
                 with contextlib.suppress(ProcessLookupError):
                     one.thaw()
                 one.service.kill()
+
+    async def supervise(self) -> None:
+        """Start processes again that ended by themselves, as Kubernetes does, until cancelled."""
+        while True:
+            for one in self.processes:
+                if one.service is not None and one.service.has_ended:
+                    one.start()
+            await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         """Close the clients."""
@@ -216,16 +233,27 @@ class Replicas:
 
 
 @contextlib.asynccontextmanager
-async def running_replicas(folder: Path, model: Path, count: int = 3) -> AsyncIterator[Replicas]:
-    """Run replicas while the context is entered. They are ready."""
+async def running_replicas(
+    folder: Path,
+    model: Path,
+    count: int = 3,
+    env: Callable[[int], Mapping[str, str]] = lambda _: {},
+) -> AsyncIterator[Replicas]:
+    """Run replicas while the context is entered. They are ready.
+
+    Args:
+        env: Further settings of each replica, by its index.
+    """
     with embeddings_endpoint() as embedder:
-        replicas = Replicas(folder, model, embedder, count)
+        replicas = Replicas(folder, model, embedder, count, env)
+        supervising = asyncio.create_task(replicas.supervise())
         try:
             for one in replicas.processes:
                 one.start()
             await replicas.until_ready()
             yield replicas
         finally:
+            supervising.cancel()
             replicas.stop()
             await replicas.close()
 

@@ -1,4 +1,4 @@
-"""Replicas in one process: real stores, real gRPC and a Lease in a file. Only reports are written.
+"""Replicas in one process: real stores, real gRPC and a Lease. Only reports are written.
 
 A knowledge base would need an embedder, so a small service with reports takes its place.
 """
@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.support.processes import free_port
 from ragcache_core.cluster.writer_election import ElectionTiming
 from ragcache_core.errors import NotFound, Unavailable
 from ragcache_retriever.concurrency.threads import run
+from ragcache_retriever.replication.copies import store_copy
 from ragcache_retriever.replication.epoch import start_epoch
-from ragcache_retriever.replication.file_lease import FileLease
+from ragcache_retriever.replication.lease_store import LeaseStore
 from ragcache_retriever.replication.replica import Replica, ReplicaOptions
 from ragcache_retriever.replication.replicated_service import ReplicatedService
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.schema import FILE_NAME
+from ragcache_retriever.store.sqlite.files.backup import backup_parts
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 TIMING = ElectionTiming(lease_s=2, renew_deadline_s=1.2, retry_s=0.1)
-COPY_NAME = "copy.sqlite3"
 
 
 class ReportDocuments:
@@ -95,13 +96,8 @@ class ReportService:
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: Any
     ) -> AsyncIterator[pb.BackupPart]:
-        path = self._documents.store.database.path
-        target = sqlite3.connect(":memory:")
-        with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(target):
-            source.backup(target)
-            content = target.serialize()
-        for start in range(0, len(content), 1 << 16):
-            yield pb.BackupPart(data=content[start : start + (1 << 16)])
+        for part in backup_parts(self._documents.store.database.path):
+            yield pb.BackupPart(data=part)
 
 
 class ReplicaNode:
@@ -111,12 +107,14 @@ class ReplicaNode:
         folder: Its documents. They stay when it stops.
     """
 
-    def __init__(self, folder: Path, lease: Path, peers: list[str], i: int) -> None:
+    def __init__(
+        self, folder: Path, open_lease: Callable[[], LeaseStore], peers: list[str], i: int
+    ) -> None:
         self.folder = folder
         self.peers = peers
         self.address = peers[i]
         self.is_fit = True
-        self._lease = lease
+        self._open_lease = open_lease
         self._life = 0
         self._running: asyncio.Task[None] | None = None
 
@@ -126,22 +124,20 @@ class ReplicaNode:
 
     async def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        copy = self.folder / COPY_NAME
-        if copy.exists():
-            for old in self.folder.glob(f"{FILE_NAME}*"):
-                old.unlink()
-            copy.replace(self.folder / FILE_NAME)
         self._life += 1
+        self.needs_restart = asyncio.Event()
         self.documents = ReportDocuments(SqliteDocumentStore(self.folder))
         options = ReplicaOptions(
             f"{self.address}#{self._life}", self.address, self.peers, 30.0, TIMING
         )
+        self._lease_store = self._open_lease()
         self.replica = Replica(
             self.documents,
-            FileLease(self._lease),
+            self._lease_store,
             options,
             is_fit=lambda: self.is_fit,
-            take_copy=self._take_copy,
+            take_copy=functools.partial(store_copy, self.folder),
+            restart=self.needs_restart.set,
             threads=self.documents.readers,
         )
         service: Any = ReplicatedService(ReportService(self.documents), self.replica)
@@ -161,7 +157,7 @@ class ReplicaNode:
         """Stop. Without ``release`` the Lease is left to expire, as after a kill."""
         assert self._running is not None
         if not release:
-            self._lease_file_of(self.replica).write = _no_write  # type: ignore[method-assign]
+            self.break_lease()
         await self.client.close()
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
@@ -172,25 +168,75 @@ class ReplicaNode:
         self.documents.readers.shutdown()
         self.documents.store.close()
 
-    def _lease_file_of(self, replica: Replica) -> FileLease:
-        store = replica._lease_store
-        assert isinstance(store, FileLease)
-        return store
-
-    async def _take_copy(self, parts: AsyncIterator[bytes]) -> None:
-        new = self.folder / "copy.part"
-        new.write_bytes(b"".join([part async for part in parts]))
-        new.replace(self.folder / COPY_NAME)
+    def break_lease(self) -> None:
+        """Let no further call reach the Lease."""
+        self._lease_store.write = _no_answer  # type: ignore[method-assign]
+        self._lease_store.read = _no_answer  # type: ignore[method-assign]
 
     async def restart_with_copy(self) -> None:
         """Start again when a copy has arrived."""
-        await self.replica.needs_restart.wait()
+        await self.needs_restart.wait()
         await self.stop()
         await self.start()
 
 
-async def _no_write(lease: Any) -> Any:
-    raise Unavailable("lease", "the process is gone")
+def free_addresses(count: int) -> list[str]:
+    """Return loopback addresses for servers that start later."""
+    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(
+    folder: Path, open_lease: Callable[[], LeaseStore], count: int = 3
+) -> AsyncIterator[list[ReplicaNode]]:
+    """Run replicas while the context is entered."""
+    peers = free_addresses(count)
+    nodes = [ReplicaNode(folder / str(i), open_lease, peers, i) for i in range(count)]
+    for node in nodes:
+        await node.start()
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            if node.is_running:
+                await node.stop()
+
+
+async def put(node: ReplicaNode, name: str, body: bytes = b"x") -> None:
+    """Write through a replica, and repeat while no writer acknowledges."""
+    for _ in range(200):
+        try:
+            return await node.client.put_report(name, body)
+        except Unavailable:
+            await asyncio.sleep(0.05)
+    raise AssertionError("no write was acknowledged")
+
+
+async def names(node: ReplicaNode, *wanted: str) -> list[str]:
+    """Return which reports a replica has."""
+    await can_connect(node)
+    found = []
+    for name in wanted:
+        with contextlib.suppress(NotFound):
+            await node.client.get_report(name)
+            found.append(name)
+    return found
+
+
+async def can_connect(node: ReplicaNode) -> None:
+    """Wait for a connection. Clients of this process share the back-off of connections."""
+    for _ in range(200):
+        try:
+            await node.client.status()
+        except Unavailable:
+            await asyncio.sleep(0.05)
+        else:
+            return
+    raise AssertionError("no connection")
+
+
+async def _no_answer(*_: Any) -> Any:
+    raise Unavailable("lease", "it does not answer")
 
 
 async def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

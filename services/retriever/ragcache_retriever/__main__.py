@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import platform
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
@@ -25,12 +27,21 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
-from ragcache_retriever.readiness.storage_probe import StorageProbe
-from ragcache_retriever.served_parts import ServedParts, served_service
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
+from ragcache_retriever.store.sqlite.files.check import find_damage
+from ragcache_retriever.store.sqlite.files.recovery import (
+    RecoveryFailed,
+    discard,
+    has_recovered_lately,
+    recover,
+)
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -78,52 +89,104 @@ async def serve(settings: RetrieverSettings) -> None:
     spans = tracer(settings.otlp_endpoint, "retriever", platform.node())
     try:
         async with HealthServer(settings.health_listen) as health:
-            while await _serve(settings, health, spans):
-                log.warning("starting again with a copy of the documents")
+            await _serve(settings, health, spans)
     finally:
         await asyncio.to_thread(spans.close)
 
 
-async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> bool:
-    """Serve until a signal, or until other documents wait. Return whether to serve again."""
-    knowledge_base = await _make_knowledge_base(settings, health)
-    probe = StorageProbe(settings.data_dir, functools.partial(_read, knowledge_base))
-    parts = ServedParts(settings, knowledge_base, probe)
-    service = served_service(settings, RetrieverService(knowledge_base, spans), parts.replica)
-    server = _make_server(settings.listen, service, health)
+async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
+    health.set_progress("opening the documents")
+    copies = SqliteCopies(settings.data_dir)
+    try:
+        store = await asyncio.to_thread(open_store, settings)
+    except RecoveryFailed as error:
+        await _serve_damaged(settings, health, copies, error)
+        return
+    threads = IndexThreads.start(usable_cores())
+    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
+    restart = asyncio.Event()
+    parts = ServedParts(settings, knowledge_base, restart.set)
+    service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
+    server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
     log.info("listening on port %d", server.port)
-    stopping = asyncio.create_task(until_stopped())
+    stopping = asyncio.create_task(_until_stopped_or(restart))
     running = asyncio.create_task(parts.run(server, health))
+    stop_check = threading.Event()
+    checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
         await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        return not stopping.done()
     finally:
         log.info("stopping")
+        stop_check.set()
         stopping.cancel()
-        # Another replica writes from now on, and calls that run can still be answered.
+        # Another replica can write from now on, while this one answers the calls that run.
         running.cancel()
         await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
+        await asyncio.gather(checking, return_exceptions=True)
         await parts.close()
         await knowledge_base.close()
+        await asyncio.to_thread(threads.close)
 
 
-def _read(knowledge_base: KnowledgeBase) -> None:
-    knowledge_base.store.report("readiness")
+def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
+    """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
+    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
 
 
-async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
+async def _until_stopped_or(restart: asyncio.Event) -> None:
+    """Wait for a signal, or for a reason to end. The supervisor then starts another process."""
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(until_stopped()), group.create_task(restart.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
+    """Check the documents for damage, and restart to recover them."""
+    database = store.database
+    problem = await asyncio.to_thread(find_damage, database.path, stop)
+    if problem is not None:
+        database.mark_damaged(problem)
+        if not has_recovered_lately(database.folder):
+            restart.set()
+
+
+async def _serve_damaged(
+    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: RecoveryFailed
+) -> None:
+    """Wait for a backup to restore, without a loop of failing starts."""
+    log.error("%s", error)
+    health.set_progress(str(error))
+    restored = asyncio.Event()
+    service = damaged_service(error, copies, restored.set)
+    server = _make_server(settings.listen, service, health)
+    await server.start()
+    log.info("listening on port %d", server.port)
+    try:
+        await _until_stopped_or(restored)
+    finally:
+        await server.stop()
+
+
+async def _make_knowledge_base(
+    settings: RetrieverSettings,
+    health: HealthServer,
+    store: SqliteDocumentStore,
+    threads: IndexThreads,
+) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     gate = QueryGate()
     return KnowledgeBase(
-        SqliteDocumentStore(settings.data_dir),
-        MemoryIndexes(),
+        store,
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, index_options(settings), threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
@@ -162,6 +225,11 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 
 
+def index_options(settings: RetrieverSettings) -> IndexOptions:
+    """Return how the vectors of all collections are searched."""
+    return IndexOptions(precision=settings.index_precision, recall=settings.index_recall)
+
+
 def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
     """Return the defaults of collections. Raises InvalidInput for values out of range."""
     return CollectionDefaults(
@@ -172,6 +240,7 @@ def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
             settings.chunk_overlap_tokens,
         ),
         window=checked_window(variable("window_chunks"), settings.window_chunks),
+        index=IndexKind(settings.index_kind),
     )
 
 

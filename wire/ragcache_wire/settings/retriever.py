@@ -140,10 +140,6 @@ class RetrieverSettings(ServiceSettings):
     it."""
     reranker_api_key: str = setting("", spec="spec.retriever.reranker.keySecret", repr=False)
     """API key of the reranker's endpoint. Without it, requests carry none."""
-    max_documents: Limit | None = setting(None, spec="spec.retriever.limits.documents")
-    """Most documents of a collection that sets no limit."""
-    max_text_bytes: ByteQuantity | None = setting(None, spec="spec.retriever.limits.text")
-    """Most bytes of text in a collection that sets no limit."""
     max_searches: Limit = setting(256, spec="spec.retriever.limits.searches")
     """Most searches at once. Further ones are rejected."""
     max_upsert_bytes: ByteQuantity = setting(64 << 20, spec="spec.retriever.limits.upsertBytes")

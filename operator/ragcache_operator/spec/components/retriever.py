@@ -129,12 +129,8 @@ class IndexSpec(ManifestModel):
 
 
 class RetrieverLimitsSpec(ManifestModel):
-    """RetrieverLimitsSpec sets the limits of collections and of requests to each replica."""
+    """RetrieverLimitsSpec sets the limits of requests to each replica."""
 
-    documents: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
-    """Maximum number of documents in a collection that sets none. If unset, there is no limit."""
-    text: ByteQuantity | None = None
-    """Maximum size of the text in a collection that sets none. If unset, there is no limit."""
     searches: Annotated[int, Field(ge=1, le=10_000)] = 256
     """Maximum number of searches at once in each replica, from their arrival to their end. Further
     ones are rejected, and clients of the gateway get 503 and Retry-After."""
@@ -189,9 +185,9 @@ class RetrieverSpec(ManifestModel):
     and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
     but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
     pods that stay might lack the newest documents."""
-    max_lag_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
     """Maximum age of a change that a replica may lack. A replica that is further behind the writer
-    answers no searches until it has caught up."""
+    answers no searches until it has caught up. A failover takes up to 15 seconds."""
     embedder: EmbedderSpec = EmbedderSpec()
     """The embedding model. After a change, the retriever embeds all documents again."""
     reranker: RerankerSpec = RerankerSpec()
@@ -201,7 +197,7 @@ class RetrieverSpec(ManifestModel):
     index: IndexSpec = IndexSpec()
     """The vector index of collections that set none."""
     limits: RetrieverLimitsSpec = RetrieverLimitsSpec()
-    """Limits of collections and requests."""
+    """Limits of requests."""
     backend: BackendSpec = BackendSpec()
     """Where documents and vectors are stored. This field is immutable."""
     storage: StorageSpec = StorageSpec()

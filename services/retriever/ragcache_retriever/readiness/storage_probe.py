@@ -55,14 +55,13 @@ class StorageProbe:
         return self.problem
 
     def _run(self, loop: asyncio.AbstractEventLoop, running: asyncio.Future[str | None]) -> None:
+        problem: str | None = None
         try:
             self._read()
             if self._folder is not None:
                 self._write(self._folder)
-        except Exception as error:  # whatever fails, the service cannot answer
+        except Exception as error:  # of the file system, of SQLite or of a network backend
             problem = f"the storage failed: {error}"
-        else:
-            problem = None
 
         def finish() -> None:
             if not running.done():

@@ -20,9 +20,16 @@ from ragcache_wire.settings import RetrieverSettings
 
 
 def make_replica(
-    settings: RetrieverSettings, knowledge_base: KnowledgeBase, is_fit: Callable[[], bool]
+    settings: RetrieverSettings,
+    knowledge_base: KnowledgeBase,
+    is_fit: Callable[[], bool],
+    restart: Callable[[], None],
 ) -> Replica | None:
     """Return the replica of the settings, or None if there is only one.
+
+    Args:
+        is_fit: Whether this replica could write now.
+        restart: Ends the process, so that it starts again with a copy of the documents.
 
     Raises:
         InvalidInput: Another backend than the embedded one has peers, or the Lease cannot be used.
@@ -47,6 +54,7 @@ def make_replica(
         options,
         is_fit=is_fit,
         take_copy=functools.partial(store_copy, settings.data_dir),
+        restart=restart,
         threads=knowledge_base.threads.readers,
     )
 

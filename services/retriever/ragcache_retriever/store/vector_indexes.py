@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.vector_index import Rows, VectorIndex
+from ragcache_retriever.search.vector_index import Rows, VectorIndex, Vectors
 
 
 class RowIndex(VectorIndex, Protocol):
@@ -23,8 +24,18 @@ class RowIndex(VectorIndex, Protocol):
     def is_building(self) -> bool:
         """Whether a better index of the same rows is being built in the background."""
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether files were found damaged, so that the owner has to call ``load``."""
+
     def rows(self) -> Rows:
         """Return the sorted rows that a search can find."""
+
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
+        """Replace the content by rows and vectors in batches.
+
+        Searches use the former content meanwhile. The thread that applies changes calls it.
+        """
 
     def set_kind(self, kind: IndexKind) -> None:
         """Change the kind, AUTO included. The index is built again in the background."""

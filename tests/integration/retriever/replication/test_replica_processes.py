@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bench.support.retriever_replicas import (
     running_replicas,
 )
 from ragcache_core.errors import NotFound, Unavailable
+from ragcache_retriever.store.sqlite.database import DAMAGE_MARKER
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -81,9 +83,9 @@ class Writing:
                 break
         assert self.stored <= present
         assert not self.deleted & present
-        sample = sorted(self.stored)[-1]
+        sample = sorted(self.stored - {"late"})[-1]
         subject = sample.replace("page-", "number")
-        assert sample in await found(client, f"Which page is about {subject}?", 10)
+        assert sample in await found(client, f"subject {subject}", 10)
 
 
 class Searching:
@@ -117,8 +119,8 @@ async def test_a_killed_writer_loses_nothing_and_interrupts_no_search(replicas: 
     first.kill()
     second = await replicas.writer(other_than=first)
     await writing.until_more()
-    for one in searching:
-        await one.stop()
+    for search in searching:
+        await search.stop()
     first.start()
     await writing.until_more()
     await writing.stop()
@@ -129,7 +131,7 @@ async def test_a_killed_writer_loses_nothing_and_interrupts_no_search(replicas: 
         await writing.check(replicas.client(one))
 
 
-async def test_a_lost_volume_is_filled_by_a_copy(replicas: Replicas) -> None:
+async def test_a_lost_volume_is_filled_again(replicas: Replicas) -> None:
     writer = await replicas.writer()
     lost = replicas.others(writer)[0]
     writing = Writing(replicas.client(writer))
@@ -193,15 +195,31 @@ async def test_a_frozen_writer_is_replaced_and_its_late_writes_are_discarded(
     assert listed[0] == listed[1] == listed[2]
 
 
+async def test_damaged_documents_are_replaced_by_those_of_the_writer(replicas: Replicas) -> None:
+    writer = await replicas.writer()
+    damaged = replicas.others(writer)[0]
+    writing = Writing(replicas.client(writer))
+    await writing.until_more()
+    damaged.kill()
+    (damaged.folder / DAMAGE_MARKER).write_text("found by a check")
+    damaged.start()
+    await writing.until_more()
+    await writing.stop()
+    await replicas.until_ready([damaged])
+    await replicas.until_equal(replicas.processes)
+    assert "document store: discarded" in damaged.log
+    await writing.check(replicas.client(damaged))
+
+
 async def test_a_writer_that_is_stopped_hands_over_without_waiting_for_its_lease(
     replicas: Replicas,
 ) -> None:
     first = await replicas.writer()
-    assert first.service is not None
-    began_s = asyncio.get_running_loop().time()
-    first.service.stop()
-    first.service = None
+    service, first.service = first.service, None
+    assert service is not None
+    service.stop()
     await replicas.writer(other_than=first)
     assert "lease: left epoch=1 reason=the replica stops" in first.log
-    # The Lease lasts 8 s. It was released, so nobody waited for its end.
-    assert asyncio.get_running_loop().time() - began_s < 60
+    lease = json.loads((first.folder.parent / "lease.json").read_text())
+    # A released Lease was taken at once: the version after it is the next writer's.
+    assert lease["epoch"] == 2

@@ -5,73 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
-from ragcache_retriever.replication import change_feed
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_retriever.replication import change_feed, follower
+from ragcache_retriever.replication import replica as replica_module
+from ragcache_retriever.replication.file_lease import FileLease
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.replica_node import ReplicaNode, until, writer_of
+from tests.helpers.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
 
 
-def free_addresses(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    return addresses
-
-
-@contextlib.asynccontextmanager
-async def cluster(folder: Path, count: int = 3) -> AsyncIterator[list[ReplicaNode]]:
-    peers = free_addresses(count)
-    nodes = [ReplicaNode(folder / str(i), folder / "lease.json", peers, i) for i in range(count)]
-    for node in nodes:
-        await node.start()
-    try:
-        yield nodes
-    finally:
-        for node in nodes:
-            if node.is_running:
-                await node.stop()
-
-
-async def put(node: ReplicaNode, name: str, body: bytes = b"x") -> None:
-    """Write through a replica, and repeat while no writer acknowledges."""
-    for _ in range(200):
-        try:
-            return await node.client.put_report(name, body)
-        except Unavailable:
-            await asyncio.sleep(0.05)
-    raise AssertionError("no write was acknowledged")
-
-
-async def names(node: ReplicaNode, *wanted: str) -> list[str]:
-    """Return which reports a replica has."""
-    await can_connect(node)
-    found = []
-    for name in wanted:
-        with contextlib.suppress(NotFound):
-            await node.client.get_report(name)
-            found.append(name)
-    return found
-
-
-async def can_connect(node: ReplicaNode) -> None:
-    """Wait for a connection. Clients of this process share the back-off of connections."""
-    for _ in range(200):
-        try:
-            await node.client.status()
-        except Unavailable:
-            await asyncio.sleep(0.05)
-        else:
-            return
-    raise AssertionError("no connection")
+def cluster(
+    folder: Path, count: int = 3
+) -> contextlib.AbstractAsyncContextManager[list[ReplicaNode]]:
+    return cluster_of(folder, lambda: FileLease(folder / "lease.json"), count)
 
 
 async def test_one_replica_writes_and_the_others_pass_writes_on(tmp_path: Path) -> None:
@@ -170,10 +121,10 @@ async def test_a_lost_volume_is_copied_and_does_not_count_before(tmp_path: Path)
         await writer.start()
         await writer_of(nodes)
         await until(
-            lambda: lost.replica.position().sequence > 0 or lost.replica.needs_restart.is_set(),
+            lambda: lost.replica.position().sequence > 0 or lost.needs_restart.is_set(),
             "a copy or all changes",
         )
-        if lost.replica.needs_restart.is_set():
+        if lost.needs_restart.is_set():
             await lost.restart_with_copy()
         await put(other, "after")
         await until(lambda: lost.replica._lag.has_caught_up, "caught up")
@@ -239,6 +190,29 @@ async def test_without_a_majority_no_write_is_acknowledged(
         assert await names(writer, "r") == ["r"]
         await other.start()
         await put(writer, "alone")
+
+
+async def test_without_the_lease_storage_nobody_writes_and_all_stay_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "LEASE_UNREAD_S", 1.0)
+    monkeypatch.setattr(follower, "SILENCE_S", 1.5)
+    async with cluster(tmp_path) as nodes:
+        await put(await writer_of(nodes), "r")
+        for node in nodes:
+            node.replica._options = replace(node.replica._options, max_lag_s=2.0)
+            node.break_lease()
+        await until(lambda: not any(n.replica.is_writer for n in nodes), "a writer that stopped")
+        with pytest.raises(Unavailable):
+            await nodes[0].client.put_report("s", b"x")
+        await until(lambda: all(n.replica.lag_s > 2.0 for n in nodes), "silence")
+        assert [await node.replica.problem() for node in nodes] == [None] * 3
+        # A replica that reaches neither the Lease nor the others may be behind.
+        for node in nodes[1:]:
+            await node.stop()
+        problem = await nodes[0].replica.problem()
+        assert problem is not None
+        assert problem.startswith("it lacks changes of the last")
 
 
 async def test_followers_of_another_epoch_are_refused(tmp_path: Path) -> None:
