@@ -41,14 +41,14 @@ class BertEncoder:
     Args:
         bert: The model on its device, in the dtype to compute in.
         pooling: ``mean`` over the tokens of a text, or ``cls``, which is its first token.
-        before_layer: Called before each layer. It may wait.
+        before_step: Called twice in each layer. It may wait.
     """
 
-    def __init__(self, bert: Any, pooling: str, before_layer: Callable[[], None]) -> None:
+    def __init__(self, bert: Any, pooling: str, before_step: Callable[[], None]) -> None:
         self.dimension: int = bert.config.hidden_size
         self._num_heads: int = bert.config.num_attention_heads
         self._pooling = pooling
-        self._before_layer = before_layer
+        self._before_step = before_step
         self._device: torch.device = bert.device
         embeddings = bert.embeddings
         with torch.inference_mode():
@@ -68,11 +68,13 @@ class BertEncoder:
                 F.embedding(rows.ids, self._words) + F.embedding(rows.positions, self._positions)
             )
             for layer in self._layers:
-                self._before_layer()
-                states = self._compute(layer, states, rows)
+                self._before_step()
+                states = self._attend(layer, states, rows)
+                self._before_step()
+                states = layer.output_norm(states + layer.output(layer.intermediate(states)))
             return rows.pooled(states, self._pooling)
 
-    def _compute(self, layer: _Layer, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    def _attend(self, layer: _Layer, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
         projected = rows.to_rectangle(layer.query_key_value(states))
         count, width = projected.shape[:2]
         query, key, value = projected.view(count, width, 3, self._num_heads, -1).permute(
@@ -80,8 +82,7 @@ class BertEncoder:
         )
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=rows.mask)
         attended = rows.from_rectangle(attended.transpose(1, 2).reshape(count, width, -1))
-        states = layer.attention_norm(states + layer.attention_output(attended))
-        return layer.output_norm(states + layer.output(layer.intermediate(states)))
+        return layer.attention_norm(states + layer.attention_output(attended))
 
 
 class _Rows:

@@ -22,9 +22,9 @@ from ragcache_retriever.embedding.text_encoder import (
     best_precision,
 )
 
-BATCH_TOKENS = 512
-"""Most tokens of a batch on a CPU. Two texts keep a core busy. Larger batches are hardly faster,
-and a query waits longer until the batch is between two layers."""
+BATCH_TOKENS = 256
+"""Most tokens of a batch on a CPU. Larger batches are no faster, and a query waits longer until the
+batch is between two steps."""
 QUERY_BATCH_TOKENS = 256
 """Most tokens of a batch of queries on a CPU. Larger ones are no faster, only later."""
 GPU_BATCH_TOKENS = 1 << 14
