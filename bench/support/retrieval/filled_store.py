@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from bench.support.retrieval.generated_documents import ChunkTexts
+from ragcache_core.identity.keys import token_digest
+from ragcache_kv.chunk_tokenizer import pack_ids
+from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.store.records import (
     ChunkSet,
     Document,
@@ -13,11 +18,6 @@ from ragcache_retriever.store.records import (
     Vectors,
 )
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-
-from bench.support.retrieval.generated_documents import ChunkTexts
-from ragcache_core.identity.keys import token_digest
-from ragcache_kv.chunk_tokenizer import pack_ids
-from ragcache_retriever.documents.chunking import Chunk
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 CHUNKS_PER_DOCUMENT = 100

@@ -91,7 +91,7 @@ class ChunkTexts:
         ranks = np.arange(1, _VOCABULARY + 1)
         shares = 1 / (ranks + 2.7)
         self._bounds = np.cumsum(shares / shares.sum())
-        self._words = np.array([_word(rank) for rank in ranks])
+        self._words = np.array([_word(int(rank)) for rank in ranks])
 
     def text(self, num_words: int = _CHUNK_WORDS) -> str:
         """Return a text of a number of words."""

@@ -77,6 +77,6 @@ async def running_retriever(
         stub = retriever_pb2_grpc.RetrieverStub(channel)
         yield RunningRetriever(client, stub, psutil.Process(service.pid), start_s)
     finally:
-        await channel.close()
+        await channel.close(grace=None)
         await client.close()
         service.stop()
