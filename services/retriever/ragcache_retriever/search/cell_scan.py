@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from ragcache_core.retrieval.finality import StageFeatures
-from ragcache_core.retrieval.search_estimator import SearchEstimator
+from ragcache_core.retrieval.finality.features import StageFeatures
+from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.files.stored_vectors import Positions
 from ragcache_retriever.search.index_view import IndexView
