@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
+from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_core.retrieval.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import (
     CellBase,
     Probing,
