@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_core.retrieval.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.cell_build import BuildOptions, build_cell_base
 from ragcache_retriever.search.cell_scan import CellScan, Query
