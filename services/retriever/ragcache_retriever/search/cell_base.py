@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.retrieval.finality.cell_geometry import CellShapes
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.files.base_files import DamagedIndex, OpenedBase
 from ragcache_retriever.search.files.stored_vectors import (
@@ -53,12 +54,14 @@ class CellPlan:
         scanned: Vectors after each cell, ascending.
         centroid_scores: Inner product of the query and the centroid of each cell.
         bounds: The highest score that a vector in this cell or a later one can have.
+        shapes: How vectors lie in the cells.
     """
 
     cells: npt.NDArray[np.int64]
     scanned: npt.NDArray[np.int64]
     centroid_scores: npt.NDArray[np.float32]
     bounds: npt.NDArray[np.float32]
+    shapes: CellShapes
 
     @property
     def total(self) -> int:
@@ -73,6 +76,7 @@ class CellBase:
         centroids: Shape (cells, dimension), of length 1.
         offsets: First position of each cell, and the number of vectors; shape (cells + 1,).
         widths: Largest angle between a centroid and a vector of its cell, in radians.
+        shapes: How vectors lie in the cells.
         longest: Largest length of a stored vector. Quantized ones differ from 1.
         rows: Row of each position.
         order: Positions, sorted by their rows.
@@ -85,6 +89,7 @@ class CellBase:
         centroids: Vectors,
         offsets: Positions,
         widths: Vectors,
+        shapes: CellShapes,
         longest: float,
         rows: Rows,
         order: Positions,
@@ -98,6 +103,7 @@ class CellBase:
         self.centroids = centroids
         self.offsets = offsets
         self.longest = longest
+        self.shapes = shapes
         self._widths = widths
         self._order = order
         self._sizes = np.diff(offsets)
@@ -147,7 +153,8 @@ class CellBase:
         cells = ranked[:enough]
         bounds = self._bounds(cells, scores[cells])
         highest = np.maximum.accumulate(bounds[::-1])[::-1]
-        return CellPlan(cells, scanned[:enough], scores[cells], highest)
+        shapes = self.shapes.of(cells)
+        return CellPlan(cells, scanned[:enough], scores[cells], highest, shapes)
 
     def num_in_cells(self, mask: npt.NDArray[np.bool_]) -> Positions:
         """Return how many positions of each cell are True in a mask of shape (len(self),)."""
@@ -177,6 +184,9 @@ class CellBase:
             "centroids": self.centroids,
             "offsets": self.offsets,
             "widths": self._widths,
+            "mean_cosines": self.shapes.mean_cosines,
+            "cosine_variances": self.shapes.cosine_variances,
+            "alignments": self.shapes.alignments,
             "rows": self.rows,
             "order": self._order,
             **self.vectors.arrays(),
@@ -196,6 +206,12 @@ def opened_cell_base(opened: OpenedBase) -> CellBase:
             arrays["centroids"],
             arrays["offsets"],
             arrays["widths"],
+            CellShapes(
+                np.diff(arrays["offsets"]),
+                arrays["mean_cosines"],
+                arrays["cosine_variances"],
+                arrays["alignments"],
+            ),
             float(facts["longest"]),
             arrays["rows"],
             arrays["order"],
@@ -214,11 +230,13 @@ def empty_cell_base(dimension: int) -> CellBase:
     """Return a base without vectors."""
     nothing = np.empty((0, dimension), np.float32)
     none = np.empty(0, np.int64)
+    no_cells = np.empty(0, np.float32)
     return CellBase(
         kind=IndexKind.FLAT,
         centroids=nothing,
         offsets=np.zeros(1, np.int64),
-        widths=np.empty(0, np.float32),
+        widths=no_cells,
+        shapes=CellShapes(none, no_cells, no_cells, no_cells),
         longest=1.0,
         rows=none,
         order=none,

@@ -11,6 +11,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.retrieval.finality.cell_geometry import CellShapes, residual_alignment
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.cell_base import CellBase, empty_cell_base, opened_cell_base
 from ragcache_retriever.search.files.base_files import BaseWriter
@@ -29,6 +30,8 @@ from ragcache_retriever.search.vector_index import Rows, Vectors
 _TRAINING_VECTORS_PER_CELL: Final = 64
 _TRAINING_ROUNDS: Final = 10
 _ROUNDING: Final = 1e-6
+_ALIGNMENT_VECTORS: Final = 64
+"""Vectors of a cell from which the directions of its residuals are counted."""
 _BLOCK: Final = 1 << 14
 """Vectors that are assigned or copied at a time."""
 
@@ -89,11 +92,13 @@ def build_cell_base(
     block = _SortedBlock(centroids, cells, by_cell)
     vectors = _sorted_vectors(source, dimension, options, block, writer)
     rows = source.rows[by_cell]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(cells, minlength=len(centroids)))])
     base = CellBase(
         kind=options.kind,
         centroids=centroids,
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(cells, minlength=len(centroids)))]),
+        offsets=offsets,
         widths=block.widths,
+        shapes=block.shapes(_alignments(vectors, centroids, offsets)),
         longest=block.longest,
         rows=rows,
         order=np.argsort(rows, kind="stable"),
@@ -154,6 +159,7 @@ class _SortedBlock:
         self.by_cell = by_cell
         self.widths = np.zeros(len(centroids), np.float32)
         self.longest = 0.0
+        self._sums = np.zeros((2, len(centroids)))  # of cosines, and of their squares
         self._centroids = centroids
         self._cells = cells[by_cell]
 
@@ -167,6 +173,29 @@ class _SortedBlock:
         angles = 2 * np.arcsin(np.minimum(distances / 2 + _ROUNDING, 1))
         np.maximum.at(self.widths, cells, angles.astype(np.float32))
         self.longest = max(self.longest, float(lengths.max()))
+        cosines = np.cos(angles.astype(np.float64))
+        for i, values in enumerate((cosines, cosines * cosines)):
+            self._sums[i] += np.bincount(cells, weights=values, minlength=len(self._centroids))
+
+    def shapes(self, alignments: Vectors) -> CellShapes:
+        """Return how vectors lie in the cells, after all of them were measured."""
+        sizes = np.bincount(self._cells, minlength=len(alignments))
+        means, squares = self._sums / np.maximum(sizes, 1)
+        variances = np.maximum(squares - means * means, 0)
+        return CellShapes(sizes, means.astype(np.float32), variances.astype(np.float32), alignments)
+
+
+def _alignments(vectors: StoredVectors, centroids: Vectors, offsets: Positions) -> Vectors:
+    """Return the alignment of each cell's residuals, that of a typical cell if it is small."""
+    found = [
+        residual_alignment(
+            vectors.gather(np.arange(first, min(last, first + _ALIGNMENT_VECTORS))), centroid
+        )
+        for centroid, first, last in zip(centroids, offsets[:-1], offsets[1:], strict=True)
+    ]
+    known = [one for one in found if one is not None]
+    typical = float(np.median(known)) if known else 1.0
+    return np.array([typical if one is None else one for one in found], np.float32)
 
 
 def _sorted_vectors(

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from ragcache_core.retrieval.finality.cell_geometry import expected_above
 from ragcache_core.retrieval.finality.features import StageFeatures
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
@@ -26,8 +27,9 @@ STAGE_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Share of the scan at the end of each stage. After 13 % of the scan, 95 % of searches have their
 final hits (RAGCache Fig. 8)."""
 
-CHECKPOINT_SHARE: Final = 1 / 32
-"""Least share of the scan between two checkpoints."""
+CHECKPOINT_GROWTH: Final = 1.2
+"""Each checkpoint comes after so many times the vectors of the one before, and at least one cell.
+Most searches need a few cells only, so that the first ones are checked singly."""
 
 TAIL: Final = -1
 """Stands for the cell of the rows that were added after the base was built."""
@@ -204,15 +206,19 @@ class CellScan:
         scores = self._best_scores[: self.query.top_k]
         end = self._ends[self._next]
         has_more = end < len(self._plan.cells)
+        kth_score = float(scores[-1]) if len(scores) == self.query.top_k else -1.0
+        expected = expected_above(kth_score, self._plan.centroid_scores, self._plan.shapes)
         return StageFeatures(
             progress=progress,
             top_k=self.query.top_k,
-            kth_score=float(scores[-1]) if len(scores) == self.query.top_k else -1.0,
+            kth_score=kth_score,
             best_score=float(scores[0]) if len(scores) else -1.0,
             next_bound=float(self._plan.bounds[end]) if has_more else -1.0,
             next_centroid_score=float(self._plan.centroid_scores[end]) if has_more else -1.0,
             unchanged=progress - self._changed_at,
             num_changes=len(set(rows) - set(before)),
+            expected_better=float(expected[end:].sum()),
+            expected_found=float(expected[:end].sum()),
         )
 
 
@@ -228,10 +234,13 @@ def checkpoints(scanned: Positions) -> list[int]:
     """
     if not len(scanned):
         return [0]
-    total = int(scanned[-1])
-    shares = np.arange(CHECKPOINT_SHARE, 1, CHECKPOINT_SHARE)
-    ends = set((np.searchsorted(scanned, shares * total) + 1).tolist())
-    return sorted({end for end in ends if end < len(scanned)} | {len(scanned)})
+    ends = []
+    num_scanned = 0.0
+    while not ends or ends[-1] < len(scanned):
+        end = int(np.searchsorted(scanned, CHECKPOINT_GROWTH * num_scanned)) + 1
+        ends.append(min(max(end, ends[-1] + 1 if ends else 1), len(scanned)))
+        num_scanned = float(scanned[ends[-1] - 1])
+    return ends
 
 
 def stage_ends(scanned: Positions, ends: Sequence[int]) -> set[int]:
