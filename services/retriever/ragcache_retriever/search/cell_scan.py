@@ -17,6 +17,7 @@ import numpy as np
 
 from ragcache_core.retrieval.finality.cell_geometry import expected_above
 from ragcache_core.retrieval.finality.features import StageFeatures
+from ragcache_core.retrieval.finality.running_search import RunningSearch
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.files.stored_vectors import Positions
@@ -34,7 +35,7 @@ Most searches need a few cells only, so that the first ones are checked singly."
 TAIL: Final = -1
 """Stands for the cell of the rows that were added after the base was built."""
 
-_SPARE_HITS: Final = 8
+SPARE_HITS: Final = 8
 """Hits beyond the wanted ones whose exact score is computed, because products are rounded."""
 
 
@@ -73,7 +74,6 @@ class CellScan:
         self.query = query
         self.is_done = False
         self._emit = emit
-        self._estimator = estimator
         self._live = view.live_mask(query.allowed)
         in_cells = None
         if query.allowed is not None and self._live is not None:
@@ -81,20 +81,14 @@ class CellScan:
         self._plan = view.base.plan(query.vector, probing, in_cells)
         self._ends = checkpoints(self._plan.scanned)
         self._stage_ends = stage_ends(self._plan.scanned, self._ends)
-        self._may_stop = query.recall is not None and estimator.may_stop()
-        # A search that could stop and does not is harder than most, so it is not learned from.
-        self._learns = not self._may_stop and estimator.wants_history()
-        self._wanted = query.top_k + _SPARE_HITS
+        self._search = RunningSearch(estimator, query.recall)
+        self._wanted = query.top_k + SPARE_HITS
         self._found: dict[int, list[tuple[Positions, Vectors]]] = {}  # by cell
         self.threshold = -np.inf
         self._best_positions = np.empty(0, np.int64)
         self._best_scores = np.empty(0, np.float32)
         self._num_scored = 0
         self._next = 0  # checkpoint
-        self._changed_at = 0.0
-        self._rows: tuple[int, ...] = ()
-        self._num_changes = 0
-        self._history: list[tuple[StageFeatures, tuple[int, ...]]] = []
 
     @property
     def cells(self) -> Positions:
@@ -140,36 +134,34 @@ class CellScan:
         progress = 1.0 if is_last else self._progress()
         self._update_rows(progress)
         ends_stage = is_last or self._ends[self._next] in self._stage_ends
-        stops = False
-        if ends_stage or self._may_stop or self._learns:
+        if ends_stage or self._search.needs_features:
             features = self._features(progress)
-            if self._learns:
-                self._history.append((features, self._rows))
-            if self._may_stop and not is_last:
-                stops = self._estimator.should_stop(features, self.query.recall or 1.0)
+            stops = not is_last and self._search.may_stop_at(features)
+            self.is_done = is_last or stops
             if ends_stage or stops:
-                is_final = is_last or stops
-                probability = 1.0 if is_final else self._estimator.probability(features)
-                self._emit(self._stage(progress, is_final, probability))
-        self.is_done = is_last or stops
+                probability = 1.0 if self.is_done else self._search.probability(features)
+                self._emit(self._stage(progress, probability))
+            if is_last:
+                self._search.complete(features)
         self._next += 1
-        if is_last and self._learns:
-            self._estimator.learn(self._history)
 
-    def _stage(self, progress: float, is_final: bool, probability: float) -> IndexStage:
-        scores = tuple(self._best_scores[: self.query.top_k].tolist())
-        return IndexStage(self._rows, scores, progress, is_final, probability, self._num_scored)
+    def _stage(self, progress: float, probability: float) -> IndexStage:
+        return IndexStage(
+            rows=self._search.rows,
+            scores=tuple(self._best_scores[: self.query.top_k].tolist()),
+            progress=progress,
+            final=self.is_done,
+            final_probability=probability,
+            num_scored=self._num_scored,
+        )
 
     def _update_rows(self, progress: float) -> None:
         """Rank what was found, and note what has changed since the last checkpoint."""
-        before = self._rows
+        rows = self._search.rows
         if self._rank():
             best = self._best_positions[: self.query.top_k]
-            self._rows = tuple(self.view.rows_at(best).tolist())
-        self._num_changes = 0
-        if self._rows != before:
-            self._num_changes = len(set(self._rows).difference(before))
-            self._changed_at = progress
+            rows = tuple(self.view.rows_at(best).tolist())
+        self._search.update(rows, progress)
 
     def _progress(self) -> float:
         return float(self._plan.scanned[self._ends[self._next] - 1]) / self._plan.total
@@ -211,8 +203,8 @@ class CellScan:
             best_score=float(scores[0]) if len(scores) else -1.0,
             next_bound=float(self._plan.bounds[end]) if has_more else -1.0,
             next_centroid_score=float(self._plan.centroid_scores[end]) if has_more else -1.0,
-            unchanged=progress - self._changed_at,
-            num_changes=self._num_changes,
+            unchanged=self._search.unchanged_share(progress),
+            num_changes=self._search.num_changes,
             expected_better=float(expected[end:].sum()),
             expected_found=float(expected[:end].sum()),
         )
