@@ -149,10 +149,36 @@ class StageQueue:
 
 def scan_together(scans: Sequence[CellScan]) -> None:
     """Scan for several searches of one view, until each has ended or was cancelled."""
+    if len(scans) == 1:
+        _scan_alone(scans[0])
+        return
     shared = _SharedScan(scans)
     shared.scan_tail()
     while shared.is_running:
         shared.advance()
+
+
+def _scan_alone(scan: CellScan) -> None:
+    """Scan for one search. It does the same as a shared scan, with less work for each cell."""
+    view, query = scan.view, scan.query.vector[np.newaxis]
+    base, tail = view.base, view.tail
+    for begin, end in blocks(tail.count, BLOCK_VECTORS):
+        if scan.query.cancelled():
+            return
+        scan.count(end - begin)
+        scan.take(TAIL, len(base) + begin, tail.vectors[begin:end] @ query[0])
+    while not scan.is_done:
+        for cell in np.sort(scan.next_cells()).tolist():
+            first, last = int(base.offsets[cell]), int(base.offsets[cell + 1])
+            for begin in range(first, last, BLOCK_VECTORS):
+                if scan.query.cancelled():
+                    return
+                end = min(begin + BLOCK_VECTORS, last)
+                scores = base.vectors.scores(begin, end, query)[:, 0]
+                scan.count(len(scores))
+                if scores.max() >= scan.threshold:
+                    scan.take(cell, begin, scores)
+        scan.checkpoint()
 
 
 class _SharedScan:
