@@ -112,7 +112,7 @@ class HnswGraph:
         index.hnsw.efConstruction = effort
         for batch in batches:
             index.add(np.ascontiguousarray(batch, np.float32))
-        hnsw = index.hnsw
+        hnsw: Any = index.hnsw
         return cls(
             faiss.vector_to_array(hnsw.neighbors),
             faiss.vector_to_array(hnsw.offsets).astype(np.int64),
