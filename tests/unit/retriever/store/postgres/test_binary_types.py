@@ -29,6 +29,7 @@ def test_rows_come_back(rows: list[int]) -> None:
     loaded = Transformer().get_loader(1016, psycopg.pq.Format.BINARY).load(sent)
     assert loaded == rows
     own = Transformer().get_dumper([*rows, 2**62], PyFormat.BINARY).dump([*rows, 2**62])
+    assert own is not None
     assert rows_of(bytes(own)).tolist() == [*rows, 2**62]
 
 

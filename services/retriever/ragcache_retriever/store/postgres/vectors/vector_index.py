@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psycopg
@@ -210,7 +210,7 @@ class _Parts:
             yield found, progress, end, end == len(allowed)
 
     def _scan(self) -> Iterator[_Part]:
-        self._set(enable_indexscan="off")
+        self._set({"enable_indexscan": "off"})
         [(num_pages, num_rows)] = self._connection.execute(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint,"
             " greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = %s::regclass",
@@ -233,10 +233,13 @@ class _Parts:
         beam = max(GRAPH_BEAM, 4 * self._top_k)
         batch = max(GRAPH_BATCH, self._top_k // 2)
         self._set(
-            enable_seqscan="off",
-            enable_sort="off",
-            enable_bitmapscan="off",
-            **{"hnsw.iterative_scan": "relaxed_order", "hnsw.ef_search": min(batch, 1000)},
+            {
+                "enable_seqscan": "off",
+                "enable_sort": "off",
+                "enable_bitmapscan": "off",
+                "hnsw.iterative_scan": "relaxed_order",
+                "hnsw.ef_search": min(batch, 1000),
+            }
         )
         condition = "" if self._allowed is None else "WHERE row = ANY(%s)"
         parameters = () if self._allowed is None else (BigintArray(self._allowed),)
@@ -260,18 +263,18 @@ class _Parts:
         share = min(1.0, max(MIN_SHARE, EXACT_ROWS / max(1, num_rows)))
         num_probes = max(1, math.ceil(share * num_cells))
         scan = "off" if self._allowed is None else "relaxed_order"
-        self._set(enable_seqscan="off", enable_sort="off", **{"ivfflat.iterative_scan": scan})
+        self._set({"enable_seqscan": "off", "enable_sort": "off", "ivfflat.iterative_scan": scan})
         condition = "" if self._allowed is None else "WHERE row = ANY(%s)"
         parameters = () if self._allowed is None else (BigintArray(self._allowed),)
         num_scored = 0
         # Each query begins again, so a stage in the middle would cost half of a search.
         for probes in sorted({max(1, round(STAGE_SHARES[0] * num_probes)), num_probes}):
-            self._set(**{"ivfflat.probes": min(probes, 32768)})
+            self._set({"ivfflat.probes": min(probes, 32768)})
             num_scored += round(probes / num_cells * num_rows)
             found = self._best(condition, parameters)
             yield found, probes / num_probes, num_scored, probes == num_probes
 
-    def _set(self, **settings: str | int) -> None:
+    def _set(self, settings: Mapping[str, str | int]) -> None:
         """Change settings until the end of the search, in one message."""
         self._connection.execute(
             "; ".join(f"SET LOCAL {name} = {value}" for name, value in settings.items()),
