@@ -12,11 +12,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import psycopg
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.remote.staged_hits import STAGE_SHARES, StagedHits, slices
@@ -54,7 +53,7 @@ class PgvectorIndex:
         generation: int,
         dimension: int,
         kind: IndexKind,
-        builder: ThreadPoolExecutor,
+        one_build: threading.Lock,
         recall: float | None,
     ) -> None:
         self._database = database
@@ -62,9 +61,9 @@ class PgvectorIndex:
         self._table = vector_table(generation)
         self._dimension = dimension
         self._kind = kind
-        self._builder = builder
+        self._one_build = one_build
         self._recall = recall
-        self._building: Future[None] | None = None
+        self._building: threading.Thread | None = None
         self._lock = threading.Lock()
         self._added = 0
         self._estimator = SearchEstimator()
@@ -89,7 +88,7 @@ class PgvectorIndex:
     def is_building(self) -> bool:
         """Whether this process builds or checks an index."""
         building = self._building
-        return building is not None and not building.done()
+        return building is not None and building.is_alive()
 
     @property
     def is_damaged(self) -> bool:
@@ -122,7 +121,7 @@ class PgvectorIndex:
         """Wait until the background work has ended."""
         building = self._building
         if building is not None:
-            building.result(timeout_s)
+            building.join(timeout_s)
 
     def close(self) -> None:
         """Do nothing: the server goes on building."""
@@ -159,12 +158,18 @@ class PgvectorIndex:
     def _check_kind(self) -> None:
         with self._lock:
             if not self.is_building:
-                self._building = self._builder.submit(self._build)
+                # A daemon, so that a build of minutes does not keep the process from ending.
+                self._building = threading.Thread(target=self._build, name="pgvector", daemon=True)
+                self._building.start()
 
     def _build(self) -> None:
         try:
-            build(self._database, self._generation, self._dimension, self._kind)
-        except Unavailable as error:
+            with self._one_build:
+                built = None
+                while built is not self._kind:  # it can change during a build
+                    built = self._kind
+                    build(self._database, self._generation, self._dimension, built)
+        except RagCacheError as error:
             # The next check tries again; until then a search reads more vectors.
             log.warning("index: not built generation=%d error=%s", self._generation, error)
 
@@ -303,12 +308,12 @@ class PgvectorIndexes:
     def __init__(self, database: PostgresDatabase, recall: float | None = None) -> None:
         self._database = database
         self._recall = recall
-        self._builder = ThreadPoolExecutor(1, "pgvector")
+        self._one_build = threading.Lock()
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> PgvectorIndex:
         """Return the index of a generation."""
         return PgvectorIndex(
-            self._database, generation, dimension, kind, self._builder, self._recall
+            self._database, generation, dimension, kind, self._one_build, self._recall
         )
 
     def remove(self, generation: int) -> None:
