@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,34 +189,48 @@ def embedded(folder: Path, *, with_milvus: bool) -> Iterator[tuple[DocumentStore
         store.close()
 
 
-def compare(corpus: Corpus, folder: Path) -> dict[str, object]:
-    """Return the figures of all backends by name. A backend that cannot be had says why."""
-    figures: dict[str, object] = {}
-    with embedded(folder / "embedded", with_milvus=False) as parts:
-        figures["embedded"] = measure(*parts, corpus)
+def measure_postgres(corpus: Corpus) -> dict[str, float] | dict[str, str]:
+    """Return the figures of PostgreSQL, or why there are none."""
     try:
         server = PostgresServer()
     except Unavailable as reason:
-        figures["postgres"] = {"skipped": str(reason)}
-    else:
-        store = PostgresDocumentStore(server.new_schema())
-        figures["postgres"] = measure(store, PgvectorIndexes(store.database), corpus)
+        return {"skipped": str(reason)}
+    store = PostgresDocumentStore(server.new_schema())
+    try:
+        return measure(store, PgvectorIndexes(store.database), corpus)
+    finally:
         store.close()
         server.close()
-    with embedded(folder / "milvus", with_milvus=True) as parts:
-        figures["milvus_lite"] = measure(*parts, corpus)
-    return figures
+
+
+def measure_embedded(corpus: Corpus, *, with_milvus: bool) -> dict[str, float]:
+    """Return the figures of SQLite with the own index or with Milvus."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        embedded(Path(folder) / "data", with_milvus=with_milvus) as parts,
+    ):
+        return measure(*parts, corpus)
+
+
+MEASURES: dict[str, Callable[[Corpus], Mapping[str, object]]] = {
+    "embedded": lambda corpus: measure_embedded(corpus, with_milvus=False),
+    "postgres": measure_postgres,
+    "milvus_lite": lambda corpus: measure_embedded(corpus, with_milvus=True),
+}
 
 
 def main() -> None:
     """Print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description="Compare the backends of the retriever.")
     parser.add_argument("--quick", action="store_true", help="less than a minute")
-    quick = parser.parse_args().quick
-    num_chunks = QUICK_CHUNKS if quick else FULL_CHUNKS
-    corpus = make_corpus(num_chunks, QUICK_SEARCHES if quick else FULL_SEARCHES)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = compare(corpus, Path(folder))
+    parser.add_argument("--backends", nargs="+", choices=MEASURES, default=list(MEASURES))
+    given = parser.parse_args()
+    num_chunks = QUICK_CHUNKS if given.quick else FULL_CHUNKS
+    corpus = make_corpus(num_chunks, QUICK_SEARCHES if given.quick else FULL_SEARCHES)
+    figures = {}
+    for name in given.backends:
+        figures[name] = MEASURES[name](corpus)
+        print(name, json.dumps(figures[name]), flush=True)
     print(json.dumps({"benchmark": "backends", "chunks": num_chunks, **figures}))
 
 

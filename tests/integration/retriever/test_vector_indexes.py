@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.search.indexes import SegmentedIndexes
@@ -166,6 +167,12 @@ def shared_harness(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
 @pytest.fixture(params=ALL)
 def own_harness(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
     yield from made(request)
+
+
+def test_a_milvus_that_does_not_answer_is_unavailable() -> None:
+    indexes = MilvusIndexes("http://127.0.0.1:1", "0123")
+    with pytest.raises(Unavailable, match="RAGCACHE_BACKEND_URL"):
+        indexes.open(GENERATION, DIMENSION, IndexKind.AUTO)
 
 
 class TestSearches(IndexContract):

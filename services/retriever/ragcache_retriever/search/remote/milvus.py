@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import grpc
 import numpy as np
 from pymilvus import DataType, MilvusClient, MilvusException
 
@@ -322,6 +323,9 @@ def client_arguments(url: str) -> dict[str, str]:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except MilvusException as error:
-        problem = " ".join(str(error).split())
+    except (MilvusException, grpc.RpcError) as error:
+        code = getattr(error, "code", None)
+        # An error of gRPC is a text of many lines.
+        is_rpc_error = isinstance(error, grpc.RpcError) and callable(code)
+        problem = code().name if is_rpc_error else " ".join(str(error).split())
         raise Unavailable("Milvus", f"{problem} ({URL_SETTING})") from error
