@@ -324,8 +324,7 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (MilvusException, grpc.RpcError) as error:
-        code = getattr(error, "code", None)
-        # An error of gRPC is a text of many lines.
-        is_rpc_error = isinstance(error, grpc.RpcError) and callable(code)
-        problem = code().name if is_rpc_error else " ".join(str(error).split())
+        problem = " ".join(str(error).split())
+        if isinstance(error, grpc.Call):
+            problem = str(error.code().name)  # its text has many lines
         raise Unavailable("Milvus", f"{problem} ({URL_SETTING})") from error
