@@ -192,7 +192,7 @@ def embedded(folder: Path, *, with_milvus: bool) -> Iterator[tuple[DocumentStore
 def measure_postgres(corpus: Corpus) -> dict[str, float] | dict[str, str]:
     """Return the figures of PostgreSQL, or why there are none."""
     try:
-        server = PostgresServer()
+        server = PostgresServer(is_durable=True)
     except Unavailable as reason:
         return {"skipped": str(reason)}
     store = PostgresDocumentStore(server.new_schema())

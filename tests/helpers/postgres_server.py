@@ -30,8 +30,6 @@ _PACKAGES = (
 )
 _SETTINGS = {
     "listen_addresses": "",
-    # A killed server loses nothing, because the machine goes on.
-    "fsync": "off",
     "max_connections": "200",
     "shared_buffers": "128MB",
 }
@@ -40,11 +38,15 @@ _SETTINGS = {
 class PostgresServer:
     """A server of one test session. Each test gets a schema of its own.
 
+    Args:
+        is_durable: Whether a commit waits for the disk.
+
     Raises:
         Unavailable: This machine has no PostgreSQL and cannot get it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_durable: bool = False) -> None:
+        self._settings = _SETTINGS | {"fsync": "on" if is_durable else "off"}
         self._programs = postgres_programs()
         # Not pytest's folder, which no other user can read. PostgreSQL refuses to run as root.
         self._folder = Path(tempfile.mkdtemp(prefix="ragcache-postgres-"))
@@ -62,7 +64,7 @@ class PostgresServer:
         shutil.rmtree(self._folder)
 
     def start(self) -> None:
-        settings = {**_SETTINGS, "unix_socket_directories": str(self._folder)}
+        settings = {**self._settings, "unix_socket_directories": str(self._folder)}
         options = " ".join(f"-c {name}='{value}'" for name, value in settings.items())
         log = str(self._folder / "log")
         self._run("pg_ctl", "start", "--wait", "--silent", f"--log={log}", f"--options={options}")
