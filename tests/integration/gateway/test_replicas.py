@@ -137,6 +137,7 @@ async def test_no_trial_replays_text_that_another_gateway_has_removed(
         await asyncio.wait_for(other.engine.waiting.wait(), 20)
         assert len(background_requests(other)) == 1
         await remove(one, how)
+        await replicas.retriever._knowledge_base.wait_until_idle()  # it splits in the background
         other.engine.pause = None
         first_replay.set()
         await asyncio.sleep(0.5)

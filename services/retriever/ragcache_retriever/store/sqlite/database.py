@@ -113,7 +113,7 @@ class Database:
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
             writer.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
-            # What a delete removes is overwritten, whatever the build's default.
+            # What a delete removes is overwritten. The default depends on the build of SQLite.
             writer.execute("PRAGMA secure_delete = ON")
             if not is_present:
                 writer.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
