@@ -36,6 +36,7 @@ PAGE_SIZE = 256
 """Documents that are listed at a time."""
 RETIRED_AT_ONCE = 32
 """Documents whose old chunks one transaction removes. Writes wait for it meanwhile."""
+FAILURE_PAUSE_S = 10.0
 PAUSE_S = 0.01
 """Time between two of these transactions, in which the writes that wait go first."""
 
@@ -89,6 +90,11 @@ class Remake:
                 retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else 10.0
                 log.warning("remake: interrupted error=%s", error)
                 await asyncio.sleep(retry_after_s)
+                continue
+            except Exception:
+                # A defect must not end the task for the life of the process.
+                log.exception("remake: failed")
+                await asyncio.sleep(FAILURE_PAUSE_S)
                 continue
             if not self._has_work.is_set():
                 self._is_idle.set()
