@@ -137,7 +137,9 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
 
 def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
     """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
-    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
+    return SqliteDocumentStore(
+        settings.data_dir, recover_file=discard if settings.peers else recover
+    )
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
