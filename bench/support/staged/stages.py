@@ -11,12 +11,12 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.staged.indexes import build
+from bench.support.staged.indexes import opened_base
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import CellBase, Probing
 from ragcache_retriever.search.cell_scan import CellScan, Query
 from ragcache_retriever.search.files.stored_vectors import exact_scores
-from ragcache_retriever.search.index_view import IndexView, Tail
+from ragcache_retriever.search.index_view import IndexView
 from ragcache_retriever.search.scan_pool import scan_together
 from ragcache_retriever.search.vector_index import IndexStage
 
@@ -27,7 +27,6 @@ _NUM_BINS = 10
 _BLOCK = 4096
 _SPARE = 8
 _ROUNDING = 1e-5
-_MAX_TIMED = 200
 
 Vectors = npt.NDArray[np.float32]
 
@@ -47,12 +46,10 @@ class Staged:
 
 
 def measure_stages(
-    vectors: Vectors, learned: Vectors, measured: Vectors, probing: Probing
+    base: CellBase, vectors: Vectors, learned: Vectors, measured: Vectors, probing: Probing
 ) -> dict[str, Any]:
     """Measure complete searches, of the whole collection and of the default plan."""
-    faiss.omp_set_num_threads(faiss.omp_get_max_threads())
-    base = build(vectors)
-    view = IndexView(base, None, Tail.empty(vectors.shape[1]))
+    view = opened_base(base)
     whole, _ = _measure(view, learned, measured, WHOLE)
     probed, estimated = _measure(view, learned, measured, probing)
     return {

@@ -112,6 +112,11 @@ class HnswGraph:
         index.hnsw.efConstruction = effort
         for batch in batches:
             index.add(np.ascontiguousarray(batch, np.float32))
+        return cls.of(index)
+
+    @classmethod
+    def of(cls, index: faiss.IndexHNSWFlat) -> HnswGraph:
+        """Copy the graph of an index."""
         hnsw = index.hnsw
         return cls(
             faiss.vector_to_array(hnsw.neighbors),
