@@ -25,6 +25,7 @@ from ragcache_retriever.search.files.stored_vectors import (
     StoredVectors,
     from_arrays,
 )
+from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _ROUNDING: Final = 1e-6
@@ -81,6 +82,7 @@ class CellBase:
         rows: Row of each position.
         order: Positions, sorted by their rows.
         trained_for: Number of vectors when the centroids were trained.
+        graph: Links between the positions, if the kind is HNSW.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class CellBase:
         order: Positions,
         vectors: StoredVectors,
         trained_for: int,
+        graph: HnswGraph | None = None,
     ) -> None:
         self.kind = kind
         self.rows = rows
         self.vectors = vectors
         self.trained_for = trained_for
+        self.graph = graph
         self.centroids = centroids
         self.offsets = offsets
         self.longest = longest
@@ -190,6 +194,7 @@ class CellBase:
             "rows": self.rows,
             "order": self._order,
             **self.vectors.arrays(),
+            **({} if self.graph is None else self.graph.arrays()),
         }
 
 
@@ -217,10 +222,13 @@ def opened_cell_base(opened: OpenedBase) -> CellBase:
             arrays["order"],
             from_arrays(arrays),
             int(facts["trained_for"]),
+            HnswGraph.from_arrays(arrays) if facts["kind"] == IndexKind.HNSW else None,
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise DamagedIndex(f"{opened.folder} is no base of cells: {error!r}") from error
     sizes = {len(base), len(base.vectors), int(base.offsets[-1]), len(base.sorted_rows)}
+    if base.graph is not None:
+        sizes.add(len(base.graph))
     if len(sizes) > 1 or len(base.centroids) + 1 != len(base.offsets):
         raise DamagedIndex(f"the arrays of {opened.folder} do not fit each other")
     return base

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -25,6 +25,7 @@ from ragcache_retriever.search.files.stored_vectors import (
     StoredVectors,
     blocks,
 )
+from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _TRAINING_VECTORS_PER_CELL: Final = 64
@@ -32,6 +33,7 @@ _TRAINING_ROUNDS: Final = 10
 _ROUNDING: Final = 1e-6
 _ALIGNMENT_VECTORS: Final = 64
 """Vectors of a cell from which the directions of its residuals are counted."""
+_GRAPH_BLOCK: Final = 1 << 10
 _BLOCK: Final = 1 << 14
 """Vectors that are assigned or copied at a time."""
 
@@ -59,7 +61,7 @@ class BuildOptions:
     """What base to build.
 
     Attributes:
-        kind: FLAT or IVF.
+        kind: FLAT, IVF or HNSW, which has one cell and a graph.
         cells_of: Take its cells instead of training new ones, and its ranges of quantized values.
             Vectors that come from it then keep their codes.
         is_aborted: Asked between blocks of vectors.
@@ -104,6 +106,7 @@ def build_cell_base(
         order=np.argsort(rows, kind="stable"),
         vectors=vectors,
         trained_for=len(source) if before is None else before.trained_for,
+        graph=_graph(vectors, dimension, options) if options.kind is IndexKind.HNSW else None,
     )
     return _finished(base, writer, vectors.arrays())
 
@@ -116,6 +119,16 @@ def _finished(base: CellBase, writer: BaseWriter | None, written: Container[str]
         if name not in written:
             writer.put(name, array)
     return opened_cell_base(writer.finish(base.facts()))
+
+
+def _graph(vectors: StoredVectors, dimension: int, options: BuildOptions) -> HnswGraph:
+    def batches() -> Iterator[Vectors]:
+        for begin, end in blocks(len(vectors), _GRAPH_BLOCK):
+            if options.is_aborted():
+                raise BuildAborted
+            yield vectors.gather(np.arange(begin, end))
+
+    return HnswGraph.build(batches(), dimension)
 
 
 def _centroids(source: VectorSource, dimension: int, kind: IndexKind) -> Vectors:

@@ -115,9 +115,9 @@ class HnswGraph:
         return cls.of(index)
 
     @classmethod
-    def of(cls, index: faiss.IndexHNSWFlat) -> HnswGraph:
-        """Copy the graph of an index."""
-        hnsw = index.hnsw
+    def of(cls, index: Any) -> HnswGraph:
+        """Copy the graph of faiss's IndexHNSWFlat."""
+        hnsw: Any = index.hnsw
         return cls(
             faiss.vector_to_array(hnsw.neighbors),
             faiss.vector_to_array(hnsw.offsets).astype(np.int64),

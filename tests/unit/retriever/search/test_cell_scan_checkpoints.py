@@ -40,6 +40,9 @@ class RecordingEstimator:
     def may_stop(self):
         return False
 
+    def wants_history(self):
+        return True
+
     def learn(self, history):
         self.histories.append(list(history))
 

@@ -38,7 +38,7 @@ class SqliteChangeLog:
         self._listeners: list[Callable[[CommittedChange], None]] = []
         found = database.query_one("SELECT sequence, epoch FROM state")
         assert found is not None, "the schema inserts it"
-        self._sequence, self._epoch = found
+        self._sequence, self._epoch = int(found[0]), int(found[1])
         self._kept_bytes = self._count_kept_bytes()
         self._prepared: CommittedChange | None = None
         database.before_commit(self._prepare)
@@ -115,7 +115,7 @@ class SqliteChangeLog:
             repeated = decode(change.statements)
         except ValueError as error:
             raise InvalidInput("statements", str(error), "take a backup of the writer") from error
-        with self._database.transaction():
+        with self._database.transaction(is_repeated=True):
             self._database.repeat(repeated)
             self._store(change)
             self._database.commit_locally()

@@ -41,7 +41,7 @@ class SqliteDocumentStore:
 
     Raises:
         InvalidInput: The folder cannot be used.
-        DatabaseDamaged: The file is damaged.
+        RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
     def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
@@ -54,6 +54,11 @@ class SqliteDocumentStore:
             self.database, self._collections, self._lexical, self._outbox
         )
         self._reads = DocumentReads(self.database)
+
+    @property
+    def backend(self) -> str:
+        """See DocumentStore."""
+        return "embedded"
 
     @property
     def outbox(self) -> SqliteOutbox:

@@ -50,7 +50,7 @@ def follower(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
         yield store
 
 
-def contents(store: SqliteDocumentStore) -> dict[str, list[object]]:
+def contents(store: SqliteDocumentStore) -> dict[str, list[str]]:
     """Return the rows of all tables, those of the full-text index included."""
     tables = store.database.query(
         "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE '%VIRTUAL%'"
