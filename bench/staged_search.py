@@ -9,8 +9,8 @@ generator and the rules that are compared.
 * ``nonoverlap_ratio``: mean time until the final hits first appear and stay, over the mean time of
   a plain scan (RAGCache Table 3, vector search ratio 100 %). ``probing_nonoverlap_ratio`` is that
   of the scan that the default settings plan.
-* ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks. Times of
-  both are CPU times of their thread.
+* ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks. Times
+  are CPU times of the thread.
 * ``ece``: expected calibration error of the probabilities, of searches after the learned ones.
 * ``declared_recall_mean``: mean share of the planned scan's hits with a declared recall.
 * ``*_over_declared_computations``: compared vectors of another rule at this mean recall over those
