@@ -241,8 +241,8 @@ _CACHES = (
     Bad(
         *("embedder without a kind", _S, cache(retriever={"embedder": {"source": "ftp://x"}})),
         *("spec.retriever.embedder.source", "'ftp://x' is not a valid embedder"),
-        "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
-        "like http://embeddings:8080/v1",
+        "use bundled:all-minilm-l6-v2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
+        "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1",
     ),
     Bad(
         *("endpoint without a model", _C, cache(retriever={"embedder": {"source": "http://e/v1"}})),
@@ -251,12 +251,12 @@ _CACHES = (
     ),
     Bad(
         *("model without an endpoint", _C, cache(retriever={"embedder": {"model": "x"}})),
-        *("spec.retriever.embedder.model", "is set, but the bundled embedder has only one model"),
+        *("spec.retriever.embedder.model", "is set, but only an endpoint has more than one model"),
         "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
         *("key for no endpoint", _C, cache(retriever={"embedder": {"keySecret": {"name": "k"}}})),
-        *("spec.retriever.embedder.keySecret", "is set, but the bundled embedder needs no key"),
+        *("spec.retriever.embedder.keySecret", "is set, but only an endpoint takes a key"),
         "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
@@ -291,6 +291,78 @@ _CACHES = (
             "'Fast_Disk' is not a valid object name",
             _OBJECT_NAME,
         ),
+    ),
+    Bad(
+        *("too many retrievers", _S, cache(retriever={"replicas": 6})),
+        *("spec.retriever.replicas", "6 is too large", "use at most 5"),
+    ),
+    Bad(
+        *("index of an unknown kind", _S, cache(retriever={"index": {"kind": "lsh"}})),
+        "spec.retriever.index.kind",
+        *("'lsh' is not allowed", "use 'auto', 'flat', 'ivf' or 'hnsw'"),
+    ),
+    Bad(
+        *("recall below its range", _S, cache(retriever={"index": {"recall": 0.4}})),
+        *("spec.retriever.index.recall", "0.4 is too small", "use at least 0.5"),
+    ),
+    Bad(
+        "reranker endpoint without a model",
+        _C,
+        cache(retriever={"reranker": {"source": "http://e/v1"}}),
+        "spec.retriever.reranker.model",
+        *("is missing: http://e/v1 needs a model", "name one"),
+    ),
+    Bad(
+        *("model for no reranker", _C, cache(retriever={"reranker": {"model": "x"}})),
+        *("spec.retriever.reranker.model", "is set, but source bundled has no choice of models"),
+        "leave it out, or set source to cross-encoder or the URL of an endpoint",
+    ),
+    Bad(
+        "key for no reranker endpoint",
+        _C,
+        cache(retriever={"reranker": {"source": "bundled", "keySecret": {"name": "k"}}}),
+        *("spec.retriever.reranker.keySecret", "is set, but source bundled needs no key"),
+        "leave it out, or set source to the URL of an endpoint",
+    ),
+    Bad(
+        "two backends",
+        _C,
+        cache(
+            retriever={
+                "backend": {
+                    "postgres": {"urlSecret": {"name": "a"}},
+                    "milvus": {"urlSecret": {"name": "a"}},
+                }
+            }
+        ),
+        *("spec.retriever.backend.milvus", "is set together with postgres"),
+        "keep the one that has your documents",
+    ),
+    Bad(
+        "replicas that share a backend",
+        _C,
+        cache(retriever={"replicas": 2, "backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
+        "spec.retriever.replicas",
+        "2 is not possible with backend postgres: replicas copy the documents of their own volumes",
+        "use 1, and let the backend replicate",
+    ),
+    Bad(
+        "fewer retriever replicas",
+        _C,
+        cache(retriever={"replicas": 2}),
+        "spec.retriever.replicas",
+        "2 is below 3: the pods that stay might lack the newest documents",
+        "keep 3, or restore a backup into another RagCache",
+        old=cache(retriever={"replicas": 3}),
+    ),
+    Bad(
+        "another backend",
+        _C,
+        cache(retriever={"backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
+        "spec.retriever.backend",
+        "is immutable and was embedded: the documents would stay in the old backend",
+        "keep it, or restore a backup into another RagCache",
+        old=cache(),
     ),
     Bad(
         "another volume for documents",

@@ -14,7 +14,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.site import Address, Endpoint
-from ragcache_operator.spec import ModelSource
+from ragcache_operator.spec import EmbedderSpec, ModelSource
 
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
@@ -76,6 +76,14 @@ class LocalSite:
         """Return the address of the one store, which is the one member."""
         return self.cache_store_members()
 
+    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
+        """Return the address of the one process that runs here."""
+        return (str(self.address_of(Endpoint(workload, replicas.port))),)
+
+    def lease(self, name: str) -> str | None:
+        """Return no Lease: one process of each component runs here."""
+        return None
+
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return nothing: there are no pods."""
         return {}
@@ -91,6 +99,25 @@ class LocalSite:
     def data_dir(self, part: str) -> str:
         """Return a folder under ``data``."""
         return str(self._data / part)
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return a folder of this machine, or the source as it is."""
+        if embedder.claim:
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{embedder.source} is a volume, which only pods can mount",
+                "use path:FOLDER or hf:ORGANISATION/NAME on this machine",
+            )
+        if not embedder.local_folder:
+            return embedder.source
+        folder = Path(embedder.local_folder).expanduser().absolute()
+        if not (folder / "config.json").is_file():
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{folder} holds no model",
+                "name a folder with config.json, tokenizer.json and *.safetensors",
+            )
+        return f"path:{folder}"
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of this machine, or the hub's name."""

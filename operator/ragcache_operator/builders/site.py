@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue, FromField
-from ragcache_operator.spec import ModelSource, RagCache
+from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache
 
 PORT_NUMBERS: Final = {
     "http": 8000,
@@ -29,6 +29,7 @@ SIGNING_KEY_FILE: Final = "keys"
 _FULL: Final = "svc.cluster.local"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
+EMBEDDER_FOLDER: Final = "/embedder"
 """Mount path of the volume with the model."""
 
 
@@ -99,6 +100,23 @@ class Site(Protocol):
         """
         ...
 
+    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
+        """Return the addresses of the pods of a StatefulSet, in their order.
+
+        Args:
+            replicas: The headless Service of the pods.
+            count: Number of pods. A machine runs one, whatever the count.
+        """
+        ...
+
+    def lease(self, name: str) -> str | None:
+        """Return the Lease that replicas choose their writer by. None if there is one replica.
+
+        Args:
+            name: Name of the Lease within the RagCache.
+        """
+        ...
+
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return variables that name the pod, for use in other variables."""
         ...
@@ -116,6 +134,14 @@ class Site(Protocol):
 
     def data_dir(self, workload: str) -> str:
         """Return the path of the workload's volume inside its container."""
+        ...
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return the embedder as the retriever's setting names it.
+
+        Raises:
+            InvalidInput: The retriever cannot read it here.
+        """
         ...
 
     def model(self, source: ModelSource) -> str:
@@ -210,6 +236,15 @@ class ClusterSite:
         """Return the pod's name in front of the Service's, as in the members file."""
         return f"$({_POD_NAME}).{self.address_of(shards)}"
 
+    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
+        """Return the names of the pods in front of the Service's."""
+        service = self.address_of(replicas)
+        return tuple(f"{self.name}-{workload}-{i}.{service}" for i in range(count))
+
+    def lease(self, name: str) -> str | None:
+        """Return a Lease in the namespace of the RagCache."""
+        return f"kubernetes:{self.namespace}/{self.name}-{name}"
+
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return the pod's name."""
         return {_POD_NAME: FromField("metadata.name")}
@@ -225,6 +260,18 @@ class ClusterSite:
     def data_dir(self, workload: str) -> str:
         """Return the mount path of the volume."""
         return "/data"
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return a folder of a mounted volume, or the source as it is."""
+        if embedder.local_folder:
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{embedder.source} is a local folder, which pods cannot read",
+                "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME",
+            )
+        if embedder.claim:
+            return "/".join(filter(None, (f"path:{EMBEDDER_FOLDER}", embedder.claim_folder)))
+        return embedder.source
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of the image or of a mounted volume, or a name of the hub."""
