@@ -3,7 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.staged.clustered_vectors import DIMENSION, draw_queries, draw_vectors, make_clusters
+from bench.support.staged.clustered_vectors import (
+    DIMENSION,
+    draw_queries,
+    draw_vectors,
+    make_clusters,
+)
 from ragcache_core.retrieval.finality.estimator import FinalityEstimator
 from ragcache_core.retrieval.finality.features import observations
 from ragcache_core.retrieval.index_kinds import IndexKind
