@@ -40,17 +40,15 @@ class Setting(NamedTuple):
 
     vectors: int
     share: float
-    top_k: int
-    queries: int
+    top_ks: tuple[int, ...]
 
 
 SETTINGS = (
-    Setting(100_000, 1 / 8, 10, 600),
-    Setting(100_000, 1 / 8, 5, 600),
-    Setting(100_000, 1 / 8, 1, 600),
-    Setting(30_000, 2 / 3, 5, 600),
-    Setting(5_000, 1.0, 10, 600),
+    Setting(40_000, 1 / 4, (10, 5, 1)),
+    Setting(20_000, 2 / 3, (5,)),
+    Setting(5_000, 1.0, (10,)),
 )
+NUM_QUERIES = 500
 
 
 class Recorder(SearchEstimator):
@@ -93,10 +91,11 @@ def observe(setting: Setting) -> list[Observation]:
     vectors = draw_vectors(clusters, setting.vectors, draw)
     view = opened_base(build(vectors))
     recorder = Recorder()
-    for vector in draw_queries(clusters, vectors, setting.queries, draw):
-        query = Query(vector, setting.top_k, None, None, lambda: False)
-        scan = CellScan(view, query, Probing(0, setting.share), recorder, lambda stage: None)
-        scan_together([scan])
+    probing = Probing(0, setting.share)
+    for vector in draw_queries(clusters, vectors, NUM_QUERIES, draw):
+        for top_k in setting.top_ks:
+            query = Query(vector, top_k, None, None, lambda: False)
+            scan_together([CellScan(view, query, probing, recorder, lambda stage: None)])
     return [one for one in recorder.seen if not one.features.is_provably_final]
 
 

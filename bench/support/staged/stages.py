@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import faiss
@@ -79,7 +80,7 @@ def _measure(
     for query in measured:
         # In turns, so that other load on the machine meets both alike.
         searches.append(search(view, query, probing, estimator))
-        plain_s.append(_timed(lambda query=query: plain_scan(view.base, query, probing)))
+        plain_s.append(_timed(partial(plain_scan, view.base, query, probing)))
     times = np.array([one.times_s[-1] for one in searches])
     overlaps = [one.times_s[one.first_final] for one in searches]
     depth = max(len(one.stages) for one in searches)
