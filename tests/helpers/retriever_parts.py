@@ -17,7 +17,7 @@ from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
-from ragcache_retriever.embedding.embedder import Vectors, normalised
+from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
 from ragcache_retriever.search.cell_base import Probing
@@ -74,7 +74,7 @@ def make_knowledge_base(
     folder: Path,
     tokenizer: ServingTokenizer,
     *,
-    embedder: WordEmbedder | None = None,
+    embedder: Embedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
     probing: Probing = Probing(),  # noqa: B008  it is immutable
     split_limit: SplitLimit | None = None,
