@@ -26,7 +26,10 @@ def mean_recall(searches: Searches, threshold: float) -> float:
     """Return the mean recall of searches that stop where the expected recall is reached."""
     return float(
         np.mean(
-        [next((actual for guess, actual in search if guess >= threshold), 1) for search in searches]
+            [
+                next((actual for guess, actual in search if guess >= threshold), 1)
+                for search in searches
+            ]
         )
     )
 
