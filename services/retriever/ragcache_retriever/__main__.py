@@ -50,6 +50,8 @@ from ragcache_wire.v1 import retriever_pb2_grpc
 log = logging.getLogger("ragcache_retriever")
 
 EXIT_MISCONFIGURED = 2
+CHECK_DELAY_S = 60.0
+"""Time after the start when the check for damage begins, which reads all documents."""
 SWITCH_INTERVAL_S = 0.001
 """Time after which a thread passes Python's lock on. A query needs it many times while documents
 are embedded, so Python's default of 5 ms would add up."""
@@ -123,6 +125,7 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     finally:
         log.info("stopping")
         stop_check.set()
+        checking.cancel()
         stopping.cancel()
         # Another replica can write from now on, while this one answers the calls that run.
         running.cancel()
@@ -148,6 +151,7 @@ async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.E
     if not isinstance(store, SqliteDocumentStore):
         return
     database = store.database
+    await asyncio.sleep(CHECK_DELAY_S)
     problem = await asyncio.to_thread(find_damage, database.path, stop)
     if problem is not None:
         database.mark_damaged(problem)

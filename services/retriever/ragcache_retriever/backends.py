@@ -37,7 +37,9 @@ def open_store(settings: RetrieverSettings) -> DocumentStore:
         except ImportError as error:
             raise _missing("postgres", error) from error
         return PostgresDocumentStore(settings.backend_url or "")
-    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
+    return SqliteDocumentStore(
+        settings.data_dir, recover_file=discard if settings.peers else recover
+    )
 
 
 def make_indexes(

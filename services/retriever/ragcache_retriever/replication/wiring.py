@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from ragcache_core.errors import InvalidInput
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.replication.copies import store_copy
 from ragcache_retriever.replication.file_lease import FileLease
@@ -33,11 +34,15 @@ def make_replica(
         restart: Ends the process, so that it starts again with a copy of the documents.
 
     Raises:
-        InvalidInput: The Lease cannot be used.
+        InvalidInput: The backend has no replicas, or the Lease cannot be used.
     """
     store = knowledge_base.store
-    if not settings.peers or not isinstance(store, SqliteDocumentStore):
+    if not settings.peers or store.is_shared:
         return None
+    if settings.backend != "embedded" or not isinstance(store, SqliteDocumentStore):
+        raise InvalidInput(
+            "RAGCACHE_PEERS", f"backend {settings.backend} has no replicas", "remove the peers"
+        )
     assert settings.own_address is not None, "settings check it"
     options = ReplicaOptions(
         identity=f"{settings.own_address}#{secrets.token_hex(8)}",
