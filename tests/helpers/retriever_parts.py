@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.splitter import SplitLimit
@@ -97,3 +98,8 @@ async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClien
 
 def tokenizer_of(model: Path) -> ServingTokenizer:
     return load_serving_tokenizer(str(model))
+
+
+def digest_of(tokenizer: ServingTokenizer, text: str) -> bytes:
+    """Return the digest of a chunk's tokens."""
+    return token_digest(np.frombuffer(tokenizer.token_ids(text), "<u4"))

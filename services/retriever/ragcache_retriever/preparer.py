@@ -1,4 +1,4 @@
-"""Turns a document into chunks with token digests and embeddings, before anything is written."""
+"""Turns a document into chunks with token ids and embeddings, before anything is written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ EMBEDDED_TEXT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PreparedDocument:
-    """A document with its chunks. embeddings: shape (len(chunks), dimension)."""
+    """A document with its chunks.
+
+    Attributes:
+        token_ids: Of each chunk, see ``SplitDocument``.
+        digests: Of the token ids of each chunk.
+        embeddings: Shape (len(chunks), dimension).
+    """
 
     document: Document
     recipe: Recipe
     chunks: list[Chunk]
+    token_ids: list[bytes]
     digests: list[bytes]
     embeddings: Vectors
 
@@ -100,4 +107,6 @@ class DocumentPreparer:
         if missing:
             missing_texts = [texts[i] for i in missing]
             embeddings[missing] = await self._embedder.embed(missing_texts, urgent=False)
-        return PreparedDocument(document, self.recipe(chunking), chunks, split.digests, embeddings)
+        return PreparedDocument(
+            document, self.recipe(chunking), chunks, split.token_ids, split.digests, embeddings
+        )

@@ -10,7 +10,13 @@ import pytest
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import WordEmbedder, make_knowledge_base, serving, tokenizer_of
+from tests.helpers.retriever_parts import (
+    WordEmbedder,
+    digest_of,
+    make_knowledge_base,
+    serving,
+    tokenizer_of,
+)
 
 TEXT = "# Page\n\n" + "\n\n".join(
     f"The part number {i} of this page says something of its own. It is number {i}."
@@ -149,7 +155,7 @@ async def test_a_document_that_a_new_embedder_refuses_blocks_no_other(
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
         assert list(reply.deletes[0].token_digests) == [
-            tokenizer.token_digest("All about the volcano.")
+            digest_of(tokenizer, "All about the volcano.")
         ]
 
 
@@ -182,7 +188,7 @@ async def test_a_start_with_another_chunking_leaves_its_deletes_in_the_outbox(
     async with serving(knowledge_base) as client:
         [delete] = (await client.claim_deletes(10)).deletes
     assert delete.names_document
-    assert set(delete.token_digests) == {tokenizer.token_digest(text) for text in chunks}
+    assert set(delete.token_digests) == {digest_of(tokenizer, text) for text in chunks}
 
 
 async def test_documents_that_cannot_be_split_now_keep_the_retriever_from_being_ready(

@@ -19,7 +19,7 @@ from ragcache_retriever.documents.document_store import FILE_NAME
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
+from tests.helpers.retriever_parts import digest_of, make_knowledge_base, serving, tokenizer_of
 
 
 def document(document_id: str, text: str, **fields: object) -> pb.Document:
@@ -97,7 +97,7 @@ async def test_a_changed_document_is_found_by_its_new_text(
     old = (await client.get_document("default", "a")).text
     reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
     [changed] = [text for text in chunks_of_a if "region north" in text]
-    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(changed)]
+    assert removed_digests(reply) == [digest_of(tokenizer_of(tiny_model), changed)]
     final = (await search(client, "region zanzibar", 1))[-1]
     assert ids(final) == ["a#0"]
     assert "zanzibar" in final.hits[0].chunk.text
@@ -108,7 +108,7 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: P
     first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
     await client.upsert_document(document("b", service_page("b", "south")))
     reply = await client.delete_document("default", "a")
-    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(reply) == [digest_of(tokenizer_of(tiny_model), first)]
     final = (await search(client, "a north", 100))[-1]
     assert {hit.chunk.document_id for hit in final.hits} == {"b"}
     with pytest.raises(NotFound) as caught:
@@ -146,8 +146,8 @@ async def test_deletes_of_a_new_chunking_can_be_claimed(
     claim = await client.claim_deletes(10)
     [delete] = claim.deletes
     assert (claim.unacknowledged, delete.names_document) == (1, True)
-    digest = tokenizer_of(tiny_model).token_digest
-    assert set(delete.token_digests) <= {digest(text) for text in reply.chunks}
+    tokenizer = tokenizer_of(tiny_model)
+    assert set(delete.token_digests) <= {digest_of(tokenizer, text) for text in reply.chunks}
     assert not (await client.claim_deletes(10)).deletes
     with pytest.raises(InvalidInput, match="limit"):
         await client.claim_deletes(0)
@@ -166,7 +166,7 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     monkeypatch.setattr(outbox, "DELETE_CHUNKS", 1)
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", 60)
     deleted = await client.delete_document("default", "a")
-    assert removed_digests(deleted) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(deleted) == [digest_of(tokenizer_of(tiny_model), first)]
 
 
 async def test_a_document_that_takes_too_long_to_split_is_refused_and_others_are_served(

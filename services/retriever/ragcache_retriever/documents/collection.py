@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 
 DEFAULT_COLLECTION = "default"
 """This collection always exists, so that a first document needs no setup."""
@@ -31,10 +32,18 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class CollectionSettings:
-    """Settings of one collection. None: the service's default."""
+    """Settings of one collection. None: the service's default.
+
+    Attributes:
+        max_documents: Most documents; 0: no limit.
+        max_text_bytes: Most bytes of their texts; 0: no limit.
+    """
 
     chunking: Chunking | None = None
     window: int | None = None
+    index: IndexKind | None = None
+    max_documents: int = 0
+    max_text_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class CollectionDefaults:
 
     chunking: Chunking
     window: int
+    index: IndexKind = IndexKind.AUTO
 
     def chunking_of(self, settings: CollectionSettings) -> Chunking:
         """Return the chunking of a collection."""
@@ -51,6 +61,10 @@ class CollectionDefaults:
     def window_of(self, settings: CollectionSettings) -> int:
         """Return the window of a collection."""
         return self.window if settings.window is None else settings.window
+
+    def index_of(self, settings: CollectionSettings) -> IndexKind:
+        """Return the kind of a collection's index."""
+        return settings.index or self.index
 
 
 def checked_name(field: str, name: str) -> str:

@@ -1,0 +1,1 @@
+"""Stores of documents, chunks and embeddings. Each backend implements ``document_store``."""
