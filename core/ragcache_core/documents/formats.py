@@ -32,6 +32,8 @@ class DocumentFormat(StrEnum):
         return next(name for name, one in FORMAT_OF_MEDIA_TYPE.items() if one is self)
 
 
+_FORMAT_OF_NAME: Final = {one.value: one for one in DocumentFormat}
+
 FORMAT_OF_SUFFIX: Final[Mapping[str, DocumentFormat]] = {
     ".txt": DocumentFormat.TEXT,
     ".md": DocumentFormat.MARKDOWN,
@@ -77,6 +79,4 @@ def format_of_name(name: str) -> DocumentFormat | None:
 def format_of_type(content_type: str) -> DocumentFormat | None:
     """Return the format of a name such as "html", or of a media type; None if it is unknown."""
     name = content_type.partition(";")[0].strip().lower()
-    if name in DocumentFormat:
-        return DocumentFormat(name)
-    return FORMAT_OF_MEDIA_TYPE.get(name)
+    return _FORMAT_OF_NAME.get(name) or FORMAT_OF_MEDIA_TYPE.get(name)

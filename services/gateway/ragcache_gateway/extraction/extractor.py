@@ -140,17 +140,7 @@ class _WorkerProcess:
         """Send a request and return the answer. Raises OSError or EOFError if the process ends."""
         try:
             process = self._process or await self._start()
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.write(content)
-            await process.stdin.drain()
-            header = await _read_line(process)
-            if "num_bytes" not in header:
-                return header
-            assert process.stdout is not None
-            body = await process.stdout.readexactly(header["num_bytes"])
-            answer: dict[str, Any] = json.loads(body)
-            return answer
+            return await _exchange(process, request, content)
         except BaseException:
             await self.end()  # what it still works on has no reader
             raise
@@ -180,6 +170,19 @@ class _WorkerProcess:
         )
         await _read_line(process)
         return process
+
+
+async def _exchange(process: Process, request: dict[str, Any], content: bytes) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.write(content)
+    await process.stdin.drain()
+    header = await _read_line(process)
+    if "num_bytes" not in header:
+        return header
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(header["num_bytes"]))
+    return answer
 
 
 async def _read_line(process: Process) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import lxml.html
 import trafilatura
-from lxml.etree import LxmlError, strip_elements
+from lxml.etree import ErrorTypes, LxmlError, XMLSyntaxError, strip_elements
 from trafilatura.settings import DEFAULT_CONFIG
 
 from ragcache_gateway.extraction.extracted import (
@@ -49,6 +49,11 @@ def _whole_text(content: bytes) -> str:
     """Return the text of a fragment or of a page that has no main part."""
     try:
         root = lxml.html.document_fromstring(content)
+    except XMLSyntaxError as error:
+        # trafilatura hides its errors: this is where a lack of memory shows.
+        if error.code == ErrorTypes.ERR_NO_MEMORY:
+            raise MemoryError from error
+        return ""
     except (LxmlError, ValueError):
         return ""
     strip_elements(root, *_NO_TEXT, with_tail=False)

@@ -48,9 +48,7 @@ def _open(content: bytes) -> pypdfium2.PdfDocument:
         return pypdfium2.PdfDocument(content)
     except pypdfium2.PdfiumError as error:
         if error.err_code == _PASSWORD:
-            raise UnreadableDocument(
-                "is an encrypted PDF", "save it without a password"
-            ) from error
+            raise UnreadableDocument("is an encrypted PDF", "save it without a password") from error
         raise UnreadableDocument("is not a PDF, or is damaged", "save the PDF again") from error
 
 

@@ -111,7 +111,7 @@ def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
 def _limit(request: dict[str, Any]) -> None:
     """Have the system end this process for more CPU time, memory or output than it may take."""
     cpu_s = math.ceil(time.process_time() + request["cpu_s"])
-    # At the first limit the process ends by a signal that tells the cause, at the second by SIGKILL.
+    # The signal of the first limit tells the cause. The second one is SIGKILL.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + request["memory_bytes"])
