@@ -219,7 +219,7 @@ def test_nothing_of_a_repository_is_run(
         ({"ref": "0123456789" * 4}, "has no such commit"),
         ({"path": "nowhere"}, "has no folder 'nowhere'"),
         ({"path": "README.md"}, "has no folder 'README.md'"),
-        ({"path": "empty"}, "holds no .md, .markdown or .txt file"),
+        ({"path": "empty"}, "holds no file of .txt, .md"),
     ],
 )
 def test_what_a_repository_lacks_is_said(

@@ -34,6 +34,10 @@ KEEP_ALIVE_S: Final = 15.0
 """Time without an event after which the client gets a sign of life, for proxies that close silent
 streams."""
 
+_PIECES: Final = 16
+"""Pieces of a body that are received before they are used. A client that disconnects is noticed
+unless it had sent more."""
+
 _EVENTS: Final = 64
 """Events that wait for the client. When it takes none, the batch waits."""
 
@@ -102,6 +106,7 @@ class DocumentBatch:
         self._limit = limit
         self._summary = BatchSummary()
         self._events: asyncio.Queue[BatchEvent] = asyncio.Queue(_EVENTS)
+        self._pieces: asyncio.Queue[bytes | InvalidInput | None] = asyncio.Queue(_PIECES)
         self._slots = asyncio.Semaphore(CONCURRENCY)
         self._bytes_in_work = 0
         self._has_room = asyncio.Condition()
@@ -116,10 +121,9 @@ class DocumentBatch:
         working = asyncio.create_task(self._run(), name="batch")
         try:
             while not (working.done() and self._events.empty()):
-                if self._events.empty():
-                    yield await self._next_event(working)
-                else:
-                    yield self._events.get_nowait()
+                event = await self._next_event(working)
+                if event is not None or not working.done():
+                    yield event
             await working
         finally:
             working.cancel()
@@ -143,12 +147,11 @@ class DocumentBatch:
         is_gone = False
         try:
             async with asyncio.TaskGroup() as group:
+                receiving = group.create_task(self._receive_body())
                 await self._read(group)
-                # From here on the only message to come is the disconnect.
-                watching = group.create_task(self._watch())
                 while self._in_work:
                     await asyncio.wait(self._in_work.values())
-                watching.cancel()
+                receiving.cancel()
         except* ClientDisconnected:
             is_gone = True
         if is_gone:
@@ -171,18 +174,28 @@ class DocumentBatch:
             yield item
 
     async def _body(self) -> AsyncIterator[bytes]:
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, InvalidInput):
+                raise piece
+            yield piece
+
+    async def _receive_body(self) -> None:
+        """Receive the body ahead of its use, and then the disconnect. Raises ClientDisconnected."""
         has_more = True
-        while has_more:
+        while True:
             try:
-                async with asyncio.timeout(self._limit.body_timeout_s):
+                async with asyncio.timeout(self._limit.body_timeout_s if has_more else None):
                     message = await self._receive()
             except TimeoutError:
                 problem = f"had a pause of {self._limit.body_timeout_s:g} s"
-                raise InvalidInput("body", problem, "send it faster") from None
+                await self._pieces.put(InvalidInput("body", problem, "send it faster"))
+                return
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
+            await self._pieces.put(message.get("body", b""))
             has_more = message.get("more_body", False)
-            yield message.get("body", b"")
+            if not has_more:
+                await self._pieces.put(None)
 
     async def _begin(self, group: asyncio.TaskGroup, item: BatchItem) -> None:
         """Have a document written when there is room for it."""
@@ -247,11 +260,6 @@ class DocumentBatch:
         self, index: int, name: str, state: Literal["accepted", "done", "failed"], **fields: Any
     ) -> None:
         await self._events.put(BatchEvent(index=index, id=name, state=state, **fields))
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        raise ClientDisconnected
 
 
 def _detail(error: RagCacheError | None) -> ErrorDetail:

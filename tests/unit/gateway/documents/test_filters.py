@@ -61,9 +61,7 @@ CONDITION = st.one_of(
         KEY,
         st.lists(st.sampled_from(VALUES), min_size=1, max_size=3),
     ),
-    st.builds(
-        lambda key, bound: {"key": key, "range": {"gte": bound}}, KEY, st.integers(0, 3000)
-    ),
+    st.builds(lambda key, bound: {"key": key, "range": {"gte": bound}}, KEY, st.integers(0, 3000)),
     st.builds(lambda key, prefix: {"key": key, "prefix": prefix}, KEY, st.sampled_from("cw2")),
     st.builds(lambda key, there: {"key": key, "exists": there}, KEY, st.booleans()),
 )
