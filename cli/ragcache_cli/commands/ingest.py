@@ -129,16 +129,17 @@ class _Batch:
         waiting, unreadable = await asyncio.to_thread(_read, files)
         for result in unreadable:
             self._on_done(result)
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(_ATTEMPTS):
+            if not waiting:
+                return
+            if attempt:
+                await asyncio.sleep(self._delay.retry_after_s)
             try:
                 waiting = await self._send(waiting)
             except TryLater as error:
                 self._delay = error
-            if not waiting:
-                return
-            if attempt < _ATTEMPTS:
-                await asyncio.sleep(self._delay.retry_after_s)
-        raise self._delay
+        if waiting:
+            raise self._delay
 
     async def _send(
         self, batch: Sequence[tuple[DocumentFile, BatchFile]]

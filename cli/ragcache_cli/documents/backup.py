@@ -49,7 +49,8 @@ def restore_command(
     if not yes:
         question = f"Replace all documents at {url} by {file}?"
         typer.confirm(question, abort=True, err=True)
-    documents = asyncio.run(_restore(url, file, make_console(stderr=True)))
+    num_bytes = file.stat().st_size
+    documents = asyncio.run(_restore(url, file, num_bytes, make_console(stderr=True)))
     print(f"restored {documents:,} documents")
 
 
@@ -87,9 +88,9 @@ async def _backup(url: str, file: Path, console: Console) -> int:
     return num_bytes
 
 
-async def _restore(url: str, file: Path, console: Console) -> int:
+async def _restore(url: str, file: Path, num_bytes: int, console: Console) -> int:
     with _progress(console) as progress:
-        task = progress.add_task("restore", total=file.stat().st_size)
+        task = progress.add_task("restore", total=num_bytes)
 
         async def parts() -> AsyncIterator[bytes]:
             for piece in _pieces(file):

@@ -28,7 +28,7 @@ _SILENCE_S = 30.0
 
 _Unpack = Callable[[str, Path, Scratch], SourceContents]
 _UNPACK: dict[str, _Unpack] = {".tar.gz": read_tar_gz, ".tgz": read_tar_gz, ".zip": read_zip}
-_SUFFIX_OF = {kind: suffix for suffix, kind in reversed(FORMAT_OF_SUFFIX.items())}
+_SUFFIX_OF = {kind: suffix for suffix, kind in reversed(list(FORMAT_OF_SUFFIX.items()))}
 _ENDING_OF = {
     **{media_type: _SUFFIX_OF[kind] for media_type, kind in FORMAT_OF_MEDIA_TYPE.items()},
     "application/zip": ".zip",

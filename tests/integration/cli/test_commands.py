@@ -256,9 +256,7 @@ def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
     assert "refused.md: text: says" in by_id["refused.md"]["error"]
 
 
-def test_ingest_takes_each_line_of_json_as_a_document(
-    gateway: FakeGateway, tmp_path: Path
-) -> None:
+def test_ingest_takes_each_line_of_json_as_a_document(gateway: FakeGateway, tmp_path: Path) -> None:
     lines = [json.dumps({"id": f"d{i}", "text": f"Text {i}."}) for i in range(40)]
     (tmp_path / "all.jsonl").write_text("\n\n".join(lines))
     result = ragcache("ingest", tmp_path / "all.jsonl")

@@ -26,6 +26,10 @@ async def platform(
         yield running
 
 
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
 async def ragcache(*words: object, answer: str | None = None) -> Result:
     """Run a command in a thread, because the gateway is in this one."""
     arguments = [str(word) for word in words]
@@ -37,8 +41,11 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
     (tmp_path / "guides" / "billing.html").write_bytes(HTML)
     (tmp_path / "report.pdf").write_bytes(pdf(["Page one."], title="Report"))
     (tmp_path / "secret.pdf").write_bytes(pdf(["x"], encrypted=True))
-    lines = [{"id": "a", "text": "A.", "metadata": {"team": "core"}}, {"id": "b"}, {"id": 'q"ä'}]
-    lines[2]["text"] = "Q."
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "text": "A.", "metadata": {"team": "core"}},
+        {"id": "b"},
+        {"id": 'q"ä', "text": "Q."},
+    ]
     (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / 'odd "ä".txt').write_text("Odd.")
     result = await ragcache("ingest", tmp_path)
@@ -93,7 +100,7 @@ async def test_a_backup_is_written_and_restored(platform: World, tmp_path: Path)
     written = await ragcache("backup", file)
     assert written.exit_code == 0, written.output
     assert written.stdout == f"wrote {file} ({file.stat().st_size:,} bytes)\n"
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert names_in(tmp_path) == [file.name]
     twice = await ragcache("backup", file)
     assert twice.exit_code == 2
     assert f"FILE: {file} exists" in twice.stderr
@@ -120,4 +127,4 @@ async def test_a_backup_that_fails_leaves_no_file(platform: World, tmp_path: Pat
     result = await ragcache("backup", tmp_path / "documents.ragcache")
     assert result.exit_code == 1
     assert "the retriever is unavailable" in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ PATH = "/v1/documents:batch"
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model) as running:
         yield running
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def line(name: str, text: str = "Some text.", **fields: Any) -> bytes:
@@ -105,8 +111,7 @@ async def test_few_documents_of_a_long_batch_are_in_work_at_once(gateway: World)
         await asyncio.sleep(0)
 
     posting = asyncio.create_task(gateway.client.post(PATH, content=body(), headers=JSON_LINES))
-    while gateway.retriever.upserts < CONCURRENCY:
-        await asyncio.sleep(0.01)
+    await until(lambda: gateway.retriever.upserts == CONCURRENCY)
     before = -1
     while sent != before:  # until the gateway reads no further
         before = sent
@@ -123,13 +128,11 @@ async def test_a_client_that_disconnects_stops_its_batch(gateway: World) -> None
     body = b"".join(line(f"d{i}") for i in range(40))
     async with gateway.client.stream("POST", PATH, content=body, headers=JSON_LINES) as response:
         assert response.status_code == 200
-        while gateway.retriever.upserts < CONCURRENCY:
-            await asyncio.sleep(0.01)
-    while gateway.retriever.upserts:
-        await asyncio.sleep(0.01)
+        await until(lambda: gateway.retriever.upserts == CONCURRENCY)
+    await until(lambda: not gateway.retriever.upserts)
     gateway.retriever.hold_upserts.set()
     metrics = (await gateway.client.get("/metrics")).text
-    assert 'ragcache_gateway_in_flight{kind="batch"} 0.0' in metrics or "batch" in metrics
+    assert 'ragcache_gateway_requests_in_flight{pool="batch"} 0.0' in metrics
     assert gateway.retriever.documents == {}
 
 
@@ -166,8 +169,7 @@ async def test_a_large_document_fails_alone(gateway: World) -> None:
 async def test_an_unavailable_retriever_fails_documents_with_its_error(gateway: World) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield line("a")
-        while not gateway.retriever.documents:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(gateway.retriever.documents))
         await gateway.servers["retriever"].stop()
         yield line("b")
 

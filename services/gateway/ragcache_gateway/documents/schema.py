@@ -24,13 +24,15 @@ INDEX_HELP: Final = (
     "How chunks are searched: flat compares all, ivf those of the nearest clusters, hnsw follows a "
     "graph; auto chooses by the number of chunks."
 )
-_INDEX_KINDS: Final[dict[IndexName, pb.IndexKind]] = {
+_INDEX_KINDS: Final[dict[IndexName, pb.IndexKind.ValueType]] = {
     "auto": pb.INDEX_KIND_AUTO,
     "flat": pb.INDEX_KIND_FLAT,
     "ivf": pb.INDEX_KIND_IVF,
     "hnsw": pb.INDEX_KIND_HNSW,
 }
-_INDEX_NAMES: Final[dict[int, IndexName]] = {kind: name for name, kind in _INDEX_KINDS.items()}
+_INDEX_NAMES: Final[dict[pb.IndexKind.ValueType, IndexName]] = {
+    kind: name for name, kind in _INDEX_KINDS.items()
+}
 
 _CONTENT_TYPES: dict[int, Literal["text", "markdown"]] = {
     pb.CONTENT_TYPE_UNSPECIFIED: "text",

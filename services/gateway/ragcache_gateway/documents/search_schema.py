@@ -13,7 +13,7 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_TOP_K = 50
 
-_MODES: Final[dict[str, pb.SearchMode]] = {
+_MODES: Final[dict[str, pb.SearchMode.ValueType]] = {
     "auto": pb.SEARCH_MODE_AUTO,
     "dense": pb.SEARCH_MODE_DENSE,
     "lexical": pb.SEARCH_MODE_LEXICAL,

@@ -22,6 +22,10 @@ async def extractor() -> AsyncGenerator[TextExtractor, None]:
     await extractor.close()
 
 
+def _environment_of(process: int) -> bytes:
+    return Path(f"/proc/{process}/environ").read_bytes()
+
+
 async def refusal(extractor: TextExtractor, content: bytes, kind: DocumentFormat) -> InvalidInput:
     with pytest.raises(InvalidInput) as raised:
         await extractor.extract(content, kind, "file")
@@ -131,7 +135,8 @@ async def test_a_cancelled_caller_ends_the_work() -> None:
     try:
         nested = b"<a>" * 2_000_000
         working = asyncio.create_task(extractor.extract(nested, DocumentFormat.HTML, "file"))
-        await asyncio.sleep(0.2)
+        while not any(one._process for one in extractor._all):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
@@ -147,6 +152,6 @@ async def test_the_process_has_no_secrets_of_the_gateway(
     monkeypatch.setenv("SECRET_TOKEN", "x")
     await extractor.extract(b"<p>short</p>", DocumentFormat.HTML, "file")
     (running,) = [one._process for one in extractor._all if one._process is not None]
-    environment = Path(f"/proc/{running.pid}/environ").read_bytes()
+    environment = _environment_of(running.pid)
     assert b"SECRET_TOKEN" not in environment
     assert b"PATH=" in environment
