@@ -220,8 +220,8 @@ def updated_text(unix_ms: int) -> str | None:
     """Return a time in ISO 8601, or None for a time that is not known."""
     if not unix_ms:
         return None
-    moment = datetime.fromtimestamp(unix_ms / 1e3, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    updated = datetime.fromtimestamp(unix_ms / 1e3, UTC)
+    return updated.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _legs_out(legs: pb.LegScores) -> LegsOut:

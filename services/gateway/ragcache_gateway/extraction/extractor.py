@@ -28,6 +28,9 @@ NUM_PROCESSES: Final = 2
 
 _WORKER: Final = "ragcache_gateway.extraction.worker"
 _KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG")
+_KILLED: Final = f"status {-signal.SIGKILL}"
+"""The system kills with this signal when memory runs out, which another process may have taken."""
+
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 """Further threads would take address space, which is limited."""
 
@@ -47,7 +50,7 @@ class ExtractionLimit:
     base_cpu_s: float = 10.0
     cpu_s_per_mib: float = 10.0
     wall_s: float = 180.0
-    memory_bytes: int = 1 << 30
+    memory_bytes: int = 512 << 20
     output_bytes: int = 32 << 20
 
     def cpu_s(self, num_bytes: int) -> float:
@@ -95,6 +98,8 @@ class TextExtractor:
                 ) from None
             except (OSError, EOFError) as error:
                 raise Unavailable("gateway", "its reader of documents does not start") from error
+        if reply.get("ended") == _KILLED:
+            raise Unavailable("gateway", "the process that reads a document was killed")
         if "ended" in reply:
             raise self._refusal(field, reply["ended"], request)
         if "problem" in reply:

@@ -42,6 +42,8 @@ def main() -> None:
     """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
+    # If memory runs out, the system is to end this process and not the gateway.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     _answer(sink, {"ready": True})
     while line := source.readline():
