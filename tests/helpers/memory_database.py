@@ -24,6 +24,7 @@ class MemoryDatabase(Database):
         self._log = StatementLog()
         self._before_commit = []
         self._after_commit = []
+        self.may_write = lambda: True
         self.reserve = DiskReserve(Path("."), 0)
 
     @property

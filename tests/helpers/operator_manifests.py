@@ -310,12 +310,12 @@ _CACHES = (
         _C,
         cache(retriever={"reranker": {"source": "http://e/v1"}}),
         "spec.retriever.reranker.model",
-        *("is missing: an endpoint serves many models", "name one of them"),
+        *("is missing: http://e/v1 needs a model", "name one"),
     ),
     Bad(
         *("model for no reranker", _C, cache(retriever={"reranker": {"model": "x"}})),
-        *("spec.retriever.reranker.model", "is set, but source none has no choice of models"),
-        "leave it out, or set source to the URL of an endpoint",
+        *("spec.retriever.reranker.model", "is set, but source bundled has no choice of models"),
+        "leave it out, or set source to cross-encoder or the URL of an endpoint",
     ),
     Bad(
         "key for no reranker endpoint",

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
-from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
-from ragcache_retriever.knowledge_base import KnowledgeBase
-from ragcache_retriever.search.index import Probing
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.search.cell_base import Probing
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -39,6 +48,9 @@ class WordEmbedder:
     async def start(self) -> None:
         pass
 
+    def adopt(self, identities: Iterable[str]) -> None:
+        pass
+
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         self.embedded += texts
         vectors = np.zeros((len(texts), self.dimension), np.float32)
@@ -52,24 +64,31 @@ class WordEmbedder:
         pass
 
 
+@functools.cache
+def index_threads() -> IndexThreads:
+    """Return threads that all indexes of the tests' process share."""
+    return IndexThreads.start(num_scans=1)
+
+
 def make_knowledge_base(
     folder: Path,
     tokenizer: ServingTokenizer,
     *,
     embedder: WordEmbedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
-    probing: Probing | None = None,
+    probing: Probing = Probing(),  # noqa: B008  it is immutable
     split_limit: SplitLimit | None = None,
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
-        DocumentStore(folder),
+        SqliteDocumentStore(folder, DiskReserve(folder, 0)),
+        SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()),
+        SingleLegRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
-        probing=probing,
         split_limit=split_limit,
         clock=clock or (lambda: now),
     )
@@ -103,3 +122,15 @@ def tokenizer_of(model: Path) -> ServingTokenizer:
 def digest_of(tokenizer: ServingTokenizer, text: str) -> bytes:
     """Return the digest of a chunk's tokens."""
     return token_digest(np.frombuffer(tokenizer.token_ids(text), "<u4"))
+
+
+async def stages_of(client: RetrieverClient, request: pb.SearchRequest) -> list[pb.SearchStage]:
+    """Return all stages of a search with any of its options."""
+    try:
+        return [stage async for stage in client._stub.Search(request, timeout=10)]
+    except grpc.RpcError as error:
+        raise from_rpc_error("retriever", error) from error
+
+
+async def status_of(client: RetrieverClient) -> pb.RetrieverStatus:
+    return await client._stub.GetStatus(pb.GetStatusRequest(), timeout=10)

@@ -6,23 +6,42 @@ import asyncio
 import logging
 import platform
 import sys
-from collections.abc import Callable
+import threading
+from pathlib import Path
+from typing import Any
 
-from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
     checked_window,
 )
-from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
-from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.embedding.model_files import download
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
+from ragcache_retriever.store.sqlite.files.check import find_damage
+from ragcache_retriever.store.sqlite.files.recovery import (
+    RecoveryFailed,
+    discard,
+    has_recovered_lately,
+    recover,
+)
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -76,36 +95,99 @@ async def serve(settings: RetrieverSettings) -> None:
 
 
 async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
-    knowledge_base = await _make_knowledge_base(settings, health)
-    server = _make_server(settings.listen, RetrieverService(knowledge_base, spans), health)
+    health.set_progress("opening the documents")
+    copies = SqliteCopies(settings.data_dir)
+    try:
+        store = await asyncio.to_thread(open_store, settings)
+    except RecoveryFailed as error:
+        await _serve_damaged(settings, health, copies, error)
+        return
+    threads = IndexThreads.start(usable_cores())
+    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
+    restart = asyncio.Event()
+    parts = ServedParts(settings, knowledge_base, restart.set)
+    service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
+    server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
     log.info("listening on port %d", server.port)
-    stopping = asyncio.create_task(until_stopped())
-    loading = asyncio.create_task(load(knowledge_base, health.set_progress))
+    stopping = asyncio.create_task(_until_stopped_or(restart))
+    running = asyncio.create_task(parts.run(server, health))
+    stop_check = threading.Event()
+    checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
-        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-            await server.set_ready()
-            log.info("ready")
-            await stopping
+        await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
     finally:
         log.info("stopping")
-        loading.cancel()
+        stop_check.set()
         stopping.cancel()
+        # Another replica can write from now on, while this one answers the calls that run.
+        running.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
-        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await asyncio.gather(checking, return_exceptions=True)
+        await parts.close()
         await knowledge_base.close()
+        await asyncio.to_thread(threads.close)
 
 
-async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
+def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
+    """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
+    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
+
+
+async def _until_stopped_or(restart: asyncio.Event) -> None:
+    """Wait for a signal, or for a reason to end. The supervisor then starts another process."""
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(until_stopped()), group.create_task(restart.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
+    """Check the documents for damage, and restart to recover them."""
+    database = store.database
+    problem = await asyncio.to_thread(find_damage, database.path, stop)
+    if problem is not None:
+        database.mark_damaged(problem)
+        if not has_recovered_lately(database.folder):
+            restart.set()
+
+
+async def _serve_damaged(
+    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: RecoveryFailed
+) -> None:
+    """Wait for a backup to restore, without a loop of failing starts."""
+    log.error("%s", error)
+    health.set_progress(str(error))
+    restored = asyncio.Event()
+    service = damaged_service(error, copies, restored.set)
+    server = _make_server(settings.listen, service, health)
+    await server.start()
+    log.info("listening on port %d", server.port)
+    try:
+        await _until_stopped_or(restored)
+    finally:
+        await server.stop()
+
+
+async def _make_knowledge_base(
+    settings: RetrieverSettings,
+    health: HealthServer,
+    store: SqliteDocumentStore,
+    threads: IndexThreads,
+) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     gate = QueryGate()
     return KnowledgeBase(
-        DocumentStore(settings.data_dir),
+        store,
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, index_options(settings), threads),
+        SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
         defaults,
@@ -114,7 +196,7 @@ async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer
     )
 
 
-def _make_server(listen: str, service: RetrieverService, health: HealthServer) -> GrpcServer:
+def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
@@ -128,24 +210,24 @@ def _make_server(listen: str, service: RetrieverService, health: HealthServer) -
         ) from error
 
 
-async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
-    """Load the knowledge base, and retry until the embedder answers."""
-    while True:
-        try:
-            return await knowledge_base.load(progress)
-        except Unavailable as error:
-            log.warning("knowledge base: not ready error=%s", error)
-            progress(str(error))
-            await asyncio.sleep(error.retry_after_s)
-
-
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
-    if settings.has_bundled_embedder:
-        num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
-        return MiniLM(gate, num_threads)
+    num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
+    kind, _, name = settings.embedder.partition(":")
+    match kind:
+        case "bundled":
+            return MiniLM(gate, num_threads)
+        case "path":
+            return LocalModel(lambda: Path(name), gate, num_threads)
+        case "hf":
+            return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
+
+
+def index_options(settings: RetrieverSettings) -> IndexOptions:
+    """Return how the vectors of all collections are searched."""
+    return IndexOptions(precision=settings.index_precision, recall=settings.index_recall)
 
 
 def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
@@ -158,6 +240,7 @@ def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
             settings.chunk_overlap_tokens,
         ),
         window=checked_window(variable("window_chunks"), settings.window_chunks),
+        index=IndexKind(settings.index_kind),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -63,7 +63,13 @@ class RetrieverClient:
     """
 
     def __init__(self, address: str) -> None:
-        options = [*OPTIONS, ("grpc.service_config", _SERVICE_CONFIG)]
+        options = [
+            *OPTIONS,
+            ("grpc.service_config", _SERVICE_CONFIG),
+            # A replica whose node is lost is noticed in seconds, and another one answers.
+            ("grpc.keepalive_time_ms", 6_000),
+            ("grpc.keepalive_timeout_ms", 2_000),
+        ]
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 
@@ -198,6 +204,13 @@ class RetrieverClient:
 
         reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
         return reply.documents
+
+    def forward(self, method: str) -> Any:
+        """Return the call of a method by its name, for a replica that passes requests on.
+
+        It raises gRPC's errors.
+        """
+        return getattr(self._stub, method)
 
     async def follow_changes(
         self, request: pb.FollowChangesRequest

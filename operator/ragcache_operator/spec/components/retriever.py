@@ -56,18 +56,20 @@ class RerankerSpec(ManifestModel):
         str,
         Field(max_length=2048),
         StringPattern(
-            rf"none|bundled|{HTTP_URL}",
+            rf"none|bundled|cross-encoder|{HTTP_URL}",
             "reranker",
-            "use none, bundled, or the base URL of an endpoint with /rerank, "
+            "use none, bundled, cross-encoder, or the base URL of an endpoint with /rerank, "
             "like http://reranker:8000/v1",
         ),
-    ] = "none"
+    ] = "bundled"
     """Source of new scores. none keeps the order of the search. bundled is a small ranking model
-    over features of the search, which runs inside the retriever. A URL is the base URL of an engine
-    that serves /rerank, like http://reranker:8000/v1."""
+    over features of the search, which runs inside the retriever; collections that do not gain from
+    it do not use it. cross-encoder is a model that reads question and chunk together, which runs
+    inside the retriever. A URL is the base URL of an engine that serves /rerank, like
+    http://reranker:8000/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Model name that the retriever sends to the endpoint. A URL requires it, and the other sources
-    do not allow it."""
+    """For cross-encoder, the Hugging Face name or the folder of the model. For a URL, the model
+    name that the retriever sends. Both require it, and the other sources do not allow it."""
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
 
@@ -91,12 +93,8 @@ class IndexSpec(ManifestModel):
 
 
 class RetrieverLimitsSpec(ManifestModel):
-    """RetrieverLimitsSpec sets the limits of collections and of requests to each replica."""
+    """RetrieverLimitsSpec sets the limits of requests to each replica."""
 
-    documents: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
-    """Maximum number of documents in a collection that sets none. If unset, there is no limit."""
-    text: ByteQuantity | None = None
-    """Maximum size of the text in a collection that sets none. If unset, there is no limit."""
     searches: Annotated[int, Field(ge=1, le=10_000)] = 256
     """Maximum number of searches at once in each replica, from their arrival to their end. Further
     ones are rejected, and clients of the gateway get 503 and Retry-After."""
@@ -151,9 +149,9 @@ class RetrieverSpec(ManifestModel):
     and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
     but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
     pods that stay might lack the newest documents."""
-    max_lag_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
     """Maximum age of a change that a replica may lack. A replica that is further behind the writer
-    answers no searches until it has caught up."""
+    answers no searches until it has caught up. A failover takes up to 15 seconds."""
     embedder: EmbedderSpec = EmbedderSpec()
     """The embedding model. After a change, the retriever embeds all documents again."""
     reranker: RerankerSpec = RerankerSpec()
@@ -163,7 +161,7 @@ class RetrieverSpec(ManifestModel):
     index: IndexSpec = IndexSpec()
     """The vector index of collections that set none."""
     limits: RetrieverLimitsSpec = RetrieverLimitsSpec()
-    """Limits of collections and requests."""
+    """Limits of requests."""
     backend: BackendSpec = BackendSpec()
     """Where documents and vectors are stored. This field is immutable."""
     storage: StorageSpec = StorageSpec()

@@ -37,19 +37,19 @@ def _no_key_when_bundled(embedder: EmbedderSpec) -> Violation | None:
 
 
 def _model_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
-    is_endpoint = reranker.source not in ("none", "bundled")
-    if is_endpoint and reranker.model is None:
-        return Violation("is missing: an endpoint serves many models", "name one of them")
-    if not is_endpoint and reranker.model is not None:
+    has_models = reranker.source not in ("none", "bundled")
+    if has_models and reranker.model is None:
+        return Violation(f"is missing: {reranker.source} needs a model", "name one")
+    if not has_models and reranker.model is not None:
         return Violation(
             f"is set, but source {reranker.source} has no choice of models",
-            "leave it out, or set source to the URL of an endpoint",
+            "leave it out, or set source to cross-encoder or the URL of an endpoint",
         )
     return None
 
 
 def _key_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
-    if reranker.source not in ("none", "bundled") or reranker.key_secret is None:
+    if reranker.source.startswith("http") or reranker.key_secret is None:
         return None
     return Violation(
         f"is set, but source {reranker.source} needs no key",
@@ -107,14 +107,14 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "model name of the reranker only for an endpoint",
+        "model of the reranker if there is a choice",
         RerankerSpec,
         "model",
         _model_fits_the_reranker,
         CelRule(
             "(self.source in ['none', 'bundled']) != has(self.model)",
-            "does not fit source: a URL needs a model name, and none and bundled allow no model "
-            "name; name a model of the endpoint, or leave it out",
+            "does not fit source: cross-encoder and a URL need a model, none and bundled allow none; "
+            "name one, or leave it out",
         ),
     ),
     Rule(
@@ -123,7 +123,7 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "keySecret",
         _key_fits_the_reranker,
         CelRule(
-            "!(self.source in ['none', 'bundled']) || !has(self.keySecret)",
+            "self.source.startsWith('http') || !has(self.keySecret)",
             "is set, but only an endpoint needs a key; leave it out, or set source to the URL of "
             "an endpoint",
         ),

@@ -34,6 +34,8 @@ class StorageProbe:
         self._deadline_s = deadline_s
         self._running: asyncio.Future[str | None] | None = None
         self._began_s = 0.0
+        self.problem: str | None = None
+        """What the last check found."""
 
     async def check(self) -> str | None:
         """Return what is wrong, or None. It takes at most the deadline."""
@@ -45,20 +47,21 @@ class StorageProbe:
                 target=self._run, args=(loop, self._running), name="storage-probe", daemon=True
             ).start()
         done, _ = await asyncio.wait((self._running,), timeout=self._deadline_s)
-        if not done:
+        if done:
+            self.problem = self._running.result()
+        else:
             waited_s = time.monotonic() - self._began_s
-            return f"the storage has not answered for {waited_s:.0f} s"
-        return self._running.result()
+            self.problem = f"the storage has not answered for {waited_s:.0f} s"
+        return self.problem
 
     def _run(self, loop: asyncio.AbstractEventLoop, running: asyncio.Future[str | None]) -> None:
+        problem: str | None = None
         try:
             self._read()
             if self._folder is not None:
                 self._write(self._folder)
-        except Exception as error:  # whatever fails, the service cannot answer
+        except Exception as error:  # of the file system, of SQLite or of a network backend
             problem = f"the storage failed: {error}"
-        else:
-            problem = None
 
         def finish() -> None:
             if not running.done():

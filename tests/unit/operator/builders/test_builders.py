@@ -466,7 +466,7 @@ def test_one_retriever_calls_no_api_server_and_knows_no_peers() -> None:
 
 
 def test_retrievers_know_each_other_and_may_use_only_their_lease() -> None:
-    children = build(retriever={"replicas": 3, "maxLagSeconds": 9})
+    children = build(retriever={"replicas": 3, "maxLagSeconds": 20})
     workload = of(children, "StatefulSet", "docs-retriever")
     service = of(children, "Service", workload["spec"]["serviceName"])
     assert service["spec"]["clusterIP"] == "None"
@@ -478,7 +478,7 @@ def test_retrievers_know_each_other_and_may_use_only_their_lease() -> None:
     own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-retriever-1")
     assert own == peers[1]
     settings = read_settings(RetrieverSettings, {**env, "RAGCACHE_OWN_ADDRESS": own})
-    assert (settings.peers, settings.max_lag_s) == (tuple(peers), 9)
+    assert (settings.peers, settings.max_lag_s) == (tuple(peers), 20)
     assert settings.lease == "kubernetes:team/docs-retriever-writer"
     role, binding = of(children, "Role", "docs-retriever"), kinds_of(children, "RoleBinding")[0]
     [create, change] = role["rules"]

@@ -31,7 +31,6 @@ EVERYTHING: dict[str, Any] = {
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}},
         "index": {"recall": 0.95},
         "reranker": {"source": "http://host/v1", "model": "r", "keySecret": {"name": "keys"}},
-        "limits": {"documents": 10, "text": "1Gi"},
     },
     "engines": [{"hostTier": "1Gi"}],
     "cacheStore": {"admission": "always"},

@@ -86,7 +86,8 @@ GOOD: list[tuple[Object, Object | None]] = [
         None,
     ),
     (cache(retriever={"replicas": 3}), cache()),
-    (cache(retriever={"reranker": {"source": "bundled"}}), cache()),
+    (cache(retriever={"reranker": {"source": "none"}}), cache()),
+    (cache(retriever={"reranker": {"source": "cross-encoder", "model": "a/b"}}), None),
     (
         cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "b"}}}}),
         cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "a"}}}}),

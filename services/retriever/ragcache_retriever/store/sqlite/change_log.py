@@ -12,6 +12,9 @@ from ragcache_retriever.store.sqlite.statements import StatementLog, decode
 
 MAX_KEPT_BYTES = 256 << 20
 MAX_KEPT_MS = 3600 * 1000
+MIN_KEPT_CHANGES = 64
+"""Changes that are kept whatever their age. A new writer knows its followers by their last change,
+which may be old."""
 
 
 class SqliteChangeLog:
@@ -38,7 +41,7 @@ class SqliteChangeLog:
         self._listeners: list[Callable[[CommittedChange], None]] = []
         found = database.query_one("SELECT sequence, epoch FROM state")
         assert found is not None, "the schema inserts it"
-        self._sequence, self._epoch = found
+        self._sequence, self._epoch = int(found[0]), int(found[1])
         self._kept_bytes = self._count_kept_bytes()
         self._prepared: CommittedChange | None = None
         database.before_commit(self._prepare)
@@ -115,7 +118,7 @@ class SqliteChangeLog:
             repeated = decode(change.statements)
         except ValueError as error:
             raise InvalidInput("statements", str(error), "take a backup of the writer") from error
-        with self._database.transaction():
+        with self._database.transaction(is_repeated=True):
             self._database.repeat(repeated)
             self._store(change)
             self._database.commit_locally()
@@ -169,7 +172,8 @@ class SqliteChangeLog:
             )
             if oldest is None:
                 break
-            is_old = oldest[1] < oldest_ms or not self._is_kept
+            is_recent = oldest[0] > last.sequence - MIN_KEPT_CHANGES
+            is_old = not self._is_kept or (oldest[1] < oldest_ms and not is_recent)
             if not is_old and self._kept_bytes <= self._max_kept_bytes:
                 break
             self._database.execute_locally("DELETE FROM changes WHERE sequence = ?", oldest[:1])

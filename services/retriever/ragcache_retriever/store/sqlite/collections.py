@@ -45,10 +45,10 @@ class CollectionTables:
             " max_text_bytes = excluded.max_text_bytes",
             (
                 name,
-                chunking and chunking.size_tokens,
-                chunking and chunking.overlap_tokens,
+                None if chunking is None else chunking.size_tokens,
+                None if chunking is None else chunking.overlap_tokens,
                 settings.window,
-                settings.index and settings.index.value,
+                None if settings.index is None else settings.index.value,
                 settings.max_documents,
                 settings.max_text_bytes,
             ),

@@ -14,14 +14,16 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import number_of
 from ragcache_retriever.store.change_log import ChangedRows
+from ragcache_retriever.store.sqlite.files.backup import install_copy
 from ragcache_retriever.store.sqlite.files.folder_lock import lock_folder
+from ragcache_retriever.store.sqlite.files.recovery import recover
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME, SCHEMA, check_schema
 from ragcache_retriever.store.sqlite.statements import Statement, StatementLog, Value
@@ -29,6 +31,8 @@ from ragcache_retriever.store.sqlite.statements import Statement, StatementLog, 
 log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 10.0
+MAX_IDLE_LOG_BYTES = 16 << 20
+"""Size to which SQLite's log is cut after its content is in the file."""
 DAMAGE_MARKER = "damaged"
 """A file of this name in the folder asks the next start to recover the documents."""
 
@@ -52,12 +56,21 @@ class DatabaseDamaged(Unavailable):
 class Database:
     """The SQLite file of one data folder, which no other process may use.
 
+    Args:
+        repair: Replaces a damaged file in a folder, by default by what can be read of it.
+
     Raises:
         InvalidInput: The folder cannot be used.
-        DatabaseDamaged: The file is damaged.
+        RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
-    def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        reserve: DiskReserve | None = None,
+        repair: Callable[[Path], object] = recover,
+    ) -> None:
+        self._repair = repair
         self.folder = folder
         self.path = folder / FILE_NAME
         self._lock_file = lock_folder(folder)
@@ -67,9 +80,11 @@ class Database:
         self._log = StatementLog()
         self._before_commit: list[Callable[[StatementLog], None]] = []
         self._after_commit: list[Callable[[], None]] = []
+        self.may_write: Callable[[], bool] = lambda: True
         self.reserve = reserve or DiskReserve(folder)
         try:
-            self._writer = self._opened()
+            install_copy(folder)
+            self._writer = self._opened_or_recovered()
         except BaseException:
             self.close()
             raise
@@ -77,11 +92,26 @@ class Database:
 
     def close(self) -> None:
         """Close all connections and unlock the folder."""
+        self._close_connections()
+        os.close(self._lock_file)
+
+    def _close_connections(self) -> None:
         with self._connections_lock:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-        os.close(self._lock_file)
+
+    def _opened_or_recovered(self) -> sqlite3.Connection:
+        marker = self.folder / DAMAGE_MARKER
+        if not marker.exists():
+            try:
+                return self._opened()
+            except DatabaseDamaged as error:
+                self._close_connections()
+                self.mark_damaged(str(error))
+        self._repair(self.folder)
+        marker.unlink()
+        return self._opened()
 
     def _opened(self) -> sqlite3.Connection:
         try:
@@ -89,6 +119,7 @@ class Database:
             is_present = check_schema(writer, self.path)
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
+            writer.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
             # What a delete removes is overwritten, whatever the build's default.
             writer.execute("PRAGMA secure_delete = ON")
             if not is_present:
@@ -138,7 +169,7 @@ class Database:
             row: Row | None = self.reader.execute(sql, parameters).fetchone()
         return row
 
-    def iterate(self, sql: str, parameters: Sequence[Value] = ()) -> Iterator[Row]:
+    def iterate(self, sql: str, parameters: Sequence[Value] = ()) -> Generator[Row, None, None]:
         """Yield the rows of a query on committed data."""
         with self.errors("read"), contextlib.closing(self.reader.execute(sql, parameters)) as rows:
             yield from rows
@@ -156,14 +187,27 @@ class Database:
     # Writes
 
     @contextlib.contextmanager
-    def transaction(self, *, frees_space: bool = False) -> Iterator[None]:
-        """See DocumentStore.transaction."""
-        if frees_space:
-            self.reserve.release_if_needed()
+    def transaction(
+        self, *, frees_space: bool = False, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """See DocumentStore.transaction.
+
+        Args:
+            is_repeated: Whether it repeats one of the writer, which ``may_write`` does not govern.
+
+        Raises:
+            Unavailable: This replica is not the writer (any more).
+        """
+        is_almost_full = frees_space and self.reserve.release_if_needed()
         with self.errors("written"):
+            if is_almost_full:
+                # Else the log would go on to grow, and take the reserve.
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._log = StatementLog()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
+                if not is_repeated and not self.may_write():
+                    raise Unavailable("retriever", "this replica is not the writer")
                 yield
             finally:
                 if self._writer.in_transaction:
@@ -236,6 +280,8 @@ class Database:
     def commit(self) -> None:
         """See DocumentStore.commit."""
         has_changed = bool(self._log.statements)
+        if has_changed and not self.may_write():
+            raise Unavailable("retriever", "this replica is no longer the writer")
         if has_changed:
             for prepare in self._before_commit:
                 prepare(self._log)

@@ -170,6 +170,12 @@ class DocumentReads:
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
         """See DocumentStore.neighbourhoods."""
+        if not rows:
+            return {}
+        with self._database.snapshot():
+            return self._neighbourhoods(rows, window)
+
+    def _neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
         found = {}
         for row in rows:
             around = [
@@ -212,8 +218,20 @@ def _joined(found: list[Row]) -> tuple[Rows, Vectors]:
 
 
 def _stored_chunk(row: Row) -> StoredChunk:
-    heading_path = tuple(json.loads(row[5]))
-    return StoredChunk(*row[:5], heading_path, *row[6:])
+    chunk_row, document_id, title, ordinal, text, heading_path = row[:6]
+    token_ids, tokenizer, content_hash, updated_unix_ms = row[6:]
+    return StoredChunk(
+        chunk_row,
+        document_id,
+        title,
+        ordinal,
+        text,
+        tuple(json.loads(heading_path)),
+        token_ids,
+        tokenizer,
+        content_hash,
+        updated_unix_ms,
+    )
 
 
 def _stored_document(row: Row, text: str) -> StoredDocument:

@@ -359,7 +359,7 @@ def test_retired_chunks_are_removed_in_steps_with_their_deletes(
     assert switch(store)
     assert pending(store) == []
     num_documents = []
-    deletes = []
+    deletes: list[OutboxDelete] = []
     while True:
         with store.transaction(frees_space=True):
             step = store.remove_retired(first, 1, NOW_MS)
