@@ -49,6 +49,8 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
         heading_path=["Handbook", document],
         ordinal=ordinal,
         text=text or f"Chunk {ordinal} of {document}.",
+        content_hash=f"hash of {document}",
+        updated_unix_ms=1_700_000_000_000,
     )
 
 

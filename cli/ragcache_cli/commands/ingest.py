@@ -92,7 +92,7 @@ async def ingest(
     async def work() -> None:
         # All workers share one iterator, so that no list of tasks grows with the files.
         for batch in waiting:
-            await _Batch(gateway, collection, add).write(batch)
+            await _FileBatch(gateway, collection, add).write(batch)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -110,7 +110,7 @@ async def ingest(
     )
 
 
-class _Batch:
+class _FileBatch:
     """Writes one batch, and what failed for the moment again."""
 
     def __init__(

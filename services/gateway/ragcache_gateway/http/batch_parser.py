@@ -102,7 +102,7 @@ class JsonLinesParser:
 
 
 @dataclass(slots=True)
-class _Part:
+class _FormPart:
     """A part of a form while it arrives.
 
     Args:
@@ -129,7 +129,7 @@ class FormParser:
         self._header_name = bytearray()
         self._header_value = bytearray()
         self._headers = Message()
-        self._part = _Part()
+        self._part = _FormPart()
         self._content = bytearray()
         self._is_too_large = False
         self._lines: JsonLinesParser | None = None
@@ -198,7 +198,7 @@ class FormParser:
     def _end_headers(self) -> None:
         name = self._headers.get_param("name", "", "content-disposition")
         media_type = "" if self._headers["content-type"] is None else self._headers["content-type"]
-        self._part = _Part(str(name), self._headers.get_filename(), str(media_type))
+        self._part = _FormPart(str(name), self._headers.get_filename(), str(media_type))
         if self._is_json_lines():
             collection = self._fields.pop("collection", self._collection)
             self._lines = JsonLinesParser(collection, self._max_bytes)
