@@ -46,6 +46,7 @@ from ragcache_retriever.search.files.base_files import (
 )
 from ragcache_retriever.search.files.spool import Spool
 from ragcache_retriever.search.files.stored_vectors import Positions, Precision, blocks
+from ragcache_retriever.search.hnsw_scan import HnswScan
 from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
 from ragcache_retriever.search.scan_pool import IndexThreads, StageQueue
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
@@ -80,6 +81,7 @@ class IndexOptions:
     """How the vectors of a collection are searched.
 
     Attributes:
+        effort: Candidates that a walk over a graph keeps (efSearch).
         recall: Searches stop when this recall is expected, unless they say otherwise. None: they
             scan all planned cells.
     """
@@ -88,6 +90,7 @@ class IndexOptions:
     precision: Precision = "float32"
     recall: float | None = None
     probing: Probing = field(default_factory=Probing)
+    effort: int = 128
 
 
 class SegmentedIndex:
@@ -215,6 +218,11 @@ class SegmentedIndex:
             yield from _compared(view, vector, top_k, positions, is_cancelled)
             return
         wanted = Query(vector, top_k, positions, recall or self._options.recall, is_cancelled)
+        graph = view.base.graph
+        if graph is not None:
+            effort = self._options.effort
+            yield from HnswScan(view, graph, wanted, effort, self._estimator).stages()
+            return
         stages = StageQueue()
         scan = CellScan(view, wanted, self._options.probing, self._estimator, stages.put)
         self._threads.scans.submit(scan, stages)

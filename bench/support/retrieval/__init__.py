@@ -1,0 +1,1 @@
+"""Generated documents, an embeddings endpoint and running retrievers, for benchmarks."""
