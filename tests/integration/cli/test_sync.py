@@ -22,6 +22,7 @@ from ragcache_cli.sources.scratch import Scratch
 from ragcache_cli.sources.sync import Sync
 from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
 from tests.helpers.document_files import HTML, pdf
 from tests.helpers.gateway_fakes import CONFIG, World
@@ -43,6 +44,7 @@ class Platform:
 
     world: World
     folder: Path
+    knowledge_base: KnowledgeBase
     progress: list[tuple[int, int]] = field(default_factory=list)
     slept_s: list[float] = field(default_factory=list)
 
@@ -116,7 +118,7 @@ async def platform(tiny_model: Path, tmp_path: Path) -> AsyncGenerator[Platform,
         world.retriever = RetrieverService(knowledge_base)  # type: ignore[assignment]
         await world.start(stack, tiny_model)
         await knowledge_base.load()
-        yield Platform(world, tmp_path)
+        yield Platform(world, tmp_path, knowledge_base)
 
 
 async def test_what_changes_is_written_and_what_is_gone_is_deleted(platform: Platform) -> None:
@@ -261,7 +263,7 @@ async def test_chunking_is_the_collections_own(platform: Platform) -> None:
     assert settings["chunking"] == {"size_tokens": 32, "overlap_tokens": 4}
     assert settings["window"] == 2
     await platform.sync(config_map("faq"), chunking={"size": 16, "overlap": 0, "window": 0})
-    await platform.world.retriever._knowledge_base.wait_until_idle()  # it splits in the background
+    await platform.knowledge_base.wait_until_idle()  # it splits in the background
     finer = (await platform.world.client.get("/v1/collections/docs")).json()
     assert finer["chunks"] > settings["chunks"]
     # Unset settings are not changed, because another owner may have set them.
