@@ -9,7 +9,8 @@ generator and the rules that are compared.
 * ``nonoverlap_ratio``: mean time until the final hits first appear and stay, over the mean time of
   a plain scan (RAGCache Table 3, vector search ratio 100 %). ``probing_nonoverlap_ratio`` is that
   of the scan that the default settings plan.
-* ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks.
+* ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks. Times
+  are CPU times of the thread.
 * ``ece``: expected calibration error of the probabilities, of searches after the learned ones.
 * ``declared_recall_mean``: mean share of the planned scan's hits with a declared recall.
 * ``*_over_declared_computations``: compared vectors of another rule at this mean recall over those
@@ -37,12 +38,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 import faiss
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import threadpool_limits
 
 from bench.embedding_quality import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
 from bench.support.staged.graphs import measure_graph
-from bench.support.staged.loads import measure_sharing, measure_storage
+from bench.support.staged.indexes import build
+from bench.support.staged.loads import measure_index, measure_quantized
 from bench.support.staged.stages import measure_stages
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
@@ -62,11 +65,11 @@ class Sizes:
     learned: int
     measured: int
     graph_vectors: int
-    shared_searches: int
+    searches: int
 
 
-FULL = Sizes(vectors=500_000, learned=256, measured=300, graph_vectors=50_000, shared_searches=320)
-QUICK = Sizes(vectors=30_000, learned=192, measured=150, graph_vectors=4_000, shared_searches=64)
+FULL = Sizes(vectors=500_000, learned=256, measured=300, graph_vectors=50_000, searches=320)
+QUICK = Sizes(vectors=30_000, learned=192, measured=150, graph_vectors=4_000, searches=64)
 
 
 def main() -> None:
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder that has scifact")
     parser.add_argument("--vectors", type=int, help="number of generated vectors")
     arguments = parser.parse_args()
+    threadpool_limits(1, user_api="blas")  # as the scan threads of the retriever
     faiss.omp_set_num_threads(usable_cores())
     sizes = QUICK if arguments.quick else FULL
     results = {"generated": generated(sizes, arguments.vectors or sizes.vectors)}
@@ -96,11 +100,15 @@ def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
     # The quick run has too few vectors for the default limit of complete scans.
     probing = Probing() if num_vectors >= FULL.vectors else Probing(0, 1 / 4)
     results: dict[str, Any] = {"vectors": num_vectors, "queries": len(measured)}
-    results |= _logged("stages", measure_stages(vectors, learned, measured, probing))
-    results |= _logged("declared recall", measure_declared(vectors, learned, measured, probing))
+    base = build(vectors)
+    faiss.omp_set_num_threads(1)  # a search runs on one thread
+    stages = measure_stages(base, vectors, learned, measured, probing)
+    results |= _logged("stages", stages)
+    results |= _logged("declared recall", measure_declared(base, learned, measured, probing))
+    results |= _logged("quantized", measure_quantized(base, vectors, measured, probing))
     results |= _logged("graph", measure_graph(vectors[: sizes.graph_vectors], measured))
-    results |= _logged("sharing", measure_sharing(vectors, queries, probing, sizes.shared_searches))
-    results |= _logged("storage", measure_storage(vectors, measured, probing))
+    del base
+    results |= _logged("index", measure_index(vectors, queries, probing, sizes.searches))
     return results
 
 
@@ -109,12 +117,13 @@ def scifact(folder: Path) -> dict[str, Any]:
     vectors, queries = asyncio.run(_embedded(folder))
     order = np.random.default_rng(0).permutation(len(queries))
     halves = queries[order[: len(order) // 2]], queries[order[len(order) // 2 :]]
+    base = build(vectors)
     # SciFact is small, so that only a scan of all cells has stages.
     probing = Probing(0, 1.0)
     runs = []
     for learned, measured in (halves, halves[::-1]):
-        run = measure_stages(vectors, learned, measured, probing)
-        run |= measure_declared(vectors, learned, measured, probing)
+        run = measure_stages(base, vectors, learned, measured, probing)
+        run |= measure_declared(base, learned, measured, probing)
         runs.append(run)
     means = {name: _mean([run[name] for run in runs]) for name in runs[0]}
     return {"vectors": len(vectors), "queries": len(queries), **_logged("scifact", means)}

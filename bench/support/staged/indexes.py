@@ -13,6 +13,7 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.cell_base import CellBase, Probing
 from ragcache_retriever.search.cell_build import BuildOptions, build_cell_base
 from ragcache_retriever.search.files.stored_vectors import Precision
+from ragcache_retriever.search.index_view import IndexView, Tail
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
 
@@ -37,10 +38,17 @@ class InMemory:
         return self._vectors[indexes]
 
 
-def build(vectors: Vectors, precision: Precision = "float32") -> CellBase:
-    """Return a base of cells in memory."""
-    options = BuildOptions(IndexKind.IVF, precision)
+def build(
+    vectors: Vectors, precision: Precision = "float32", cells_of: CellBase | None = None
+) -> CellBase:
+    """Return a base of cells in memory, the same cells as another one if it is given."""
+    options = BuildOptions(IndexKind.IVF, precision, cells_of)
     return build_cell_base(InMemory(vectors), vectors.shape[1], options)
+
+
+def opened_base(base: CellBase) -> IndexView:
+    """Return a view of a base to search in."""
+    return IndexView(base, None, Tail.empty(base.centroids.shape[1]))
 
 
 @contextmanager

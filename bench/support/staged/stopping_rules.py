@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
 
 from bench.support.staged.cell_traces import CellTrace, Outcome, outcome
 
@@ -66,11 +67,13 @@ class Darth:
         self._training = training
         inputs = np.concatenate([_darth_features(one) for one in training])
         targets = np.concatenate([one.recall for one in training])
-        self._model = HistGradientBoostingRegressor(random_state=0).fit(inputs, targets)
+        with threadpool_limits(1):  # its threads wait for each other on a busy machine
+            self._model = HistGradientBoostingRegressor(random_state=0).fit(inputs, targets)
 
     def outcomes(self, traces: Sequence[CellTrace]) -> Iterator[Outcome]:
         """Sweep the target."""
-        predicted = [np.clip(self._model.predict(_darth_features(one)), 0, 1) for one in traces]
+        with threadpool_limits(1):
+            predicted = [np.clip(self._model.predict(_darth_features(one)), 0, 1) for one in traces]
         for target in _DARTH_TARGETS:
             needed = np.mean(
                 [one.scanned[int(np.argmax(one.recall >= target))] for one in self._training]

@@ -25,7 +25,7 @@ from ragcache_core.retrieval.finality.features import (
     StageFeatures,
     model_inputs,
 )
-from ragcache_core.retrieval.finality.logistic import Calibration, fit, logistic
+from ragcache_core.retrieval.finality.logistic import BinCalibration, fit, logistic
 from ragcache_core.retrieval.finality.recall_stopping import NO_CURVE, StoppingCurve, replay
 
 WINDOW_SEARCHES: Final = 256
@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class _Model:
     weights: Floats
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: BinCalibration = field(default_factory=BinCalibration)
 
     def predict(self, inputs: Floats) -> float:
         """Return the calibrated prediction for inputs of shape (NUM_INPUTS + 1,)."""
@@ -59,7 +59,7 @@ class _Model:
     def fitted(self, inputs: Floats, targets: Floats) -> _Model:
         """Return this model after observations, inputs of shape (n, NUM_INPUTS + 1)."""
         weights = fit(inputs, targets, self.weights, _PRIOR_STRENGTH)
-        return _Model(weights, Calibration.of(logistic(inputs @ weights), targets))
+        return _Model(weights, BinCalibration.of(logistic(inputs @ weights), targets))
 
     def to_values(self) -> dict[str, list[float]]:
         return {
@@ -71,11 +71,11 @@ class _Model:
     def from_values(cls, values: Any) -> _Model:
         weights = np.array([float(weight) for weight in values["weights"]])
         corrections = tuple(float(one) for one in values["corrections"])
-        if len(weights) != NUM_INPUTS + 1 or len(corrections) != len(Calibration().corrections):
+        if len(weights) != NUM_INPUTS + 1 or len(corrections) != len(BinCalibration().corrections):
             raise ValueError("a model has another number of weights or bins")
         if not (np.isfinite(weights).all() and np.isfinite(corrections).all()):
             raise ValueError("a model has a weight that is not a number")
-        return cls(weights, Calibration(corrections))
+        return cls(weights, BinCalibration(corrections))
 
 
 @dataclass(frozen=True, slots=True)

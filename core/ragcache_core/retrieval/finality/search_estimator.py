@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from ragcache_core.retrieval.finality.estimator import FinalityEstimator
+from ragcache_core.retrieval.finality.estimator import WINDOW_SEARCHES, FinalityEstimator
 from ragcache_core.retrieval.finality.features import History, StageFeatures, observations
 from ragcache_core.retrieval.finality.recall_stopping import EXPLORATION, MIN_SEARCHES
 
-_ALL_LEARNED: Final = 512
+_ALL_LEARNED: Final = WINDOW_SEARCHES
 _LEARNED_STEP: Final = 16
 
 

@@ -112,8 +112,8 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         _model_fits_the_reranker,
         CelRule(
             "(self.source in ['none', 'bundled']) != has(self.model)",
-            "does not fit source: cross-encoder and a URL need a model, none and bundled allow none; "
-            "name one, or leave it out",
+            "does not fit source: cross-encoder and a URL need a model, none and bundled allow "
+            "none; name one, or leave it out",
         ),
     ),
     Rule(

@@ -9,6 +9,7 @@ Source: RAGCache section 5.3.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -222,12 +223,13 @@ def checkpoints(scanned: Positions) -> list[int]:
     """
     if not len(scanned):
         return [0]
+    totals = scanned.tolist()
     ends: list[int] = []
-    num_scanned = 0.0
-    while not ends or ends[-1] < len(scanned):
-        end = int(np.searchsorted(scanned, CHECKPOINT_GROWTH * num_scanned)) + 1
-        ends.append(min(max(end, ends[-1] + 1 if ends else 1), len(scanned)))
-        num_scanned = float(scanned[ends[-1] - 1])
+    num_scanned = 0
+    while not ends or ends[-1] < len(totals):
+        end = bisect.bisect_left(totals, CHECKPOINT_GROWTH * num_scanned) + 1
+        ends.append(min(max(end, ends[-1] + 1 if ends else 1), len(totals)))
+        num_scanned = totals[ends[-1] - 1]
     return ends
 
 

@@ -112,6 +112,11 @@ class HnswGraph:
         index.hnsw.efConstruction = effort
         for batch in batches:
             index.add(np.ascontiguousarray(batch, np.float32))
+        return cls.of(index)
+
+    @classmethod
+    def of(cls, index: Any) -> HnswGraph:
+        """Copy the graph of faiss's IndexHNSWFlat."""
         hnsw: Any = index.hnsw
         return cls(
             faiss.vector_to_array(hnsw.neighbors),

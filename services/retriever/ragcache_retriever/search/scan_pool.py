@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import threadpool_limits
 
 from ragcache_retriever.search.cell_scan import TAIL, CellScan
 from ragcache_retriever.search.files.stored_vectors import blocks

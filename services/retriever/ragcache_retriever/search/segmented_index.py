@@ -130,12 +130,13 @@ class SegmentedIndex:
     ) -> SegmentedIndex:
         """Open the index of a folder, or an empty one. Damaged files count as none.
 
-        A damaged base is removed, so that the owner finds no rows and adds all of them again.
+        A base that is damaged, or of another precision or dimension, is removed. The owner then
+        finds no rows and adds all of them again.
         """
         found = None
         if folder is not None:
             try:
-                found = _opened(folder, dimension)
+                found = _opened(folder, dimension, options.precision)
             except DamagedIndex as error:
                 log.warning("index: built again from the documents error=%s", error)
                 remove_base(folder)
@@ -144,6 +145,7 @@ class SegmentedIndex:
         opened, base = found
         index = cls(folder, dimension, options, threads, base)
         threads.background.submit(index._verify, opened)
+        index.set_kind(options.kind)
         return index
 
     def __len__(self) -> int:
@@ -347,14 +349,16 @@ def _chosen(kind: IndexKind, num_vectors: int) -> IndexKind:
     return kind
 
 
-def _opened(folder: Path, dimension: int) -> tuple[OpenedBase, CellBase] | None:
+def _opened(
+    folder: Path, dimension: int, precision: Precision
+) -> tuple[OpenedBase, CellBase] | None:
     """Return the base of a folder, None if it has none. Raises DamagedIndex."""
     opened = open_base(folder)
     if opened is None:
         return None
     base = opened_cell_base(opened)
-    if base.centroids.shape[1] != dimension:
-        raise DamagedIndex(f"{opened.folder} has vectors of {base.centroids.shape[1]} dimensions")
+    if (base.centroids.shape[1], base.vectors.precision) != (dimension, precision):
+        raise DamagedIndex(f"{opened.folder} has vectors of another dimension or precision")
     return opened, base
 
 

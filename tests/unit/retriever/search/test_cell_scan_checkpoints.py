@@ -1,15 +1,26 @@
+"""Checkpoints of searches, and what an estimator learns from them."""
+
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.staged.clustered_vectors import DIMENSION, draw_queries, draw_vectors, make_clusters
+from bench.support.staged.clustered_vectors import (
+    DIMENSION,
+    draw_queries,
+    draw_vectors,
+    make_clusters,
+)
 from ragcache_core.retrieval.finality.estimator import FinalityEstimator
-from ragcache_core.retrieval.finality.features import observations
+from ragcache_core.retrieval.finality.features import History, StageFeatures, observations
+from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.cell_build import BuildOptions, build_cell_base
 from ragcache_retriever.search.cell_scan import CellScan, Query, checkpoints, stage_ends
+from ragcache_retriever.search.files.spool import SpooledSource
 from ragcache_retriever.search.index_view import IndexView, Tail
 from ragcache_retriever.search.scan_pool import scan_together
 
@@ -17,47 +28,39 @@ NUM_VECTORS = 8000
 TOP_K = 5
 
 
-class InMemory:
-    """Vectors to build a base from."""
-
-    def __init__(self, vectors):
-        self.rows = np.arange(len(vectors))
-        self.gather = vectors.__getitem__
-
-    def __len__(self):
-        return len(self.rows)
-
-
-class RecordingEstimator:
+class RecordingEstimator(SearchEstimator):
     """Remembers the complete searches from which an estimator would learn."""
 
-    def __init__(self):
-        self.histories = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.histories: list[History] = []
 
-    def probability(self, features):
+    def probability(self, features: StageFeatures) -> float:
         return 0.5
 
-    def may_stop(self):
+    def may_stop(self) -> bool:
         return False
 
-    def wants_history(self):
+    def wants_history(self) -> bool:
         return True
 
-    def learn(self, history):
+    def learn(self, history: History) -> None:
         self.histories.append(list(history))
 
 
-def never():
+def never() -> bool:
     return False
 
 
 @pytest.fixture(scope="module")
-def histories():
+def histories() -> list[History]:
     """Checkpoints of complete searches of clustered vectors."""
     draw = np.random.default_rng(3)
     clusters = make_clusters(NUM_VECTORS, draw)
     vectors = draw_vectors(clusters, NUM_VECTORS, draw)
-    base = build_cell_base(InMemory(vectors), DIMENSION, BuildOptions(IndexKind.IVF))
+    base = build_cell_base(
+        SpooledSource(np.arange(NUM_VECTORS), vectors), DIMENSION, BuildOptions(IndexKind.IVF)
+    )
     view = IndexView(base, None, Tail.empty(DIMENSION))
     recorded = RecordingEstimator()
     for vector in draw_queries(clusters, vectors, 450, draw):
@@ -67,7 +70,7 @@ def histories():
 
 
 @given(st.lists(st.integers(1, 1000), max_size=200))
-def test_checkpoints_grow_and_end_with_the_scan(sizes):
+def test_checkpoints_grow_and_end_with_the_scan(sizes: list[int]) -> None:
     scanned = np.cumsum(np.array(sizes, np.int64))
     ends = checkpoints(scanned)
     assert ends[-1] == len(sizes)
@@ -78,7 +81,7 @@ def test_checkpoints_grow_and_end_with_the_scan(sizes):
     assert len(ends) - 1 in [ends.index(one) for one in stage_ends(scanned, ends)]
 
 
-def test_bounds_hold_and_expectations_fall(histories):
+def test_bounds_hold_and_expectations_fall(histories: list[History]) -> None:
     for history in histories[:100]:
         final = set(history[-1][1])
         for features, rows in history:
@@ -89,7 +92,7 @@ def test_bounds_hold_and_expectations_fall(histories):
         assert better[0] >= better[len(better) // 2] >= 0
 
 
-def test_searches_with_more_expected_vectors_find_more_later(histories):
+def test_searches_with_more_expected_vectors_find_more_later(histories: list[History]) -> None:
     early = [history[min(2, len(history) - 1)] for history in histories]
     expected = np.array([features.expected_better for features, _ in early])
     came = np.array(
@@ -102,7 +105,9 @@ def test_searches_with_more_expected_vectors_find_more_later(histories):
     assert came[has_more].mean() > 1.5 * came[~has_more].mean()
 
 
-def test_probabilities_are_calibrated_after_a_few_hundred_searches(histories):
+def test_probabilities_are_calibrated_after_a_few_hundred_searches(
+    histories: list[History],
+) -> None:
     estimator = FinalityEstimator()
     for history in histories[:250]:
         estimator = estimator.learn(observations(history))
@@ -115,7 +120,7 @@ def test_probabilities_are_calibrated_after_a_few_hundred_searches(histories):
     assert np.mean((predicted - outcomes) ** 2) < 0.5 * outcomes.var()
 
 
-def test_searches_that_stop_for_a_recall_reach_it_on_average(histories):
+def test_searches_that_stop_for_a_recall_reach_it_on_average(histories: list[History]) -> None:
     estimator = FinalityEstimator()
     for history in histories[:250]:
         estimator = estimator.learn(observations(history))

@@ -328,6 +328,25 @@ def test_a_reopened_index_has_the_rows_of_its_last_base(
     again.close()
 
 
+def test_a_reopened_index_takes_on_another_kind(threads: IndexThreads, tmp_path: Path) -> None:
+    vectors = clustered(3000, seed=20)
+    index = opened(threads, IndexKind.IVF, tmp_path)
+    index.load([(np.arange(3000), vectors)])
+    index.close()
+    again = opened(threads, IndexKind.FLAT, tmp_path)
+    wait_until_built(again)
+    assert again.kind is IndexKind.FLAT
+    assert again.rows().tolist() == list(range(3000))
+    again.close()
+
+
+def test_an_index_of_another_precision_opens_empty(threads: IndexThreads, tmp_path: Path) -> None:
+    index = opened(threads, folder=tmp_path, precision="sq8")
+    index.load([(np.arange(50), clustered(50, seed=21))])
+    index.close()
+    assert len(opened(threads, folder=tmp_path)) == 0, "exact vectors cannot be made from codes"
+
+
 def test_quantized_vectors_keep_their_codes_through_merges(
     threads: IndexThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
