@@ -93,14 +93,8 @@ def matches(wanted: Filter, fields: Mapping[str, str]) -> bool:
             return any(matches(one, fields) for one in filters)
         case Not(inner):
             return not matches(inner, fields)
-        case In(field, values):
-            return fields.get(field) in values
-        case Exists(field):
-            return field in fields
-        case Prefix(field, prefix):
-            return fields.get(field, "").startswith(prefix) and field in fields
-        case InRange():
-            return _in_range(wanted, fields.get(wanted.field))
+        case _:
+            return wanted.field in fields and _passes(wanted, fields[wanted.field])
 
 
 def check_size(wanted: Filter) -> None:
@@ -124,8 +118,20 @@ def _count(wanted: Filter, depth: int) -> int:
             return 1
 
 
-def _in_range(wanted: InRange, value: str | None) -> bool:
-    number = None if value is None else number_of(value)
+def _passes(test: In | InRange | Exists | Prefix, value: str) -> bool:
+    match test:
+        case In(_, values):
+            return value in values
+        case Prefix(_, prefix):
+            return value.startswith(prefix)
+        case InRange():
+            return _in_range(test, value)
+        case Exists():
+            return True
+
+
+def _in_range(wanted: InRange, value: str) -> bool:
+    number = number_of(value)
     if number is None:
         return False
     return (

@@ -1,0 +1,1 @@
+"""Test collections for the quality of retrieval, and how it is measured."""
