@@ -15,7 +15,6 @@ TEXT_WEIGHT = 1.0
 
 MAX_WORDS = 48
 """Most words of one question. A longer question keeps its longest words, which are rarer."""
-MAX_WORD_CHARS = 64
 
 _WORD = re.compile(r"[^\W_]+")
 _COMMON = frozenset(
@@ -34,7 +33,7 @@ def question_words(question: str) -> list[str]:
     If all words of a question are common, all of them count.
     """
     words = list(dict.fromkeys(_WORD.findall(question.lower())))
-    kept = [word[:MAX_WORD_CHARS] for word in words if word not in _COMMON] or words
+    kept = [word for word in words if word not in _COMMON] or words
     if len(kept) <= MAX_WORDS:
         return kept
     longest = set(sorted(kept, key=lambda word: (-len(word), word))[:MAX_WORDS])
