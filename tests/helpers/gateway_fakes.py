@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,13 +21,8 @@ from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_retriever.documents.outbox import (
-    OUTBOX_SCHEMA,
-    Outbox,
-    OutboxDelete,
-    last_sequence,
-    removals_after,
-)
+from ragcache_retriever.store.outbox import OutboxDelete
+from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -41,6 +35,7 @@ from ragcache_wire.v1 import (
     retriever_pb2_grpc,
 )
 from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.memory_database import MemoryDatabase
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
@@ -73,9 +68,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             retriever_pb2.Hit(chunk=chunk("search.md", 0), score=0.5),
         ]
         self.documents: dict[str, retriever_pb2.Document] = {}
-        self.sqlite = sqlite3.connect(":memory:", isolation_level=None)
-        self.sqlite.executescript(OUTBOX_SCHEMA)
-        self.outbox = Outbox(self.sqlite)
+        self.outbox = SqliteOutbox(MemoryDatabase())
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
         self.reports: dict[str, bytes] = {}
         self.similar: dict[str, list[float]] = {}  # scores, by document
@@ -117,7 +110,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             document=stored,
             changed=changed,
             deletes=self._add_to_outbox(document.collection, document.id, removed, False),
-            sequence=last_sequence(self.sqlite),
+            sequence=self.outbox.last_sequence(),
             chunks=[document.text] if changed else [],
         )
 
@@ -138,13 +131,13 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         return list(map(_delete_message, claimed))
 
     async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
-        last = last_sequence(self.sqlite)
+        removals, last = self.outbox.removals(request.after, 1000)
         return retriever_pb2.ListRemovalsReply(
             removals=[
                 retriever_pb2.Removal(
                     sequence=one.sequence, collection=one.collection, document_id=one.document
                 )
-                for one in removals_after(self.sqlite, request.after, 1000)
+                for one in removals
             ],
             last_sequence=last,
         )

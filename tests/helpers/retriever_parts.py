@@ -9,18 +9,24 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import numpy as np
 
+from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
-from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
-from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
+from ragcache_retriever.ranking.single_leg import SingleLegRanking
 from ragcache_retriever.search.index import Probing
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -63,12 +69,13 @@ def make_knowledge_base(
     clock: Callable[[], float] | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
-        DocumentStore(folder),
+        SqliteDocumentStore(folder, DiskReserve(folder, 0)),
+        MemoryIndexes(probing),
+        SingleLegRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
-        probing=probing,
         split_limit=split_limit,
         clock=clock or (lambda: now),
     )
@@ -97,3 +104,20 @@ async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClien
 
 def tokenizer_of(model: Path) -> ServingTokenizer:
     return load_serving_tokenizer(str(model))
+
+
+def digest_of(tokenizer: ServingTokenizer, text: str) -> bytes:
+    """Return the digest of a chunk's tokens."""
+    return token_digest(np.frombuffer(tokenizer.token_ids(text), "<u4"))
+
+
+async def stages_of(client: RetrieverClient, request: pb.SearchRequest) -> list[pb.SearchStage]:
+    """Return all stages of a search with any of its options."""
+    try:
+        return [stage async for stage in client._stub.Search(request, timeout=10)]
+    except grpc.RpcError as error:
+        raise from_rpc_error("retriever", error) from error
+
+
+async def status_of(client: RetrieverClient) -> pb.RetrieverStatus:
+    return await client._stub.GetStatus(pb.GetStatusRequest(), timeout=10)

@@ -16,13 +16,15 @@ from ragcache_retriever.documents.collection import (
     checked_chunking,
     checked_window,
 )
-from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.minilm import MiniLM
-from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
+from ragcache_retriever.ranking.single_leg import SingleLegRanking
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -105,7 +107,9 @@ async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     gate = QueryGate()
     return KnowledgeBase(
-        DocumentStore(settings.data_dir),
+        SqliteDocumentStore(settings.data_dir),
+        MemoryIndexes(),
+        SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
         defaults,

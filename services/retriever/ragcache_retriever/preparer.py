@@ -1,32 +1,21 @@
-"""Turns a document into chunks with token digests and embeddings, before anything is written."""
+"""Turns a document into chunks with token ids and embeddings, before anything is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from ragcache_core.errors import Unavailable
 from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk
 from ragcache_retriever.documents.collection import Chunking
-from ragcache_retriever.documents.document_store import Document, Recipe
 from ragcache_retriever.documents.splitter import DocumentSplitter, SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors
+from ragcache_retriever.store.records import ChunkSet, Document, Recipe
 
 EMBEDDED_TEXT_VERSION = 1
 """Increase it when embedded_text changes. Stored chunks are then embedded again."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDocument:
-    """A document with its chunks. embeddings: shape (len(chunks), dimension)."""
-
-    document: Document
-    recipe: Recipe
-    chunks: list[Chunk]
-    digests: list[bytes]
-    embeddings: Vectors
 
 
 def embedded_text(title: str, chunk: Chunk) -> str:
@@ -63,16 +52,25 @@ class DocumentPreparer:
     def recipe(self, chunking: Chunking) -> Recipe:
         """Return the recipe of documents prepared with a chunking. Needs a started embedder."""
         return Recipe(
-            chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
-            f":{self._tokenizer_identity}",
-            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
-            f":{self._embedder.dimension}",
+            splitter=str(CHUNKER_VERSION),
+            chunking=chunking,
+            tokenizer=self._tokenizer_identity,
+            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}",
+            dimension=self._embedder.dimension,
         )
 
+    def can_embed(self, recipe: Recipe) -> bool:
+        """Whether the embedder of a recipe is the one that runs."""
+        wanted = self.recipe(recipe.chunking)
+        return (recipe.embedder, recipe.dimension) == (wanted.embedder, wanted.dimension)
+
     async def prepare(
-        self, document: Document, chunking: Chunking, known: Mapping[str, Vectors]
-    ) -> PreparedDocument:
+        self, document: Document, recipe: Recipe, known: Mapping[str, Vectors]
+    ) -> ChunkSet:
         """Split and embed a document.
+
+        It is split by the chunking of the recipe, and always tokenized by the serving model of now.
+        If the embedder of the recipe is another one, the chunks have no embeddings.
 
         Args:
             known: Embeddings by embedded text, each of shape (dimension,), which are not computed
@@ -86,11 +84,18 @@ class DocumentPreparer:
             document.id,
             document.text,
             markdown=document.content_type == self._markdown,
-            chunking=chunking,
+            chunking=recipe.chunking,
         )
-        chunks = split.chunks
-        texts = [embedded_text(document.title, chunk) for chunk in chunks]
-        embeddings = np.empty((len(chunks), self._embedder.dimension), np.float32)
+        embeddings = None
+        if self.can_embed(recipe):
+            texts = [embedded_text(document.title, chunk) for chunk in split.chunks]
+            embeddings = await self._embed(texts, known)
+        return ChunkSet(
+            self._tokenizer_identity, split.chunks, split.digests, split.token_ids, embeddings
+        )
+
+    async def _embed(self, texts: list[str], known: Mapping[str, Vectors]) -> Vectors:
+        embeddings = np.empty((len(texts), self._embedder.dimension), np.float32)
         missing = []
         for i, text in enumerate(texts):
             if text in known:
@@ -99,5 +104,8 @@ class DocumentPreparer:
                 missing.append(i)
         if missing:
             missing_texts = [texts[i] for i in missing]
-            embeddings[missing] = await self._embedder.embed(missing_texts, urgent=False)
-        return PreparedDocument(document, self.recipe(chunking), chunks, split.digests, embeddings)
+            embedded = await self._embedder.embed(missing_texts, urgent=False)
+            if embedded.shape != (len(missing), self._embedder.dimension):
+                raise Unavailable("embedder", f"it returned vectors of shape {embedded.shape}")
+            embeddings[missing] = embedded
+        return embeddings

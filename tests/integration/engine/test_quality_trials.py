@@ -80,9 +80,7 @@ class Reader:
         self._rng = random.Random(seed)
         self._pages = make_handbook(seed, PAGES + 2, "held_out").documents
         tokenizer = load_tokenizer(MODEL)
-        self._count = lambda text: len(
-            tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-        )
+        self._count = lambda text: len(tokenizer.encode_template(text))
 
     def pick(self) -> tuple[Sequence[Document], Question]:
         """Return some pages in some order, and a question about them."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,12 +12,12 @@ import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_retriever import service
-from ragcache_retriever.documents import outbox
-from ragcache_retriever.documents.document_store import FILE_NAME
 from ragcache_retriever.documents.splitter import SplitLimit
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.store.sqlite import outbox
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
+from tests.helpers.retriever_parts import digest_of, make_knowledge_base, serving, tokenizer_of
 
 
 def document(document_id: str, text: str, **fields: object) -> pb.Document:
@@ -37,9 +35,14 @@ def service_page(name: str, region: str) -> str:
     return f"# {name}\n\n" + "\n\n".join(paragraphs) + "\n"
 
 
+@pytest.fixture
+def knowledge_base(tmp_path: Path, tiny_model: Path) -> KnowledgeBase:
+    return make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+
+
 @pytest_asyncio.fixture
-async def client(tmp_path: Path, tiny_model: Path) -> AsyncIterator[RetrieverClient]:
-    async with serving(make_knowledge_base(tmp_path, tokenizer_of(tiny_model))) as client:
+async def client(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClient]:
+    async with serving(knowledge_base) as client:
         yield client
 
 
@@ -97,7 +100,7 @@ async def test_a_changed_document_is_found_by_its_new_text(
     old = (await client.get_document("default", "a")).text
     reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
     [changed] = [text for text in chunks_of_a if "region north" in text]
-    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(changed)]
+    assert removed_digests(reply) == [digest_of(tokenizer_of(tiny_model), changed)]
     final = (await search(client, "region zanzibar", 1))[-1]
     assert ids(final) == ["a#0"]
     assert "zanzibar" in final.hits[0].chunk.text
@@ -108,7 +111,7 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: P
     first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
     await client.upsert_document(document("b", service_page("b", "south")))
     reply = await client.delete_document("default", "a")
-    assert removed_digests(reply) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(reply) == [digest_of(tokenizer_of(tiny_model), first)]
     final = (await search(client, "a north", 100))[-1]
     assert {hit.chunk.document_id for hit in final.hits} == {"b"}
     with pytest.raises(NotFound) as caught:
@@ -134,20 +137,21 @@ async def test_a_repeated_change_returns_its_pending_deletes(client: RetrieverCl
 
 
 async def test_deletes_of_a_new_chunking_can_be_claimed(
-    client: RetrieverClient, tiny_model: Path
+    client: RetrieverClient, knowledge_base: KnowledgeBase, tiny_model: Path
 ) -> None:
     reply = await client.upsert_document(document("a", service_page("a", "north")))
     before = await client.list_removals(0)
     assert not before.removals
     chunking = pb.Chunking(size_tokens=32, overlap_tokens=0)
     await client.put_collection(pb.Collection(name="default", chunking=chunking))
+    await knowledge_base.wait_until_idle()
     [removal] = (await client.list_removals(before.last_sequence)).removals
     assert (removal.collection, removal.document_id) == ("default", "a")
     claim = await client.claim_deletes(10)
     [delete] = claim.deletes
     assert (claim.unacknowledged, delete.names_document) == (1, True)
-    digest = tokenizer_of(tiny_model).token_digest
-    assert set(delete.token_digests) <= {digest(text) for text in reply.chunks}
+    tokenizer = tokenizer_of(tiny_model)
+    assert set(delete.token_digests) <= {digest_of(tokenizer, text) for text in reply.chunks}
     assert not (await client.claim_deletes(10)).deletes
     with pytest.raises(InvalidInput, match="limit"):
         await client.claim_deletes(0)
@@ -166,7 +170,7 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     monkeypatch.setattr(outbox, "DELETE_CHUNKS", 1)
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", 60)
     deleted = await client.delete_document("default", "a")
-    assert removed_digests(deleted) == [tokenizer_of(tiny_model).token_digest(first)]
+    assert removed_digests(deleted) == [digest_of(tokenizer_of(tiny_model), first)]
 
 
 async def test_a_document_that_takes_too_long_to_split_is_refused_and_others_are_served(
@@ -228,7 +232,7 @@ async def test_settings_of_collections(client: RetrieverClient) -> None:
 
 
 async def test_changed_chunking_splits_documents_again(
-    client: RetrieverClient, tiny_model: Path
+    client: RetrieverClient, knowledge_base: KnowledgeBase, tiny_model: Path
 ) -> None:
     count = tokenizer_of(tiny_model).count
     await client.put_collection(pb.Collection(name="team"))
@@ -239,6 +243,11 @@ async def test_changed_chunking_splits_documents_again(
     after = await client.put_collection(
         pb.Collection(name="team", chunking=pb.Chunking(size_tokens=24, overlap_tokens=0), window=0)
     )
+    assert after.chunking.size_tokens == 24
+    assert (after.remake.documents, after.remake.reason) == (2, "chunking")
+    await knowledge_base.wait_until_idle()
+    after = await client.get_collection("team")
+    assert not after.HasField("remake")
     assert after.documents == before.documents == 2
     assert after.chunks > before.chunks
     final = (await search(client, "region", 100, "team"))[-1]
@@ -451,22 +460,9 @@ async def test_a_report_replaces_the_one_of_its_name(client: RetrieverClient) ->
         await client.put_report("quality", bytes(service.MAX_REPORT_BYTES + 1))
 
 
-async def test_a_report_survives_a_restart_and_old_files_get_the_table(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_report_survives_a_restart(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = tokenizer_of(tiny_model)
     async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
         await client.put_report("quality", b"kept")
     async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
         assert (await client.get_report("quality")).body == b"kept"
-    _drop_reports(tmp_path)
-    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
-        with pytest.raises(NotFound):
-            await client.get_report("quality")
-
-
-def _drop_reports(folder: Path) -> None:
-    [path] = folder.rglob(FILE_NAME)
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE reports")
-        connection.commit()

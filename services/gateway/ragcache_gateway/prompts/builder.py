@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from jinja2 import TemplateError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import (
-    CHUNK_SEPARATOR,
     CHUNKS_PLACEHOLDER,
     STABLE_PREFIX_END,
     Prompt,
@@ -21,6 +21,8 @@ from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.passages import Passage, fit_to_budget, group_by_document
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache
 from ragcache_wire.v1 import retriever_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 MAX_CHARS_PER_TOKEN = 16
 """No ordinary text has more characters per token. Longer messages cannot fit the model, and
@@ -73,7 +75,7 @@ class PromptBuilder:
         self._max_model_len = max_model_len
         self._default_max_tokens = min(default_max_tokens, max_model_len // 4)
         self._chunks = TokenCache(self.encode_chunk, cache_bytes)
-        self._separator = self._encode(CHUNK_SEPARATOR)
+        self._has_warned = False
         self._stable_prefixes = StablePrefixes()
 
     def build(
@@ -97,9 +99,9 @@ class PromptBuilder:
                 "shorten them or lower max_tokens",
             )
         passages = fit_to_budget(
-            group_by_document(hits), lambda text: len(self._chunks.get(text)), budget_tokens
+            group_by_document(hits), lambda chunk: len(self._ids(chunk)), budget_tokens
         )
-        chunks = [self._chunks.get(passage.chunk.text) for passage in passages]
+        chunks = [self._ids(passage.chunk) for passage in passages]
         prompt = assemble(frame.head, chunks, frame.tail, frame.stable_head)
         return AnswerPrompt(prompt, tuple(passages), max_tokens)
 
@@ -124,9 +126,7 @@ class PromptBuilder:
             {"role": "user", "content": conversation.question},
         ]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = self._tokenizer.render(messages)
         except TemplateError as error:
             raise InvalidInput(
                 "messages",
@@ -140,19 +140,30 @@ class PromptBuilder:
                 "has a chat template that does not write the system message once",
                 "name a model whose chat template takes a system message",
             )
-        before, *rest = (self._encode(part) for part in parts[0].split(STABLE_PREFIX_END))
+        before, *rest = (
+            self._tokenizer.encode_template(part) for part in parts[0].split(STABLE_PREFIX_END)
+        )
         head = [*before, *itertools.chain(*rest)]
         stable_head = len(before) if rest else self._stable_prefixes.split(head)
-        return TemplateFrame(head, self._encode(parts[1]), stable_head)
+        return TemplateFrame(head, self._tokenizer.encode_template(parts[1]), stable_head)
 
     def encode_chunk(self, text: str) -> list[int]:
-        """Tokenize a chunk by itself, with the separator that follows it.
+        """Return the token ids of a chunk, see ChatTokenizer.encode_chunk."""
+        return self._tokenizer.encode_chunk(text)
 
-        Text that spells a special token stays ordinary text. Otherwise a document could end the
-        system prompt and add messages of its own.
+    def _ids(self, chunk: pb.Chunk) -> Sequence[int]:
+        """Return the token ids of a found chunk: those that the retriever has stored, if it has.
+
+        It has none of this tokenizer while it prepares documents for a new one.
         """
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return [*ids, *self._separator]
+        if chunk.token_ids and chunk.tokenizer_identity == self._tokenizer.identity:
+            ids = self._tokenizer.unpack(chunk.token_ids)
+            if ids is not None:
+                return ids
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("prompts: token ids of the retriever are invalid chunk=%r", chunk.id)
+        return self._chunks.get(chunk.text)
 
     def _check_length(self, conversation: Conversation, max_tokens: int) -> None:
         if max_tokens >= self._max_model_len:
@@ -169,6 +180,3 @@ class PromptBuilder:
                 "the model",
                 "shorten them",
             )
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)

@@ -42,7 +42,9 @@ def group_by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
 
 
 def fit_to_budget(
-    documents: Sequence[Sequence[Passage]], num_tokens: Callable[[str], int], budget_tokens: int
+    documents: Sequence[Sequence[Passage]],
+    num_tokens: Callable[[pb.Chunk], int],
+    budget_tokens: int,
 ) -> list[Passage]:
     """Select the passages that fit the budget, in prompt order.
 
@@ -53,7 +55,7 @@ def fit_to_budget(
     Raises:
         InvalidInput: There are hits, and none of them fits.
     """
-    sized = [[(one, num_tokens(one.chunk.text)) for one in document] for document in documents]
+    sized = [[(one, num_tokens(one.chunk)) for one in document] for document in documents]
     possible = [
         [(one, tokens) for one, tokens in document if tokens <= budget_tokens] for document in sized
     ]

@@ -6,31 +6,51 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ragcache_core.errors import InvalidInput
+from ragcache_kv.chunk_tokenizer import ChunkTokenizer, tokenizer_identity
 
 
-class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that the prompt builder uses."""
+class ChatTokenizer:
+    """The serving model's tokenizer and chat template. Not safe for several threads.
 
-    def encode(
-        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool
-    ) -> list[int]:
-        """Return the token ids of a text.
+    Args:
+        library: The model's tokenizer of the transformers library.
+        identity: Equal for tokenizers that give a chunk the same tokens (``tokenizer_identity``).
+    """
 
-        Args:
-            split_special_tokens: Whether text that spells a special token stays ordinary text.
+    def __init__(self, library: Any, identity: str) -> None:
+        self._library = library
+        self._chunks = ChunkTokenizer(library.backend_tokenizer)
+        self.identity = identity
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """Render a conversation as text, up to where the answer begins.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
         """
+        text: str = self._library.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
 
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-    ) -> str:
-        """Render a conversation as text."""
+    def encode_template(self, text: str) -> list[int]:
+        """Return the token ids of rendered text, in which control tokens are recognized."""
+        return self._chunks.encode_template(text)
+
+    def encode_chunk(self, text: str) -> list[int]:
+        """Return the token ids of a chunk by itself, with the separator that follows it.
+
+        Text that spells a control token stays ordinary text. Otherwise a document could end the
+        system prompt and add messages of its own.
+        """
+        return self._chunks.encode_chunk(text)
+
+    def unpack(self, packed: bytes) -> array[int] | None:
+        """Return a chunk's token ids from their bytes; None if no chunk can have them."""
+        return self._chunks.unpack(packed)
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:
@@ -46,18 +66,17 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
 
     logging.set_verbosity_error()
     try:
-        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        library: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        identity = tokenizer_identity(folder)
     except (OSError, ValueError) as error:
         raise InvalidInput(
             "RAGCACHE_MODEL", f"has no usable tokenizer: {error}", "restore the model folder"
         ) from error
-    if not tokenizer.chat_template:
+    if not library.chat_template:
         raise InvalidInput(
             "RAGCACHE_MODEL", "has no chat template", "name an instruction-tuned model"
         )
-    # Other lists as long as a prompt would be made, and Python's lock be held meanwhile.
-    tokenizer.model_input_names = ["input_ids"]
-    return tokenizer  # type: ignore[no-any-return]  # the library is untyped
+    return ChatTokenizer(library, identity)
 
 
 class TokenCache:

@@ -18,7 +18,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.identity.keys import token_digest
+from ragcache_kv.chunk_tokenizer import ID_BYTES
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
@@ -26,7 +30,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 LONG_DOCUMENT_CHARS = 1 << 18
 _WORKER = "ragcache_retriever.documents.splitter_worker"
 _MAX_LINE_BYTES = 64 << 20
-"""A chunk of one unbroken text. Documents are shorter."""
+"""A chunk of one unbroken text. Documents are shorter. It also bounds the token ids of a chunk."""
 _GRACE_S = 5.0
 """Time until the system has the status of a process that has closed its output."""
 _ATTEMPTS = 2
@@ -60,14 +64,20 @@ class SplitLimit:
 
 @dataclass(frozen=True, slots=True)
 class SplitDocument:
-    """The chunks of a document, and the digests of their tokens."""
+    """The chunks of a document with their tokens.
+
+    Attributes:
+        token_ids: Of each chunk with the separator after it: uint32, little-endian.
+        digests: Of the token ids of each chunk. The gateway computes the chunk's key from it.
+    """
 
     chunks: list[Chunk]
+    token_ids: list[bytes]
     digests: list[bytes]
 
 
 class DocumentSplitter:
-    """Splits documents and digests the tokens of their chunks.
+    """Splits documents and tokenizes their chunks.
 
     Args:
         limit: CPU time and wall time for each document.
@@ -186,10 +196,12 @@ class _SplitterProcess:
         """Send a document and read its chunks. Raises OSError or EOFError if the process ends."""
         worker = self._worker or await self._start()
         await _write(worker.process, header, text)
-        found = SplitDocument([], [])
-        async for chunk_text, heading_path, digest in _read_lines(worker.process):
+        found = SplitDocument([], [], [])
+        async for chunk_text, heading_path, num_bytes in _read_lines(worker.process):
             found.chunks.append(Chunk(chunk_text, tuple(heading_path)))
-            found.digests.append(bytes.fromhex(digest))
+            packed = await _read_ids(worker.process, num_bytes)
+            found.token_ids.append(packed)
+            found.digests.append(token_digest(np.frombuffer(packed, "<u4")))
         return found
 
     async def _start(self) -> _Worker:
@@ -225,6 +237,14 @@ async def _read_lines(process: Process) -> AsyncIterator[list[Any]]:
         if not line.endswith(b"\n"):
             raise EOFError
         yield json.loads(line)
+
+
+async def _read_ids(process: Process, num_bytes: int) -> bytes:
+    """Read token ids. Raises EOFError if the process ends first."""
+    assert process.stdout is not None
+    if not 0 <= num_bytes <= _MAX_LINE_BYTES or num_bytes % ID_BYTES:
+        raise ValueError(f"a chunk cannot have {num_bytes} bytes of token ids")
+    return await process.stdout.readexactly(num_bytes)
 
 
 def _took_too_long(document_id: str, limit: str) -> InvalidInput:

@@ -2,9 +2,9 @@
 
 It imports only what splitting needs, so that it stays small. Its input is a tokenizer and then one
 document after the other, each one a line of JSON and a text of the length that the line tells. It
-writes an empty line when it has the tokenizer. For each document it writes a line of JSON per chunk
-and then an empty line. It sends no pickles, so a document that takes over this process has not
-taken over the retriever.
+writes an empty line when it has the tokenizer. For each chunk of a document it writes a line of
+JSON and the chunk's token ids, whose length the line tells. An empty line ends the document. It
+sends no pickles, so a document that takes over this process has not taken over the retriever.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def main() -> None:
             count_tokens=tokenizer.count,
         )
         for chunk in chunks:
-            digest = tokenizer.token_digest(chunk.text).hex()
-            line = json.dumps([chunk.text, chunk.heading_path, digest], ensure_ascii=False)
-            sink.write(line.encode() + b"\n")
+            ids = tokenizer.token_ids(chunk.text)
+            line = json.dumps([chunk.text, chunk.heading_path, len(ids)], ensure_ascii=False)
+            sink.write(line.encode() + b"\n" + ids)
         _end_reply(sink)
 
 

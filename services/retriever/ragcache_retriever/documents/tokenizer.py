@@ -1,28 +1,24 @@
-"""The serving model's tokenizer: counts and digests the tokens of chunks."""
+"""The serving model's tokenizer: the token ids of chunks."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.keys import token_digest
-from ragcache_core.plan.prompt import CHUNK_SEPARATOR
+from ragcache_kv.chunk_tokenizer import ChunkTokenizer, pack_ids, tokenizer_identity
 
 
 class ServingTokenizer:
     """Tokenizes chunks as the gateway does for prompts. Not safe for several threads.
 
-    Text that spells a special token stays ordinary text, in counts and in digests.
-
     Args:
         content: JSON of the tokenizers library. It takes the memory of a vocabulary when it is
             first used, so a process that only passes it on stays small.
-        identity: Equal for tokenizers that give a chunk the same tokens.
+        identity: Equal for tokenizers that give a chunk the same tokens (``tokenizer_identity``).
     """
 
     def __init__(self, content: str, identity: str) -> None:
@@ -30,33 +26,16 @@ class ServingTokenizer:
         self.identity = identity
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self.content)
-        # The file may ask for truncation or padding. Neither counts tokens.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        return tokenizer
-
-    @functools.cached_property
-    def _separator(self) -> list[int]:
-        # By the gateway's template, which has special tokens. The texts of chunks have none.
-        self._tokenizer.encode_special_tokens = False
-        ids: list[int] = self._tokenizer.encode(CHUNK_SEPARATOR, add_special_tokens=False).ids
-        self._tokenizer.encode_special_tokens = True
-        return ids
+    def _tokenizer(self) -> ChunkTokenizer:
+        return ChunkTokenizer(Tokenizer.from_str(self.content))
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text by itself."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self._tokenizer.encode(text))
 
-    def token_digest(self, text: str) -> bytes:
-        """Return the digest of a chunk's tokens, from which the gateway computes the chunk's key.
-
-        It covers the separator after the chunk.
-        """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_digest([*encoding.ids, *self._separator])
+    def token_ids(self, text: str) -> bytes:
+        """Return the token ids of a chunk with the separator after it: uint32, little-endian."""
+        return pack_ids(self._tokenizer.encode_chunk(text))
 
 
 def load_serving_tokenizer(model: str) -> ServingTokenizer:
@@ -73,10 +52,8 @@ def load_serving_tokenizer(model: str) -> ServingTokenizer:
 
     folder = find_tokenizer(model)
     try:
-        files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
-        contents = [file.read_bytes() if file.is_file() else b"" for file in files]
-        identity = hashlib.blake2b(b"\0".join(contents), digest_size=8).hexdigest()
-        return ServingTokenizer(_load_chat_tokenizer(folder).backend_tokenizer.to_str(), identity)
+        content = _load_chat_tokenizer(folder).backend_tokenizer.to_str()
+        return ServingTokenizer(content, tokenizer_identity(folder))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise InvalidInput(
             "model.source",

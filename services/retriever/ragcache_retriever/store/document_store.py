@@ -41,6 +41,10 @@ class DocumentStore(Protocol):
     """
 
     @property
+    def backend(self) -> str:
+        """Name of the backend: "embedded", "postgres" or "milvus"."""
+
+    @property
     def outbox(self) -> Outbox:
         """The outbox of stored KV to delete. Use it inside ``transaction``."""
 

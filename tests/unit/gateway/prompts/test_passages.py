@@ -35,8 +35,8 @@ def hit(document: str, ordinal: int, score: float = 0.5, window: int = 0) -> pb.
     )
 
 
-def num_tokens(text: str) -> int:
-    return len(text.split())
+def num_tokens(chunk: pb.Chunk) -> int:
+    return len(chunk.text.split())
 
 
 def names(passages: list[Passage]) -> list[str]:
@@ -65,7 +65,7 @@ def test_each_chunk_appears_once_and_documents_stay_together(hits: list[pb.Hit])
 @given(hits=hits_lists, budget=st.integers(0, 60))
 def test_the_best_ranked_passages_that_fit_are_selected(hits: list[pb.Hit], budget: int) -> None:
     documents = group_by_document(hits)
-    possible = [[p for p in one if num_tokens(p.chunk.text) <= budget] for one in documents]
+    possible = [[p for p in one if num_tokens(p.chunk) <= budget] for one in documents]
     possible = [one for one in possible if any(p.score is not None for p in one)]
     try:
         kept = fit_to_budget(documents, num_tokens, budget)
@@ -73,7 +73,7 @@ def test_the_best_ranked_passages_that_fit_are_selected(hits: list[pb.Hit], budg
         assert hits
         assert not possible
         return
-    assert sum(num_tokens(p.chunk.text) for p in kept) <= budget
+    assert sum(num_tokens(p.chunk) for p in kept) <= budget
     assert bool(kept) == bool(hits) == bool(possible)
     assert [p for document in documents for p in document if p in kept] == kept
     whole = [document for document in possible if all(p in kept for p in document)]

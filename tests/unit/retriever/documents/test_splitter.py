@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents import splitter as splitter_module
 from ragcache_retriever.documents.chunking import split_document
 from ragcache_retriever.documents.collection import Chunking
@@ -76,7 +78,9 @@ async def test_a_process_returns_what_the_function_returns(
             assert found.chunks == split_document(
                 text, markdown=markdown, chunking=CHUNKING, count_tokens=tokenizer.count
             )
-            assert found.digests == [tokenizer.token_digest(chunk.text) for chunk in found.chunks]
+            assert found.token_ids == [tokenizer.token_ids(chunk.text) for chunk in found.chunks]
+            ids = [np.frombuffer(packed, "<u4") for packed in found.token_ids]
+            assert found.digests == [token_digest(one) for one in ids]
 
 
 async def test_a_document_over_its_limit_is_refused_and_others_are_not(
@@ -175,6 +179,18 @@ def test_the_limits_end_before_the_deadline_of_the_caller() -> None:
     limit = SplitLimit()
     assert limit.cpu_s(MAX_DOCUMENT_BYTES) < limit.wall_s < UPSERT_TIMEOUT_S
     assert limit.cpu_s(1_000_000) == 45
+
+
+@pytest.mark.parametrize("num_bytes", [-4, 6, 1 << 40])
+async def test_an_impossible_number_of_token_ids_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int
+) -> None:
+    reply = f"echo '[\"text\", [], {num_bytes}]'"
+    run_as_worker(monkeypatch, tmp_path, f"read tokenizer; echo; read document; {reply}; cat")
+    splitter = DocumentSplitter(ServingTokenizer("of one line", "identity"))
+    with pytest.raises(ValueError, match="cannot have"):
+        await split(splitter)
+    assert not processes()
 
 
 async def test_a_process_with_unread_output_ends(

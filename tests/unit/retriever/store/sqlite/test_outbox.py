@@ -11,54 +11,53 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache_core.identity.keys import KEY_BYTES
-from ragcache_retriever.documents import outbox as module
-from ragcache_retriever.documents.outbox import (
+from ragcache_retriever.store.outbox import (
     CLAIM_MS,
     COUNT_EVERY,
     DELETE_CHUNKS,
     EXPIRY_MS,
     KEEP_MS,
-    OUTBOX_SCHEMA,
     REPEAT_MS,
-    Outbox,
     OutboxDelete,
-    last_sequence,
-    removals_after,
 )
+from ragcache_retriever.store.sqlite import outbox as module
+from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
+from tests.helpers.memory_database import MemoryDatabase
 
 NOW_MS = 1_700_000_000_000
 
 
-def connect() -> sqlite3.Connection:
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    connection.executescript(OUTBOX_SCHEMA)
-    return connection
+@pytest.fixture
+def database() -> Iterator[MemoryDatabase]:
+    database = MemoryDatabase()
+    yield database
+    database.close()
 
 
 @pytest.fixture
-def connection() -> Iterator[sqlite3.Connection]:
-    connection = connect()
-    yield connection
-    connection.close()
+def connection(database: MemoryDatabase) -> sqlite3.Connection:
+    return database.connection
 
 
 @pytest.fixture
-def outbox(connection: sqlite3.Connection) -> Outbox:
-    return Outbox(connection)
+def outbox(database: MemoryDatabase) -> SqliteOutbox:
+    return SqliteOutbox(database)
 
 
 def digests(count: int) -> list[bytes]:
     return [number.to_bytes(KEY_BYTES) for number in range(count)]
 
 
-def add(outbox: Outbox, document: str, *, claim: bool = False, num_chunks: int = 1) -> OutboxDelete:
+def add(
+    outbox: SqliteOutbox, document: str, *, claim: bool = False, num_chunks: int = 1
+) -> OutboxDelete:
     [delete] = outbox.add("c", document, digests(num_chunks), names_document=True, now_ms=NOW_MS)
     if claim:
         assert outbox.claim_of("c", document, NOW_MS, is_repeated=False) == (delete,)
     return delete
 
 
-def test_a_removal_of_many_chunks_is_several_deletes(outbox: Outbox) -> None:
+def test_a_removal_of_many_chunks_is_several_deletes(outbox: SqliteOutbox) -> None:
     wanted = digests(2 * DELETE_CHUNKS + 1)
     added = outbox.add("c", "d", wanted, names_document=True, now_ms=NOW_MS)
     assert [len(one.token_digests) for one in added] == [DELETE_CHUNKS, DELETE_CHUNKS, 1]
@@ -67,13 +66,13 @@ def test_a_removal_of_many_chunks_is_several_deletes(outbox: Outbox) -> None:
     assert [digest for one in added for digest in one.token_digests] == wanted
 
 
-def test_a_change_that_removes_nothing_needs_no_delete(outbox: Outbox) -> None:
+def test_a_change_that_removes_nothing_needs_no_delete(outbox: SqliteOutbox) -> None:
     assert not outbox.add("c", "d", [], names_document=False, now_ms=NOW_MS)
 
 
 @pytest.mark.parametrize("claim", [True, False])
 def test_a_claim_ends_after_a_while_and_the_delete_keeps_its_id(
-    outbox: Outbox, claim: bool
+    outbox: SqliteOutbox, claim: bool
 ) -> None:
     delete = add(outbox, "d", claim=claim)
     if not claim:
@@ -82,19 +81,19 @@ def test_a_claim_ends_after_a_while_and_the_delete_keeps_its_id(
     assert outbox.claim(10, NOW_MS + CLAIM_MS + 1).deletes == (delete,)
 
 
-def test_a_clock_that_is_set_back_ends_claims(outbox: Outbox) -> None:
+def test_a_clock_that_is_set_back_ends_claims(outbox: SqliteOutbox) -> None:
     delete = add(outbox, "d", claim=True)
     assert outbox.claim(10, NOW_MS - REPEAT_MS).deletes == (delete,)
 
 
-def test_those_that_waited_longest_are_claimed_first(outbox: Outbox) -> None:
+def test_those_that_waited_longest_are_claimed_first(outbox: SqliteOutbox) -> None:
     first, second, third = (add(outbox, name) for name in "abc")
     assert outbox.claim(2, NOW_MS).deletes == (first, second)
     assert outbox.claim(2, NOW_MS + CLAIM_MS + 1).deletes == (first, third)
 
 
 def test_a_backlog_is_not_counted_at_each_claim(
-    connection: sqlite3.Connection, outbox: Outbox
+    connection: sqlite3.Connection, outbox: SqliteOutbox
 ) -> None:
     for number in range(2 * COUNT_EVERY + 1):
         add(outbox, f"d{number}")
@@ -115,7 +114,7 @@ def test_a_backlog_is_not_counted_at_each_claim(
 
 
 def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
-    connection: sqlite3.Connection, outbox: Outbox
+    connection: sqlite3.Connection, outbox: SqliteOutbox
 ) -> None:
     delete = add(outbox, "d")
     outbox.acknowledge([delete.id], [], NOW_MS)
@@ -123,15 +122,15 @@ def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
     assert (claim.deletes, claim.num_unacknowledged) == ((), 0)
     assert outbox.claim_of("c", "d", NOW_MS, is_repeated=True) == ()
     assert outbox.knows("c", "d")
-    assert [one.document for one in removals_after(connection, 0, 10)] == ["d"]
+    assert [one.document for one in outbox.removals(0, 10)[0]] == ["d"]
     outbox.claim(10, NOW_MS + KEEP_MS + 1)
     assert not outbox.knows("c", "d")
-    assert removals_after(connection, 0, 10) == []
-    assert last_sequence(connection) == 1
+    assert outbox.removals(0, 10)[0] == []
+    assert outbox.last_sequence() == 1
 
 
 def test_a_delete_that_one_shard_has_is_repeated_seldom_and_ends_after_a_day(
-    outbox: Outbox,
+    outbox: SqliteOutbox,
 ) -> None:
     delete = add(outbox, "d")
     outbox.acknowledge([], [delete.id], NOW_MS)
@@ -142,7 +141,7 @@ def test_a_delete_that_one_shard_has_is_repeated_seldom_and_ends_after_a_day(
     assert not outbox.claim(10, NOW_MS + EXPIRY_MS).deletes
 
 
-def test_a_delete_that_no_shard_has_never_expires(outbox: Outbox) -> None:
+def test_a_delete_that_no_shard_has_never_expires(outbox: SqliteOutbox) -> None:
     delete = add(outbox, "d")
     assert outbox.claim(10, NOW_MS + 100 * EXPIRY_MS).deletes == (delete,)
 
@@ -150,11 +149,11 @@ def test_a_delete_that_no_shard_has_never_expires(outbox: Outbox) -> None:
 def set_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", 8)
     monkeypatch.setattr(module, "MAX_PARTIAL", 8)
-    monkeypatch.setattr(module, "_CHECK_EVERY", 4)
+    monkeypatch.setattr(module, "CHECK_EVERY", 4)
 
 
 def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
-    connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    connection: sqlite3.Connection, outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(40):
@@ -163,13 +162,13 @@ def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
     assert len(deletes) <= 8 + 4
     assert sum(one.everything for one in deletes) == 1
     # Gateways still learn of each document.
-    assert {one.document for one in removals_after(connection, 0, 100)} == {
+    assert {one.document for one in outbox.removals(0, 100)[0]} == {
         f"d{number}" for number in range(40)
     }
 
 
 def test_deletes_that_one_of_everything_replaced_are_forgotten_while_no_shard_answers(
-    connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    connection: sqlite3.Connection, outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(8):
@@ -180,7 +179,7 @@ def test_deletes_that_one_of_everything_replaced_are_forgotten_while_no_shard_an
 
 
 def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     added = []
@@ -195,7 +194,7 @@ def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
 
 
 def test_one_of_everything_replaces_no_delete_that_a_shard_has(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     partial = add(outbox, "partial")
@@ -208,7 +207,7 @@ def test_one_of_everything_replaces_no_delete_that_a_shard_has(
 
 
 def test_a_repeated_change_gets_the_delete_of_everything_that_replaced_its_own(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(8):
@@ -230,8 +229,8 @@ class OutboxMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.connection = connect()
-        self.outbox = Outbox(self.connection)
+        self.database = MemoryDatabase()
+        self.outbox = SqliteOutbox(self.database)
         self.now_ms = NOW_MS
         self.pending: dict[bytes, int | None] = {}  # time of the first acknowledgement, by id
 
@@ -273,7 +272,7 @@ class OutboxMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_delete_without_acknowledgement_is_pending(self) -> None:
-        rows = self.connection.execute("SELECT id FROM outbox WHERE complete = 0").fetchall()
+        rows = self.database.query("SELECT id FROM outbox WHERE complete = 0")
         found = {one for (one,) in rows}
         for one, acknowledged_ms in self.pending.items():
             is_old = acknowledged_ms is not None and self.now_ms - acknowledged_ms >= EXPIRY_MS
@@ -281,7 +280,7 @@ class OutboxMachine(RuleBasedStateMachine):
         self.pending = {one: at for one, at in self.pending.items() if one in found}
 
     def teardown(self) -> None:
-        self.connection.close()
+        self.database.close()
 
 
 TestOutboxMachine = OutboxMachine.TestCase

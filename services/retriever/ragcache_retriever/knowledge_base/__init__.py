@@ -1,0 +1,1 @@
+"""Keeps documents, chunks, embeddings and indexes consistent. ``coordinator`` is the entry."""

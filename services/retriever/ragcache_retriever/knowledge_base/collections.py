@@ -1,0 +1,230 @@
+"""The collections of the knowledge base, and their generations and indexes."""
+
+from __future__ import annotations
+
+from ragcache_core.errors import NotFound, TooLarge, Unavailable
+from ragcache_retriever.documents.collection import (
+    DEFAULT_COLLECTION,
+    CollectionDefaults,
+    CollectionSettings,
+)
+from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
+from ragcache_retriever.knowledge_base.results import (
+    CollectionInfo,
+    CollectionRemoval,
+    IndexInfo,
+    RemakeProgress,
+)
+from ragcache_retriever.knowledge_base.store_threads import StoreThreads
+from ragcache_retriever.preparer import DocumentPreparer
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
+
+MAX_COLLECTIONS = 1000
+REMOVED_AT_ONCE = 256
+"""Documents that one transaction removes of a collection that is deleted."""
+
+
+class CollectionSet:
+    """What the knowledge base knows of collections. The event loop and any thread read it.
+
+    It holds the store's records of the last reload. Their settings and generations are current,
+    their counters may be old.
+    """
+
+    def __init__(
+        self,
+        store: DocumentStore,
+        indexes: GenerationIndexes,
+        threads: StoreThreads,
+        preparer: DocumentPreparer,
+        defaults: CollectionDefaults,
+    ) -> None:
+        self._store = store
+        self._indexes = indexes
+        self._threads = threads
+        self._preparer = preparer
+        self._defaults = defaults
+        self._stored: dict[str, StoredCollection] = {}
+        self._is_loaded = False
+
+    # Reads
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether ``finish_loading`` was called."""
+        return self._is_loaded
+
+    def finish_loading(self) -> None:
+        """Accept calls from now on."""
+        self._is_loaded = True
+
+    def check_loaded(self) -> None:
+        """Raise Unavailable until ``finish_loading``."""
+        if not self._is_loaded:
+            raise Unavailable("retriever", "it is loading its index and its embedder")
+
+    def get(self, name: str) -> StoredCollection:
+        """Return a collection. Raises NotFound."""
+        self.check_loaded()
+        stored = self._stored.get(name)
+        if stored is None or stored.is_deleting:
+            raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
+        return stored
+
+    def all(self) -> list[StoredCollection]:
+        """Return all collections by name, those that are being deleted, too."""
+        return [self._stored[name] for name in sorted(self._stored)]
+
+    def serving(self, name: str) -> Generation:
+        """Return the generation that a search uses. Raises NotFound."""
+        serving = self.get(name).serving
+        if serving is None:
+            raise Unavailable("retriever", f"collection {name!r} is being created")
+        return serving
+
+    def wanted_recipe(self, stored: StoredCollection) -> Recipe:
+        """Return the recipe that the documents of a collection should have."""
+        return self._preparer.recipe(self._defaults.chunking_of(stored.settings))
+
+    def window(self, name: str) -> int:
+        """Return the number of neighbours of a hit, on each side."""
+        return self._defaults.window_of(self.get(name).settings)
+
+    async def info(self, name: str) -> CollectionInfo:
+        """Return a collection with its counters. Raises NotFound."""
+        self.get(name)
+        stored = await self._threads.read(self._store.collection, name)
+        if stored is None:
+            raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
+        return self._info(stored)
+
+    async def infos(self) -> list[CollectionInfo]:
+        """Return all collections with their counters, sorted by name."""
+        self.check_loaded()
+        stored = await self._threads.read(self._store.collections)
+        return [self._info(one) for one in stored.values() if not one.is_deleting]
+
+    async def index_infos(self) -> list[IndexInfo]:
+        """Return the state of the serving indexes."""
+        stored = await self._threads.read(self._store.collections)
+        return [
+            self._index_info(one, one.serving)
+            for one in stored.values()
+            if one.serving is not None and not one.is_deleting
+        ]
+
+    # Changes
+
+    async def put(self, name: str, settings: CollectionSettings) -> None:
+        """Create a collection or change its settings."""
+        self.check_loaded()
+        await self._threads.write(self._put, name, settings)
+
+    async def delete(self, name: str) -> CollectionRemoval:
+        """Delete a collection. Its documents are no longer found; they are removed in steps."""
+        self.get(name)
+        return await self._threads.write(self._delete, name)
+
+    def reload(self) -> None:
+        """Read the collections and open their indexes. In the writer's thread."""
+        stored = self._store.collections()
+        wanted: set[int] = set()
+        for one in stored.values():
+            for generation in () if one.is_deleting else one.generations:
+                if not self._preparer.can_embed(generation.recipe):
+                    continue  # nothing can be compared with its vectors
+                kind = self._defaults.index_of(one.settings)
+                self._indexes.open(generation.row, generation.recipe.dimension, kind)
+                wanted.add(generation.row)
+        self._stored = stored
+        self._indexes.keep_only(wanted)
+
+    def add_missing(self) -> None:
+        """Create the default collection and missing serving generations. In the writer's thread."""
+        stored = self._store.collections()
+        with self._store.transaction():
+            if DEFAULT_COLLECTION not in stored:
+                self._store.put_collection(DEFAULT_COLLECTION, CollectionSettings())
+                chunking = self._defaults.chunking
+                recipe = self._preparer.recipe(chunking)
+                self._store.add_generation(DEFAULT_COLLECTION, recipe)
+            for name, one in stored.items():
+                if one.serving is None and not one.is_deleting:
+                    self._store.add_generation(name, self.wanted_recipe(one))
+            self._store.commit()
+        self.reload()
+
+    def _put(self, name: str, settings: CollectionSettings) -> None:
+        present = self._stored.get(name)
+        if present is not None and present.is_deleting:
+            raise Unavailable("retriever", f"collection {name!r} is being deleted", 5.0)
+        if present is None and len(self._stored) >= MAX_COLLECTIONS:
+            raise TooLarge(
+                "collection.name",
+                f"there are {MAX_COLLECTIONS} collections already",
+                "delete one, or use metadata and filters",
+            )
+        if present is not None and present.settings == settings:
+            return
+        with self._store.transaction():
+            self._store.put_collection(name, settings)
+            if present is None:
+                chunking = self._defaults.chunking_of(settings)
+                self._store.add_generation(name, self._preparer.recipe(chunking))
+            self._store.commit()
+        for generation in () if present is None else present.generations:
+            self._indexes.set_kind(generation.row, self._defaults.index_of(settings))
+        self.reload()
+
+    def _delete(self, name: str) -> CollectionRemoval:
+        stored = self._store.collection(name)
+        with self._store.transaction(frees_space=True):
+            self._store.start_deleting(name)
+            step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
+            self._store.commit()
+        self.reload()
+        return CollectionRemoval(0 if stored is None else stored.num_documents, step.deletes)
+
+    def _info(self, stored: StoredCollection) -> CollectionInfo:
+        serving = stored.serving
+        return CollectionInfo(
+            stored.name,
+            self._defaults.chunking_of(stored.settings),
+            self._defaults.window_of(stored.settings),
+            self._defaults.index_of(stored.settings),
+            stored.settings.max_documents,
+            stored.settings.max_text_bytes,
+            stored.num_documents,
+            0 if serving is None else serving.num_chunks,
+            stored.text_bytes,
+            self._remake(stored),
+        )
+
+    def _remake(self, stored: StoredCollection) -> RemakeProgress | None:
+        serving, wanted = stored.serving, self.wanted_recipe(stored)
+        if serving is None or serving.recipe == wanted:
+            return None
+        building = stored.building
+        is_begun = building is not None and building.recipe == wanted
+        return RemakeProgress(
+            building.num_documents if building is not None and is_begun else 0,
+            stored.num_documents,
+            ", ".join(serving.recipe.differences(wanted)),
+        )
+
+    def _index_info(self, stored: StoredCollection, serving: Generation) -> IndexInfo:
+        remake = self._remake(stored)
+        if not self._preparer.can_embed(serving.recipe):
+            kind = self._defaults.index_of(stored.settings)
+            return IndexInfo(stored.name, kind, 0, 0, False, True, remake)
+        with self._indexes.using(serving.row) as index:
+            return IndexInfo(
+                stored.name,
+                index.kind,
+                len(index),
+                index.memory_bytes,
+                index.is_building,
+                False,
+                remake,
+            )

@@ -1,0 +1,185 @@
+"""Inserts, replaces and deletes documents.
+
+A document is split and embedded before its transaction begins, so a long ingest delays neither
+searches nor other writes. The transaction commits first, and then the indexes change. A search
+holds no lock meanwhile: it finds what has vanished, and searches again (``searching``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from dataclasses import replace
+
+from ragcache_core.errors import NotFound
+from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
+from ragcache_retriever.knowledge_base.results import UpsertResult
+from ragcache_retriever.knowledge_base.store_threads import StoreThreads
+from ragcache_retriever.preparer import DocumentPreparer, embedded_text
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.outbox import OutboxDelete
+from ragcache_retriever.store.records import (
+    ChunkSet,
+    Document,
+    DocumentChange,
+    DocumentVersion,
+    Generation,
+    StoredDocument,
+    Vectors,
+)
+
+
+class Ingestion:
+    """Changes documents, one at a time for each id."""
+
+    def __init__(
+        self,
+        store: DocumentStore,
+        collections: CollectionSet,
+        indexes: GenerationIndexes,
+        threads: StoreThreads,
+        preparer: DocumentPreparer,
+    ) -> None:
+        self._store = store
+        self._collections = collections
+        self._indexes = indexes
+        self._threads = threads
+        self._preparer = preparer
+        self._document_locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+
+    async def upsert(self, collection: str, document: Document) -> UpsertResult:
+        """See KnowledgeBase.upsert."""
+        self._collections.get(collection)
+        content_hash = await self._threads.read(document.content_hash)
+        async with self._document_lock(collection, document.id):
+            result = await self._put(collection, document, content_hash)
+        if not result.changed:
+            # The gateway of the first attempt may have ended before it sent the deletes.
+            pending = await self._threads.write(self._claim_of, collection, document.id)
+            result = replace(result, deletes=pending or ())
+        return result
+
+    async def delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...]:
+        """See KnowledgeBase.delete."""
+        self._collections.get(collection)
+        async with self._document_lock(collection, document_id):
+            deletes = await self._threads.write(self._delete, collection, document_id)
+        if deletes is None:
+            raise document_not_found(document_id, collection)
+        return deletes
+
+    async def prepare(
+        self, collection: str, document: Document, present: StoredDocument | None, to: Generation
+    ) -> ChunkSet:
+        """Split and embed a document for a generation.
+
+        Texts that are stored with an embedding of the same embedder are not embedded again.
+        """
+        known: dict[str, Vectors] = {}
+        if present is not None and self._preparer.can_embed(to.recipe):
+            known = await self._threads.read(self._known_embeddings, collection, present)
+        return await self._preparer.prepare(document, to.recipe, known)
+
+    async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
+        """Upsert a document. The caller holds the document's lock."""
+        while True:
+            # The writer thread reads: a write whose caller was cancelled may still be running.
+            present = await self._threads.write(self._store.find, collection, document.id)
+            generations = self._collections.get(collection).generations
+            updated_unix_ms = self._threads.now_ms()
+            if present is not None and present.content_hash == content_hash:
+                if present.num_chunks:
+                    return UpsertResult(present, changed=False, deletes=())
+                updated_unix_ms = present.updated_unix_ms
+            version = DocumentVersion(content_hash, updated_unix_ms)
+            chunk_sets = await self._prepare_all(collection, document, present, generations)
+            change = await self._threads.write(
+                self._write, collection, document, version, chunk_sets
+            )
+            if change is None:
+                continue
+            served = next(iter(chunk_sets.values()))
+            prepared = frozenset(chunk_sets)
+            stored = StoredDocument(
+                document, content_hash, len(served.chunks), updated_unix_ms, prepared
+            )
+            texts = tuple(chunk.text for chunk in served.chunks)
+            return UpsertResult(stored, True, change.deletes, change.sequence, texts)
+
+    async def _prepare_all(
+        self,
+        collection: str,
+        document: Document,
+        present: StoredDocument | None,
+        generations: tuple[Generation, ...],
+    ) -> dict[int, ChunkSet]:
+        """Prepare a document for the serving generation, and then for the building one."""
+        prepare = functools.partial(self.prepare, collection, document, present)
+        return {generation.row: await prepare(generation) for generation in generations}
+
+    def _known_embeddings(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
+        title = present.document.title
+        known: dict[str, Vectors] = {}
+        for generation in self._collections.get(collection).generations:
+            if self._preparer.can_embed(generation.recipe):
+                embedded = self._store.embedded(collection, present.document.id, generation.row)
+                known |= {embedded_text(title, chunk): vector for chunk, vector in embedded}
+        return known
+
+    def _write(
+        self,
+        collection: str,
+        document: Document,
+        version: DocumentVersion,
+        chunk_sets: dict[int, ChunkSet],
+    ) -> DocumentChange | None:
+        """Replace a document. Return None if its collection changed since it was prepared."""
+        generations = self._collections.get(collection).generations
+        if chunk_sets.keys() != {generation.row for generation in generations}:
+            return None
+        with self._store.transaction():
+            change = self._store.replace(
+                collection,
+                document,
+                version,
+                chunk_sets,
+                now_ms=self._threads.now_ms(),
+                claim=True,
+            )
+            self._store.commit()
+        self._indexes.apply(change.indexes)
+        return change
+
+    def _delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
+        with self._store.transaction(frees_space=True):
+            change = self._store.delete(collection, document_id, self._threads.now_ms())
+            self._store.commit()
+        if change is None:
+            return self._claim_of(collection, document_id)
+        self._indexes.apply(change.indexes)
+        return change.deletes
+
+    def _claim_of(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
+        """Claim the pending deletes of a document; None if the outbox does not know it."""
+        with self._store.transaction(frees_space=True):
+            if not self._store.outbox.knows(collection, document_id):
+                return None
+            pending = self._store.outbox.claim_of(
+                collection, document_id, self._threads.now_ms(), is_repeated=True
+            )
+            self._store.commit()
+        return pending
+
+    def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:
+        return self._document_locks.setdefault((collection, document_id), asyncio.Lock())
+
+
+def document_not_found(document_id: str, collection: str) -> NotFound:
+    """Return the error for a document that does not exist."""
+    return NotFound(
+        "document", document_id, f"list the documents of collection {collection!r} for their ids"
+    )

@@ -1,0 +1,1 @@
+"""Messages of the retriever's API: checks of requests and encoding of replies."""

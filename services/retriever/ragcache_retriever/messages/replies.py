@@ -1,0 +1,184 @@
+"""Encodes what the knowledge base returns."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ragcache_core.errors import TooLarge
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.knowledge_base.results import (
+    CollectionInfo,
+    IndexInfo,
+    RankedChunk,
+    RemakeProgress,
+    SearchStage,
+)
+from ragcache_retriever.ranking.stages import LegScores
+from ragcache_retriever.store.outbox import OutboxDelete
+from ragcache_retriever.store.records import StoredChunk, StoredDocument
+from ragcache_wire.channel import MAX_MESSAGE_BYTES
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+T = TypeVar("T", str, pb.OutboxDelete)
+
+_KINDS = {
+    IndexKind.AUTO: pb.INDEX_KIND_AUTO,
+    IndexKind.FLAT: pb.INDEX_KIND_FLAT,
+    IndexKind.IVF: pb.INDEX_KIND_IVF,
+    IndexKind.HNSW: pb.INDEX_KIND_HNSW,
+}
+
+
+def collection_message(info: CollectionInfo) -> pb.Collection:
+    """Return the message of a collection."""
+    return pb.Collection(
+        name=info.name,
+        chunking=pb.Chunking(
+            size_tokens=info.chunking.size_tokens, overlap_tokens=info.chunking.overlap_tokens
+        ),
+        window=info.window,
+        documents=info.num_documents,
+        chunks=info.num_chunks,
+        index=_KINDS[info.index],
+        max_documents=info.max_documents,
+        max_text_bytes=info.max_text_bytes,
+        text_bytes=info.text_bytes,
+        remake=_remake_message(info.remake),
+    )
+
+
+def index_message(info: IndexInfo) -> pb.IndexStatus:
+    """Return the message of an index."""
+    return pb.IndexStatus(
+        collection=info.collection,
+        kind=_KINDS[info.kind],
+        vectors=info.num_vectors,
+        memory_bytes=info.memory_bytes,
+        building=info.is_building,
+        lexical_only=info.is_lexical_only,
+        remake=_remake_message(info.remake),
+    )
+
+
+def _remake_message(remake: RemakeProgress | None) -> pb.Remake | None:
+    if remake is None:
+        return None
+    return pb.Remake(
+        documents_done=remake.num_done, documents=remake.num_documents, reason=remake.reason
+    )
+
+
+def document_message(collection: str, stored: StoredDocument, *, with_text: bool) -> pb.Document:
+    """Return the message of a document."""
+    document = stored.document
+    return pb.Document(
+        collection=collection,
+        id=document.id,
+        title=document.title,
+        text=document.text if with_text else "",
+        content_type=pb.ContentType.ValueType(document.content_type),
+        metadata=document.metadata,
+        num_chunks=stored.num_chunks,
+        content_hash=stored.content_hash,
+        updated_unix_ms=stored.updated_unix_ms,
+    )
+
+
+def fitting(items: Sequence[T], max_bytes: int) -> list[T]:
+    """Return the first items that fit. With large overlaps, chunks outgrow their document."""
+    fitting: list[T] = []
+    for item in items:
+        max_bytes -= message_size(item)
+        if max_bytes < 0:
+            break
+        fitting.append(item)
+    return fitting
+
+
+def message_size(item: str | pb.OutboxDelete) -> int:
+    """Return the bytes that an item takes in a message."""
+    return len(item.encode()) if isinstance(item, str) else item.ByteSize()
+
+
+def delete_message(delete: OutboxDelete) -> pb.OutboxDelete:
+    """Return the message of a delete."""
+    return pb.OutboxDelete(
+        id=delete.id,
+        collection=delete.collection,
+        document_id=delete.document,
+        names_document=delete.names_document,
+        token_digests=delete.token_digests,
+        everything=delete.everything,
+        acknowledged_unix_ms=delete.acknowledged_unix_ms,
+    )
+
+
+def stage_message(stage: SearchStage, tokenizer: str) -> pb.SearchStage:
+    """Return the message of a stage.
+
+    Args:
+        tokenizer: Identity of the serving model's tokenizer. Chunks that another one read are sent
+            without token ids.
+
+    Raises:
+        TooLarge: The hits exceed a message.
+    """
+    message = pb.SearchStage(
+        hits=[_hit_message(hit, tokenizer) for hit in stage.hits],
+        final=stage.final,
+        progress=stage.progress,
+        final_probability=stage.final_probability,
+        embed_us=int(stage.embed_s * 1e6),
+        search_us=int(stage.search_s * 1e6),
+    )
+    if message.ByteSize() > MAX_MESSAGE_BYTES:
+        raise TooLarge(
+            "top_k",
+            "the chunks found are larger than one message",
+            "ask for fewer, or make the collection's chunks or window smaller",
+        )
+    return message
+
+
+def _hit_message(hit: RankedChunk, tokenizer: str) -> pb.Hit:
+    neighbourhood = hit.neighbourhood
+    return pb.Hit(
+        chunk=_chunk_message(neighbourhood.chunk, tokenizer),
+        score=hit.score,
+        before=[_chunk_message(chunk, tokenizer) for chunk in neighbourhood.before],
+        after=[_chunk_message(chunk, tokenizer) for chunk in neighbourhood.after],
+        legs=_legs_message(hit.legs),
+        duplicates=[f"{document}#{ordinal}" for document, ordinal in hit.duplicates],
+    )
+
+
+def _legs_message(legs: LegScores) -> pb.LegScores:
+    return pb.LegScores(
+        dense=legs.dense,
+        dense_rank=legs.dense_rank,
+        lexical=legs.lexical,
+        lexical_rank=legs.lexical_rank,
+        reranked=legs.reranked,
+    )
+
+
+def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
+    return pb.Chunk(
+        id=f"{chunk.document_id}#{chunk.ordinal}",
+        document_id=chunk.document_id,
+        title=chunk.title,
+        heading_path=chunk.heading_path,
+        ordinal=chunk.ordinal,
+        text=chunk.text,
+        token_ids=chunk.token_ids if chunk.tokenizer == tokenizer else b"",
+        tokenizer_identity=tokenizer,
+        content_hash=chunk.content_hash,
+        updated_unix_ms=chunk.updated_unix_ms,
+    )
+
+
+def page_token(after: str) -> str:
+    """Return the token of the page after an id."""
+    return base64.urlsafe_b64encode(after.encode()).decode()

@@ -1,0 +1,208 @@
+"""Checks requests and turns them into what the knowledge base takes."""
+
+from __future__ import annotations
+
+import base64
+import math
+import unicodedata
+
+from ragcache_core.errors import InvalidInput, TooLarge
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.documents.chunking import first_heading
+from ragcache_retriever.documents.collection import (
+    CollectionSettings,
+    checked_chunking,
+    checked_name,
+    checked_window,
+)
+from ragcache_retriever.knowledge_base.results import SearchQuery
+from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.search.filter_messages import filter_of
+from ragcache_retriever.store.records import Document
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+MAX_DOCUMENT_BYTES = 8 << 20
+MAX_ID_CHARS = 512
+MAX_TITLE_CHARS = 1024
+MAX_METADATA_BYTES = 16 << 10
+MAX_QUERY_CHARS = 8192
+MAX_TOP_K = 1000
+MAX_QUOTA = 1 << 53
+
+_KINDS = {
+    pb.INDEX_KIND_AUTO: IndexKind.AUTO,
+    pb.INDEX_KIND_FLAT: IndexKind.FLAT,
+    pb.INDEX_KIND_IVF: IndexKind.IVF,
+    pb.INDEX_KIND_HNSW: IndexKind.HNSW,
+}
+_MODES = {
+    pb.SEARCH_MODE_AUTO: SearchMode.AUTO,
+    pb.SEARCH_MODE_DENSE: SearchMode.DENSE,
+    pb.SEARCH_MODE_LEXICAL: SearchMode.LEXICAL,
+    pb.SEARCH_MODE_HYBRID: SearchMode.HYBRID,
+}
+
+
+def settings_of(message: pb.Collection) -> CollectionSettings:
+    """Return the settings of a collection. Raises InvalidInput."""
+    chunking = None
+    if message.HasField("chunking"):
+        chunking = checked_chunking(
+            "collection.chunking.size_tokens",
+            "collection.chunking.overlap_tokens",
+            message.chunking.size_tokens,
+            message.chunking.overlap_tokens,
+        )
+    window = None
+    if message.HasField("window"):
+        window = checked_window("collection.window", message.window)
+    index = None
+    if message.HasField("index"):
+        index = _KINDS.get(message.index)
+        if index is None:
+            raise InvalidInput(
+                "collection.index", f"{message.index} is unknown", "send a value of IndexKind"
+            )
+    return CollectionSettings(
+        chunking,
+        window,
+        index,
+        _quota("collection.max_documents", message.max_documents),
+        _quota("collection.max_text_bytes", message.max_text_bytes),
+    )
+
+
+def _quota(field: str, value: int) -> int:
+    if value > MAX_QUOTA:
+        raise InvalidInput(field, f"{value} is out of range", "set 0 for no limit")
+    return value
+
+
+def search_of(request: pb.SearchRequest) -> SearchQuery:
+    """Return the query of a search. Raises InvalidInput."""
+    name = checked_name("collection", request.collection)
+    text = checked_query(request.query)
+    if not 1 <= request.top_k <= MAX_TOP_K:
+        raise InvalidInput("top_k", f"{request.top_k} is out of range", f"ask for 1 to {MAX_TOP_K}")
+    mode = _MODES.get(request.mode)
+    if mode is None:
+        raise InvalidInput("mode", f"{request.mode} is unknown", "send a value of SearchMode")
+    if not 0 <= request.diversity <= 1:
+        raise InvalidInput("diversity", f"{request.diversity:g} is out of range", "set 0 to 1")
+    has_recall = request.HasField("recall")
+    if has_recall and not 0 < request.recall <= 1:
+        raise InvalidInput(
+            "recall", f"{request.recall:g} is out of range", "set more than 0, up to 1"
+        )
+    min_score = request.min_score if request.HasField("min_score") else None
+    if min_score is not None and not math.isfinite(min_score):
+        raise InvalidInput("min_score", "is not a finite number", "send a number, or none")
+    return SearchQuery(
+        name,
+        text,
+        request.top_k,
+        filter_of(request.filter) if request.HasField("filter") else None,
+        mode,
+        min_score,
+        request.diversity,
+        request.recall if has_recall else None,
+    )
+
+
+def document_of(message: pb.Document) -> Document:
+    """Return a document. Raises InvalidInput."""
+    document_id = checked_id("document.id", message.id)
+    num_bytes = len(message.text.encode())
+    if num_bytes > MAX_DOCUMENT_BYTES:
+        raise TooLarge(
+            "document.text",
+            f"{num_bytes} bytes are more than {MAX_DOCUMENT_BYTES}",
+            "split the document",
+        )
+    _refuse_nul("document.text", message.text)
+    if not message.text.strip().strip("\ufeff"):
+        raise InvalidInput("document.text", "is empty", "send the document's text")
+    if message.content_type not in pb.ContentType.values():
+        raise InvalidInput(
+            "document.content_type",
+            f"{message.content_type} is unknown",
+            "send CONTENT_TYPE_TEXT or CONTENT_TYPE_MARKDOWN",
+        )
+    content_type = message.content_type or pb.CONTENT_TYPE_TEXT
+    return Document(
+        id=document_id,
+        title=_title(message, content_type, document_id),
+        text=message.text,
+        content_type=content_type,
+        metadata=_metadata(message),
+    )
+
+
+def _title(message: pb.Document, content_type: int, document_id: str) -> str:
+    title = " ".join(message.title.split())
+    _refuse_nul("document.title", title)
+    if len(title) > MAX_TITLE_CHARS:
+        raise InvalidInput(
+            "document.title",
+            f"{len(title)} characters are too many",
+            f"send at most {MAX_TITLE_CHARS}",
+        )
+    if not title and content_type == pb.CONTENT_TYPE_MARKDOWN:
+        title = first_heading(message.text) or ""
+    return title or document_id
+
+
+def _metadata(message: pb.Document) -> dict[str, str]:
+    metadata = dict(message.metadata)
+    num_bytes = sum(len(k.encode()) + len(v.encode()) for k, v in metadata.items())
+    if num_bytes > MAX_METADATA_BYTES:
+        raise TooLarge(
+            "document.metadata",
+            f"{num_bytes} bytes are more than {MAX_METADATA_BYTES}",
+            "keep only what names the document",
+        )
+    for key, value in metadata.items():
+        _refuse_nul("document.metadata", key + value)
+    return metadata
+
+
+def checked_id(field: str, document_id: str) -> str:
+    """Return the id of a document. Raises InvalidInput if it is not valid."""
+    has_control = any(unicodedata.category(c) == "Cc" for c in document_id[: MAX_ID_CHARS + 1])
+    if not 1 <= len(document_id) <= MAX_ID_CHARS or has_control:
+        raise InvalidInput(
+            field,
+            f"{document_id[:80]!r} is not a valid document id",
+            f"use 1 to {MAX_ID_CHARS} characters, none of them a control character",
+        )
+    return document_id
+
+
+def checked_query(query: str) -> str:
+    """Return a question. Raises InvalidInput for an empty or a long one."""
+    _refuse_nul("query", query)
+    if not query.strip():
+        raise InvalidInput("query", "is empty", "ask something")
+    if len(query) > MAX_QUERY_CHARS:
+        raise TooLarge(
+            "query", f"{len(query)} characters are too many", f"send at most {MAX_QUERY_CHARS}"
+        )
+    return query
+
+
+def _refuse_nul(field: str, text: str) -> None:
+    # The gateway's prompt placeholder contains one, and no text needs it.
+    if "\0" in text:
+        raise InvalidInput(field, "holds a NUL character", "send text, not a binary file")
+
+
+def after_of(page_token: str) -> str:
+    """Return the id after which a page begins. Raises InvalidInput."""
+    try:
+        return base64.b64decode(page_token, altchars=b"-_", validate=True).decode()
+    except ValueError as error:
+        raise InvalidInput(
+            "page_token",
+            "is not a token of this service",
+            "send next_page_token of the page before",
+        ) from error

@@ -1,0 +1,1 @@
+"""Turns a question into ranked chunks, from the legs of a search."""

@@ -1,0 +1,1 @@
+"""Documents in one SQLite file."""

@@ -1,0 +1,1 @@
+"""Files around the database: its lock, the reserve, backups and recovery."""

@@ -1,0 +1,86 @@
+"""The lexical leg finds chunks by their words, in one generation, and forgets what was removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache_core.retrieval.filters import In
+from ragcache_retriever.store.sqlite import lexical
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from tests.helpers.stored_documents import add_collection, delete, put
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
+    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    yield store
+    store.close()
+
+
+def documents(store: SqliteDocumentStore, generation: int, *words: str) -> list[str]:
+    hits = store.lexical_hits(generation, words, 10)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    positions = store.positions([hit.row for hit in hits])
+    return [positions[hit.row][0] for hit in hits]
+
+
+def test_words_find_their_chunks_in_their_generation(store: SqliteDocumentStore) -> None:
+    first, second = add_collection(store, "c"), add_collection(store, "other")
+    put(store, "cats", ["Cats sleep on the sofa, and other cats sleep elsewhere."])
+    put(store, "dogs", ["Dogs bark at the cat next door whenever it is awake."])
+    put(store, "fish", ["Fish swim."], collection="other")
+    assert documents(store, first, "cat", "sleeping") == ["cats", "dogs"]
+    assert documents(store, first, "fish") == []
+    assert documents(store, second, "swimming") == ["fish"]
+    assert documents(store, first) == []
+
+
+def test_the_title_and_the_headings_count(store: SqliteDocumentStore) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", ["nothing"], title="The quarterly report")
+    assert documents(store, generation, "quarterly") == ["d"]
+    put(store, "d", ["nothing"], title="Minutes")
+    assert documents(store, generation, "quarterly") == []
+    assert documents(store, generation, "minutes") == ["d"]
+
+
+def test_replaced_and_deleted_texts_are_forgotten(store: SqliteDocumentStore) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", ["alpha", "beta"])
+    put(store, "d", ["beta", "gamma"])
+    assert documents(store, generation, "alpha") == []
+    assert documents(store, generation, "beta") == ["d"]
+    delete(store, "d")
+    assert documents(store, generation, "beta", "gamma") == []
+    name = f"lexical_{generation}"
+    store.database.query(f"INSERT INTO {name} ({name}) VALUES ('integrity-check')")
+
+
+@pytest.mark.parametrize(
+    "word", ['"', 'a" OR "b', "NEAR(", "title:x", "*", "a*", "-", "^x", "\0", "(", "ü.é"]
+)
+def test_words_are_never_read_as_a_query(store: SqliteDocumentStore, word: str) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", ["apple"])
+    assert documents(store, generation, word, "apple") == ["d"]
+
+
+@pytest.mark.parametrize("max_listed_rows", [0, 1000])
+def test_only_allowed_rows_are_found(
+    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch, max_listed_rows: int
+) -> None:
+    monkeypatch.setattr(lexical, "MAX_LISTED_ROWS", max_listed_rows)
+    generation = add_collection(store, "c")
+    for i in range(20):
+        put(store, f"d{i:02}", ["apple " * (20 - i)], metadata={"parity": str(i % 2)})
+    allowed = store.allowed_rows(generation, In("parity", ("1",)))
+    assert len(allowed) == 10
+    hits = store.lexical_hits(generation, ["apple"], 3, allowed=allowed)
+    everything = store.lexical_hits(generation, ["apple"], 20)
+    assert hits == [hit for hit in everything if hit.row in allowed][:3]
+    assert not store.lexical_hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
