@@ -27,7 +27,7 @@ from ragcache_retriever.documents.splitter import (
     SplitLimit,
 )
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
-from ragcache_retriever.service import MAX_DOCUMENT_BYTES
+from ragcache_retriever.messages.requests import MAX_DOCUMENT_BYTES
 from ragcache_wire.clients.retriever_client import UPSERT_TIMEOUT_S
 from tests.helpers.retriever_parts import tokenizer_of
 
