@@ -180,7 +180,9 @@ def _best_split(
             - total**2 / (weight + options.leaf_penalty)
         )
         is_large = np.minimum(left_weight, weight - left_weight) >= options.min_leaf_weight
-        gain = np.where(is_large, gain, 0.0)
+        left_value = left / (left_weight + options.leaf_penalty)
+        right_value = (total - left) / (weight - left_weight + options.leaf_penalty)
+        gain = np.where(is_large & (right_value >= left_value), gain, 0.0)
         cut = int(np.argmax(gain))
         if gain[cut] > best_gain:
             best, best_gain = (column, cut), float(gain[cut])

@@ -31,8 +31,8 @@ class FusionWeights:
 
     Attributes:
         lexical: Weight of the lexical leg, in [0, 1]. The dense leg has the rest.
-        dense_floor: Cosine similarity that counts as 0: that of hits which fit a question no more
-            than others. It depends on the embedder, and is less than 1.
+        dense_floor: Cosine similarity that counts as 0: the mean one of questions to chunks that
+            were not chosen for them. It depends on the embedder.
         uses_ranker: Whether the bundled ranker reorders the fused hits.
         num_questions: Questions that the weights were chosen on. 0: these are the defaults.
     """

@@ -1,7 +1,9 @@
 """Features of the candidates of a search, by which the bundled ranker orders them.
 
-No feature depends on the size of the collection or the scale of a leg's scores, so trees that were
-trained on one collection serve others.
+No feature depends on the size of the collection or the scale of a leg's scores. So trees that were
+trained on one collection serve others. More of a feature never means less relevant, and the trees
+may only rank higher with it. Features without such a direction, such as the length of a text, fitted
+the training collection and lost on others.
 """
 
 from __future__ import annotations
@@ -23,28 +25,22 @@ Vectors = npt.NDArray[np.float32]
 FEATURE_NAMES: Final = (
     "dense_share",
     "dense_deviation",
-    "dense_rank",
+    "dense_nearness",
     "lexical_share",
     "lexical_deviation",
-    "lexical_rank",
+    "lexical_nearness",
     "fused_share",
-    "fused_rank",
+    "fused_nearness",
     "coverage",
     "weighted_coverage",
     "weighted_frequency",
     "pair_coverage",
     "window_coverage",
-    "first_match",
+    "match_earliness",
     "title_coverage",
-    "title_exactness",
     "number_coverage",
-    "length",
-    "ordinal",
     "centroid_similarity",
     "neighbour_similarity",
-    "num_terms",
-    "dense_lead",
-    "lexical_lead",
 )
 
 MAX_TERMS = 24
@@ -58,11 +54,10 @@ _SATURATION = 1.2
 
 @dataclass(frozen=True, slots=True)
 class CandidateText:
-    """The text of a candidate. heading: title and headings. ordinal: index in its document."""
+    """The text of a candidate. ``heading``: its title and headings."""
 
     heading: str
     text: str
-    ordinal: int
 
 
 def rank_features(
@@ -90,37 +85,27 @@ def rank_features(
         *_leg_columns(candidates.dense, candidates.dense_ranks),
         *_leg_columns(candidates.lexical, candidates.lexical_ranks),
         share_of_best(fused),
-        _log_rank(np.arange(1, count + 1)),
+        _nearness(np.arange(1, count + 1)),
         *_text_columns(words, texts),
-        np.log1p([float(len(one.text)) for one in texts]),
-        np.log1p([float(one.ordinal) for one in texts]),
         *_vector_columns(vectors),
-        np.full(count, float(len(words))),
-        np.full(count, _lead(candidates.dense)),
-        np.full(count, _lead(candidates.lexical)),
     ]
     return np.stack(columns, axis=1)
 
 
 def _leg_columns(scores: Scores, ranks: npt.NDArray[np.int64]) -> tuple[Scores, Scores, Scores]:
-    """Return share of the best score, deviation from the mean, and rank of a leg."""
+    """Return share of the best score, deviation from the mean, and nearness of a leg."""
     known = scores[~np.isnan(scores)]
     deviation = np.zeros(len(scores))
     if len(known) and known.std() > 0.0:
         filled = np.where(np.isnan(scores), known.min(), scores)
         deviation = (filled - known.mean()) / known.std()
     ranked = np.where(ranks > 0, ranks, 2 * max(len(scores), int(ranks.max(initial=0))))
-    return share_of_best(scores), deviation, _log_rank(ranked)
+    return share_of_best(scores), deviation, _nearness(ranked)
 
 
-def _log_rank(ranks: npt.NDArray[np.int64]) -> Scores:
-    return np.log2(1.0 + ranks)
-
-
-def _lead(scores: Scores) -> float:
-    """Return how far the best score leads the fifth, as its share."""
-    shares = np.sort(share_of_best(scores))[::-1]
-    return float(shares[0] - shares[min(4, len(shares) - 1)]) if len(shares) else 0.0
+def _nearness(ranks: npt.NDArray[np.int64]) -> Scores:
+    """Return how near ranks are to the first one: 0 for the first, negative for others."""
+    return -np.log2(ranks)
 
 
 # Words
@@ -134,7 +119,6 @@ def _text_columns(words: Sequence[str], texts: Sequence[CandidateText]) -> list[
     weights = _term_weights(present)
     headings = [one.heading for one in texts]
     in_heading = _frequencies(find_terms(stems, headings), len(texts), len(words)) > 0
-    num_heading_words = np.array([1.0 + heading.count(" ") for heading in headings])
     numbers = np.array([any(map(str.isdigit, word)) for word in words], bool)
     return [
         present.mean(axis=1) if len(words) else np.zeros(len(texts)),
@@ -142,9 +126,8 @@ def _text_columns(words: Sequence[str], texts: Sequence[CandidateText]) -> list[
         (frequencies / (frequencies + _SATURATION)) @ weights,
         _pair_coverage(matches, stems, weights, len(texts)),
         _window_coverage(matches, weights, len(texts)),
-        _first_match(matches, len(texts)),
+        _match_earliness(matches, len(texts)),
         in_heading @ weights,
-        np.minimum(1.0, in_heading.sum(axis=1) / num_heading_words),
         present[:, numbers].mean(axis=1) if numbers.any() else np.ones(len(texts)),
     ]
 
@@ -205,11 +188,11 @@ def _window_coverage(matches: TermMatches, weights: Scores, num_texts: int) -> S
     return best
 
 
-def _first_match(matches: TermMatches, num_texts: int) -> Scores:
-    """Return the logarithm of the characters before the first match; that of 10,000 without one."""
+def _match_earliness(matches: TermMatches, num_texts: int) -> Scores:
+    """Return how early the first match is: 0 at the beginning, else negative and logarithmic."""
     first = np.full(num_texts, 1e4)
     np.minimum.at(first, matches.texts, matches.positions.astype(np.float64))
-    return np.log1p(first)
+    return -np.log1p(first)
 
 
 # Embeddings
