@@ -2,7 +2,7 @@
 
 No feature depends on the size of the collection or the scale of a leg's scores. So trees that were
 trained on one collection serve others. More of a feature never means less relevant, and the trees
-may only rank higher with it. Features without such a direction, such as the length of a text, fitted
+may only rank higher with it. Features without such a direction, such as a text's length, fitted
 the training collection and lost on others.
 """
 

@@ -18,12 +18,14 @@ MAX_WORDS = 48
 
 _WORD = re.compile(r"[^\W_]+")
 _COMMON = frozenset(
-    "a about above after again against all also am an and any are as at be because been before"
-    " being below between both but by can could did do does doing during each few for from further"
-    " had has have having he her here hers him his how i if in into is it its itself just me more"
-    " most my no nor not now of off on once only or other our out over own same she should so some"
-    " such than that the their them then there these they this those through to too under until up"
-    " very was we were what when where which while who whom why will with would you your".split()
+    """
+    a about above after again against all also am an and any are as at be because been before
+    being below between both but by can could did do does doing during each few for from further
+    had has have having he her here hers him his how i if in into is it its itself just me more
+    most my no nor not now of off on once only or other our out over own same she should so some
+    such than that the their them then there these they this those through to too under until up
+    very was we were what when where which while who whom why will with would you your
+    """.split()  # noqa: SIM905
 )
 
 
