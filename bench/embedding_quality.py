@@ -31,7 +31,8 @@ import numpy.typing as npt
 
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.minilm import MiniLM, Precision
+from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.text_encoder import Precision
 
 DEPTH = 10
 RESAMPLES = 10_000

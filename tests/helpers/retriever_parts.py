@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +20,14 @@ from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
-from ragcache_retriever.search.index import Probing
+from ragcache_retriever.search.cell_base import Probing
+from ragcache_retriever.search.scan_pool import ScanPool
+from ragcache_retriever.search.segmented_index import IndexOptions, IndexThreads
+from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
@@ -44,6 +49,9 @@ class WordEmbedder:
     async def start(self) -> None:
         pass
 
+    def adopt(self, identities: Iterable[str]) -> None:
+        pass
+
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         self.embedded += texts
         vectors = np.zeros((len(texts), self.dimension), np.float32)
@@ -57,20 +65,26 @@ class WordEmbedder:
         pass
 
 
+@functools.cache
+def index_threads() -> IndexThreads:
+    """Return threads that all indexes of the tests' process share."""
+    return IndexThreads(ScanPool(1), ThreadPoolExecutor(1, "index"))
+
+
 def make_knowledge_base(
     folder: Path,
     tokenizer: ServingTokenizer,
     *,
     embedder: WordEmbedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
-    probing: Probing | None = None,
+    probing: Probing = Probing(),  # noqa: B008  it is immutable
     split_limit: SplitLimit | None = None,
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
-        MemoryIndexes(probing),
+        SegmentedIndexes(folder / INDEXES_FOLDER, index_threads(), IndexOptions(probing=probing)),
         SingleLegRanking(),
         embedder or WordEmbedder(),
         tokenizer,

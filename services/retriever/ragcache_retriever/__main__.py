@@ -6,11 +6,15 @@ import asyncio
 import logging
 import platform
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.concurrency.cpu import usable_cores
+from ragcache_retriever.concurrency.cpu import lower_priority, usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.damaged_service import DamagedService
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
@@ -19,12 +23,19 @@ from ragcache_retriever.documents.collection import (
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.memory_index import MemoryIndexes
 from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.search.scan_pool import ScanPool
+from ragcache_retriever.search.segmented_index import IndexThreads
+from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
+from ragcache_retriever.store.sqlite.files.check import find_damage
+from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -78,12 +89,24 @@ async def serve(settings: RetrieverSettings) -> None:
 
 
 async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
-    knowledge_base = await _make_knowledge_base(settings, health)
-    server = _make_server(settings.listen, RetrieverService(knowledge_base, spans), health)
+    health.set_progress("opening the documents")
+    copies = SqliteCopies(settings.data_dir)
+    try:
+        store = await asyncio.to_thread(SqliteDocumentStore, settings.data_dir)
+    except RecoveryFailed as error:
+        await _serve_damaged(settings, health, copies, error)
+        return
+    threads = IndexThreads(ScanPool(usable_cores()), ThreadPoolExecutor(1, "index", lower_priority))
+    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
+    restart = asyncio.Event()
+    service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
+    server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
-    stopping = asyncio.create_task(until_stopped())
+    stopping = asyncio.create_task(_until_stopped_or(restart))
     loading = asyncio.create_task(load(knowledge_base, health.set_progress))
+    stop_check = threading.Event()
+    checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
         await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -93,22 +116,66 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
             await stopping
     finally:
         log.info("stopping")
+        stop_check.set()
         loading.cancel()
         stopping.cancel()
         await server.stop()
-        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await asyncio.gather(loading, stopping, checking, return_exceptions=True)
         await knowledge_base.close()
+        await asyncio.to_thread(threads.scans.close)
+        await asyncio.to_thread(threads.background.shutdown)
 
 
-async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer) -> KnowledgeBase:
+async def _until_stopped_or(restart: asyncio.Event) -> None:
+    """Wait for a signal, or for a reason to end. The supervisor then starts another process."""
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(until_stopped()), group.create_task(restart.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
+    """Check the documents for damage, and restart to recover them."""
+    database = store.database
+    problem = await asyncio.to_thread(find_damage, database.path, stop)
+    if problem is not None:
+        database.mark_damaged(problem)
+        if not has_recovered_lately(database.folder):
+            restart.set()
+
+
+async def _serve_damaged(
+    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: RecoveryFailed
+) -> None:
+    """Wait for a backup to restore, without a loop of failing starts."""
+    log.error("%s", error)
+    health.set_progress(str(error))
+    restored = asyncio.Event()
+    service = DamagedService(error, copies, restored.set)
+    server = _make_server(settings.listen, service, health)
+    await server.start()
+    log.info("listening on port %d", server.port)
+    try:
+        await _until_stopped_or(restored)
+    finally:
+        await server.stop()
+
+
+async def _make_knowledge_base(
+    settings: RetrieverSettings,
+    health: HealthServer,
+    store: SqliteDocumentStore,
+    threads: IndexThreads,
+) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     gate = QueryGate()
     return KnowledgeBase(
-        SqliteDocumentStore(settings.data_dir),
-        MemoryIndexes(),
+        store,
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, threads),
         SingleLegRanking(),
         make_embedder(settings, gate),
         tokenizer,
@@ -118,7 +185,9 @@ async def _make_knowledge_base(settings: RetrieverSettings, health: HealthServer
     )
 
 
-def _make_server(listen: str, service: RetrieverService, health: HealthServer) -> GrpcServer:
+def _make_server(
+    listen: str, service: retriever_pb2_grpc.RetrieverServicer, health: HealthServer
+) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
@@ -145,9 +214,15 @@ async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
-    if settings.has_bundled_embedder:
-        num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
-        return MiniLM(gate, num_threads)
+    num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
+    kind, _, name = settings.embedder.partition(":")
+    match kind:
+        case "bundled":
+            return MiniLM(gate, num_threads)
+        case "path":
+            return LocalModel(lambda: Path(name), gate, num_threads)
+        case "hf":
+            return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -48,6 +48,18 @@ class DocumentPreparer:
     async def close(self) -> None:
         """End the processes that split documents."""
         await self._splitter.close()
+
+    def adopt_embedder(self, recipes: Iterable[Recipe]) -> None:
+        """Let the embedder take the identity of a stored recipe whose vectors are comparable.
+
+        Call it after the embedder has started.
+        """
+        version = f"{EMBEDDED_TEXT_VERSION}:"
+        self._embedder.adopt(
+            recipe.embedder.removeprefix(version)
+            for recipe in recipes
+            if recipe.embedder.startswith(version)
+        )
 
     def recipe(self, chunking: Chunking) -> Recipe:
         """Return the recipe of documents prepared with a chunking. Needs a started embedder."""

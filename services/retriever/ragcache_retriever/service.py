@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ import grpc.aio
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.messages.backups import received_backup, sent_backup
 from ragcache_retriever.messages.replies import (
     collection_message,
     delete_message,
@@ -32,6 +33,7 @@ from ragcache_retriever.messages.requests import (
     search_of,
     settings_of,
 )
+from ragcache_retriever.store.copies import Copies
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -47,6 +49,8 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
 MAX_SEQUENCE = (1 << 63) - 1
+RESTART_DELAY_S = 0.5
+"""Time to send the reply to a restore."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,11 +60,22 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
 
     Args:
         tracer: Makes spans of searches whose callers are traced.
+        copies: Backups of the store. None: its backend has tools of its own.
+        restart: Ends the process after a restore. Its supervisor starts it again.
     """
 
-    def __init__(self, knowledge_base: KnowledgeBase, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        knowledge_base: KnowledgeBase,
+        tracer: Tracer | None = None,
+        *,
+        copies: Copies | None = None,
+        restart: Callable[[], None] = lambda: None,
+    ) -> None:
         self._knowledge_base = knowledge_base
         self._tracer = tracer or Tracer()
+        self._copies = copies
+        self._restart = restart
 
     async def PutCollection(
         self, request: pb.PutCollectionRequest, context: Context
@@ -250,6 +265,21 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             memory_bytes=await asyncio.to_thread(_memory_bytes),
             backend=self._knowledge_base.store.backend,
         )
+
+    async def Backup(
+        self, request: pb.BackupRequest, context: Context
+    ) -> AsyncIterator[pb.BackupPart]:
+        """Yield the parts of a copy of all documents."""
+        async for part in sent_backup(self._copies):
+            yield part
+
+    async def Restore(
+        self, request: AsyncIterator[pb.BackupPart], context: Context
+    ) -> pb.RestoreReply:
+        """Replace all documents by a backup, and restart with it."""
+        num_documents = await received_backup(self._copies, request)
+        asyncio.get_running_loop().call_later(RESTART_DELAY_S, self._restart)
+        return pb.RestoreReply(documents=num_documents)
 
 
 def _memory_bytes() -> int:

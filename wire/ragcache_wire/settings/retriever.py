@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Self
 
@@ -20,11 +21,18 @@ from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, vari
 BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
 MAX_EMBEDDER_THREADS: Final = 256
 MAX_DEFAULT_THREADS: Final = 8
-"""Most threads of the bundled embedder by default. Beyond, Python's lock limits them."""
+"""Most threads of an embedder in the retriever by default. Beyond, Python's lock limits them."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def _embedder(value: str) -> str:
     if value == BUNDLED_EMBEDDER:
+        return value
+    kind, _, name = value.partition(":")
+    if kind == "path" and Path(name).is_absolute():
+        return value
+    if kind == "hf" and _HUB_NAME.fullmatch(name):
         return value
     if not value.startswith(("http://", "https://")):
         raise ValueError("no embedder")
@@ -57,9 +65,13 @@ class RetrieverSettings(ServiceSettings):
     embedder: Annotated[
         str,
         AfterValidator(_embedder),
-        Accepts(f"{BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint"),
+        Accepts(
+            f"{BUNDLED_EMBEDDER}, path:FOLDER with an absolute path, hf:ORGANISATION/NAME, or the "
+            "base URL of an OpenAI-compatible endpoint"
+        ),
     ] = setting(BUNDLED_EMBEDDER, spec="spec.retriever.embedder.source")
-    """What turns text into vectors: the bundled model or an endpoint."""
+    """What turns text into vectors: the bundled model, another model in the form of
+    sentence-transformers, or an endpoint."""
     embedder_model: str | None = setting(None, spec="spec.retriever.embedder.model")
     """Model to ask an endpoint for. An endpoint needs it."""
     embedder_api_key: str = setting("", spec="spec.retriever.embedder.keySecret", repr=False)
@@ -67,8 +79,8 @@ class RetrieverSettings(ServiceSettings):
     embedder_threads: EmbedderThreads | None = setting(
         None, internal="The default uses the cores that the retriever may use."
     )
-    """Batches that the bundled embedder computes at once, each on one core. By default one per
-    usable core, at most 8."""
+    """Batches that an embedder in the retriever computes at once, each on one core. By default one
+    per usable core, at most 8."""
     chunk_tokens: Count = setting(256, spec="spec.retriever.chunking.size")
     """Most tokens of a chunk, in collections that set no chunking."""
     chunk_overlap_tokens: Count = setting(32, spec="spec.retriever.chunking.overlap")
@@ -81,13 +93,13 @@ class RetrieverSettings(ServiceSettings):
     """Least severe level that is logged."""
 
     @property
-    def has_bundled_embedder(self) -> bool:
-        """Whether the retriever embeds texts itself."""
-        return self.embedder == BUNDLED_EMBEDDER
+    def embeds_itself(self) -> bool:
+        """Whether the retriever embeds texts itself, so that it asks no endpoint."""
+        return self.embedder.startswith(("bundled:", "path:", "hf:"))
 
     @model_validator(mode="after")
     def _endpoint_has_a_model(self) -> Self:
-        if not self.has_bundled_embedder and self.embedder_model is None:
+        if not self.embeds_itself and self.embedder_model is None:
             raise InvalidInput(
                 variable("embedder_model"), "is not set", "name the endpoint's embedding model"
             )

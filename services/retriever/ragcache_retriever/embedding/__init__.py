@@ -1,1 +1,1 @@
-"""Embedders: the bundled model, and a client of OpenAI-compatible endpoints."""
+"""Embedders: models in this process, and a client of OpenAI-compatible endpoints."""

@@ -1,11 +1,12 @@
-"""Threads of an embedder in this process: one for queries, the others for batches of documents."""
+"""Threads of an embedder in this process: some for queries, the others for batches of documents."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +14,9 @@ import numpy as np
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.embedding.length_batcher import LengthBatcher
-
-Tokens = Sequence[int]
+from ragcache_retriever.embedding.text_encoder import Tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -30,8 +29,19 @@ class _Call:
     done: Future[Vectors] = field(default_factory=Future)
 
 
+@dataclass(eq=False, slots=True)
+class _Query:
+    """A query that waits."""
+
+    tokens: Tokens
+    done: Future[Vectors] = field(default_factory=Future)
+
+
 class BatchThreads:
     """Embeds queries at once, and documents in batches.
+
+    A query thread that becomes free takes all queries that wait, as far as they fit into a batch.
+    So queries share batches when there are many, and one alone waits for nothing.
 
     No batch begins while the gate counts a query, and a batch that is running waits where its
     model calls ``wait_for_queries``. The threads of batches have a low priority in the operating
@@ -40,8 +50,10 @@ class BatchThreads:
     Args:
         embed: Returns the embeddings of a batch. Several threads call it at once.
         dimension: Length of its vectors.
-        num_threads: Batches that are embedded at once.
+        num_threads: Batches of documents that are embedded at once.
+        num_query_threads: Batches of queries that are embedded at once.
         max_batch_tokens: See LengthBatcher.
+        max_query_tokens: Most tokens of a batch of queries. A longer query is a batch by itself.
     """
 
     def __init__(
@@ -51,25 +63,38 @@ class BatchThreads:
         *,
         dimension: int,
         num_threads: int,
+        num_query_threads: int,
         max_batch_tokens: int,
+        max_query_tokens: int,
     ) -> None:
         self._embed = embed
         self._dimension = dimension
         self._gate = gate
-        self._changed = threading.Condition()  # guards the two below
+        self._max_query_tokens = max_query_tokens
+        self._lock = threading.Lock()  # guards the three below
         self._waiting: LengthBatcher[_Call] = LengthBatcher(max_batch_tokens)
+        self._queries: deque[_Query] = deque()
         self._stopped = False
-        self._query_thread = ThreadPoolExecutor(1, "embedder-query")
-        self._batch_threads = [
-            threading.Thread(target=self._work, name=f"embedder-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in self._batch_threads:
-            thread.start()
+        self._changed = threading.Condition(self._lock)
+        self._asked = threading.Condition(self._lock)
+        self._query_threads = _started(self._answer, num_query_threads, "embedder-query")
+        self._batch_threads = _started(self._work, num_threads, "embedder")
 
     async def embed_query(self, tokens: Tokens) -> Vectors:
-        """Return the embedding of a query, shape (1, dimension)."""
-        return await run(self._query_thread, self._embed, [tokens])
+        """Return the embedding of a query, shape (1, dimension).
+
+        Cancelling the call removes the query if it still waits.
+
+        Raises:
+            Unavailable: The threads stop.
+        """
+        query = _Query(tokens)
+        with self._lock:
+            if self._stopped:
+                raise _stopping()
+            self._queries.append(query)
+            self._asked.notify()
+        return await asyncio.wrap_future(query.done)
 
     async def embed_documents(self, texts: Sequence[Tokens]) -> Vectors:
         """Return the embeddings of texts, shape (len(texts), dimension).
@@ -83,7 +108,7 @@ class BatchThreads:
         if not texts:
             return call.vectors
         call.done.set_running_or_notify_cancel()  # from here on, it can be set but not cancelled
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 raise _stopping()
             self._waiting.add(call, [len(tokens) for tokens in texts])
@@ -91,7 +116,7 @@ class BatchThreads:
         try:
             return await asyncio.wrap_future(call.done)
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiting.drop(call)
 
     def wait_for_queries(self) -> None:
@@ -101,14 +126,58 @@ class BatchThreads:
 
     async def stop(self) -> None:
         """End the threads after the batches that are running. Calls that wait fail."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
-        await finish(self._query_thread)
-        for thread in self._batch_threads:
+            self._asked.notify_all()
+        for thread in (*self._query_threads, *self._batch_threads):
             await asyncio.to_thread(thread.join)
         while batch := self._waiting.take():
             self._fail(batch, _stopping())
+        while self._queries:
+            query = self._queries.popleft()
+            if query.done.set_running_or_notify_cancel():
+                query.done.set_exception(_stopping())
+
+    # Queries
+
+    def _answer(self) -> None:
+        while batch := self._next_queries():
+            try:
+                vectors = self._embed([query.tokens for query in batch])
+            except BaseException as error:
+                for query in batch:
+                    query.done.set_exception(error)
+            else:
+                for query, vector in zip(batch, vectors, strict=True):
+                    query.done.set_result(vector[None])
+
+    def _next_queries(self) -> list[_Query]:
+        """Wait for queries and return a batch of them. It is empty once the threads stop."""
+        with self._lock:
+            while True:
+                self._asked.wait_for(lambda: self._stopped or self._queries)
+                if self._stopped:
+                    return []
+                if batch := self._take_queries():
+                    return batch
+
+    def _take_queries(self) -> list[_Query]:
+        """Remove the queries that fit into a batch, and those that were cancelled."""
+        batch: list[_Query] = []
+        num_tokens = 0
+        while self._queries:
+            num_tokens += len(self._queries[0].tokens)
+            if batch and num_tokens > self._max_query_tokens:
+                break
+            query = self._queries.popleft()
+            if query.done.set_running_or_notify_cancel():
+                batch.append(query)
+            else:
+                num_tokens -= len(query.tokens)
+        return batch
+
+    # Documents
 
     def _work(self) -> None:
         lower_priority()
@@ -123,10 +192,10 @@ class BatchThreads:
     def _next_batch(self) -> list[tuple[_Call, int]]:
         """Wait for a batch and return it. It is empty once the threads stop."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._stopped or self._waiting)
             self._gate.wait()
-            with self._changed:
+            with self._lock:
                 if self._stopped:
                     return []
                 if batch := self._waiting.take():
@@ -134,7 +203,7 @@ class BatchThreads:
 
     def _finish(self, batch: Sequence[tuple[_Call, int]], vectors: Vectors) -> None:
         finished = []
-        with self._changed:
+        with self._lock:
             for (call, i), vector in zip(batch, vectors, strict=True):
                 call.vectors[i] = vector
                 call.num_left -= 1
@@ -144,11 +213,20 @@ class BatchThreads:
             call.done.set_result(call.vectors)
 
     def _fail(self, batch: Sequence[tuple[_Call, int]], error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             for call in {call for call, _ in batch}:
                 self._waiting.drop(call)
                 if not call.done.done():
                     call.done.set_exception(error)
+
+
+def _started(function: Callable[[], None], count: int, name: str) -> list[threading.Thread]:
+    threads = [
+        threading.Thread(target=function, name=f"{name}-{i}", daemon=True) for i in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _stopping() -> Unavailable:

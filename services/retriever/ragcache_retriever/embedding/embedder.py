@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,12 @@ class Embedder(Protocol):
         Raises:
             Unavailable: Another attempt may succeed.
             InvalidInput: No attempt can succeed with these settings.
+        """
+
+    def adopt(self, identities: Iterable[str]) -> None:
+        """Take the one of some stored identities whose vectors are comparable, if there is one.
+
+        Called after ``start``. Most embedders compute their identity and have nothing to do.
         """
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:

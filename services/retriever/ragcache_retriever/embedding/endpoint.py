@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import httpx
@@ -11,6 +12,9 @@ import numpy as np
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.embedding.embedder import Vectors, normalised
+from ragcache_retriever.embedding.probe_sketch import PROBES, is_same_model, sketch
+
+log = logging.getLogger(__name__)
 
 SERVICE = "embedder"
 QUERY_DEADLINE_S = 5.0
@@ -18,6 +22,7 @@ BATCH_DEADLINE_S = 60.0
 FIRST_BACKOFF_S = 0.1
 """Doubles after each attempt, until the deadline."""
 
+_IDENTITY = "endpoint:"
 _REFUSES_TEXT = (400, 413, 422)
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _BATCH_SIZE = 32
@@ -38,12 +43,15 @@ class EmbeddingEndpoint:
         self._client = httpx.AsyncClient(headers=headers)
         self._url = _checked_url(f"{url}/embeddings")
         self._model = model
+        self._known_name = model
         self._dimension = 0
+        self._sketch = ""
 
     @property
     def identity(self) -> str:
-        """The model's name, because a model may move to another address."""
-        return f"endpoint:{self._model}"
+        """The model's name and a sketch of its vectors, because a model may move to another address
+        and an address may get another model."""
+        return f"{_IDENTITY}{self._known_name}:{self._sketch}"
 
     @property
     def dimension(self) -> int:
@@ -51,9 +59,9 @@ class EmbeddingEndpoint:
         return self._dimension
 
     async def start(self) -> None:
-        """See Embedder.start. It learns the dimension."""
+        """See Embedder.start. It learns the dimension, and what the model's vectors are like."""
         try:
-            vectors = await self._embed(["ready?"], QUERY_DEADLINE_S)
+            vectors = await self._embed(PROBES, QUERY_DEADLINE_S)
         except _EndpointRefusal as refusal:
             raise InvalidInput(
                 "RAGCACHE_EMBEDDER",
@@ -61,6 +69,25 @@ class EmbeddingEndpoint:
                 "check the address, RAGCACHE_EMBEDDER_MODEL and RAGCACHE_EMBEDDER_API_KEY",
             ) from refusal
         self._dimension = vectors.shape[1]
+        self._sketch = sketch(vectors)
+
+    def adopt(self, identities: Iterable[str]) -> None:
+        """See Embedder.adopt. It recognizes the model by its vectors, under any name."""
+        is_known = False
+        for identity in identities:
+            if not identity.startswith(_IDENTITY):
+                continue
+            model, _, stored = identity.removeprefix(_IDENTITY).rpartition(":")
+            if is_same_model(stored, self._sketch):
+                self._known_name, self._sketch = model, stored
+                return
+            is_known = is_known or model == self._model
+        if is_known:
+            log.warning(
+                "embedder: the endpoint has another model under the same name; documents are "
+                "embedded again model=%s",
+                self._model,
+            )
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
         """See Embedder.embed. Requests run concurrently, so a query waits for no document."""

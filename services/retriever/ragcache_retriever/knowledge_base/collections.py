@@ -126,6 +126,13 @@ class CollectionSet:
         self.get(name)
         return await self._threads.write(self._delete, name)
 
+    async def adopt_embedder(self) -> None:
+        """Let the embedder take the identity of one whose vectors are stored, if they compare."""
+        stored = await self._threads.read(self._store.collections)
+        self._preparer.adopt_embedder(
+            generation.recipe for one in stored.values() for generation in one.generations
+        )
+
     def reload(self) -> None:
         """Read the collections and open their indexes. In the writer's thread."""
         stored = self._store.collections()

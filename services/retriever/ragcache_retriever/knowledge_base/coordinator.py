@@ -109,6 +109,7 @@ class KnowledgeBase:
         """
         progress("loading the embedder")
         await self._embedder.start()
+        await self._collections.adopt_embedder()
         progress("loading the index")
         change = self._collections.add_missing if is_writer else self._collections.reload
         await self.threads.write(change)

@@ -12,7 +12,7 @@ import numpy as np
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.records import IndexChange
+from ragcache_retriever.store.records import IndexChange, Rows, Vectors
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 
 log = logging.getLogger(__name__)
@@ -124,9 +124,22 @@ class GenerationIndexes:
         opened.index.close()
         self._indexes.remove(generation)
 
+    def _batches(self, generation: int) -> Iterator[tuple[Rows, Vectors]]:
+        after = 0
+        while True:
+            rows, vectors = self._store.vectors_after(generation, after, RECONCILED_ROWS)
+            if not len(rows):
+                return
+            yield rows, vectors
+            after = int(rows[-1])
+
     def _reconcile(self, generation: int, index: RowIndex) -> None:
         """Let an index hold the rows of the document store: what it missed, and nothing else."""
         stored, indexed = self._store.rows(generation), index.rows()
+        if len(stored) and not len(indexed):
+            index.load(self._batches(generation))
+            log.info("index: built generation=%d vectors=%d", generation, len(stored))
+            return
         surplus = np.setdiff1d(indexed, stored, assume_unique=True)
         missing = np.setdiff1d(stored, indexed, assume_unique=True)
         if len(surplus):

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from ragcache_retriever.concurrency.threads import finish, run
-from ragcache_retriever.search.index import use_one_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,8 +24,8 @@ class StoreThreads:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._writer = ThreadPoolExecutor(1, "writer", use_one_thread)
-        self.readers = ThreadPoolExecutor(NUM_READERS, "reader", use_one_thread)
+        self._writer = ThreadPoolExecutor(1, "writer")
+        self.readers = ThreadPoolExecutor(NUM_READERS, "reader")
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in the writer's thread. It alone changes documents and indexes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,10 +77,3 @@ class ChangeLog(Protocol):
         Raises:
             InvalidInput: It is not the next one, or is of an earlier epoch.
         """
-
-
-class BackupSource(Protocol):
-    """A store that can be copied while it is used."""
-
-    def backup(self, part_bytes: int) -> Iterator[bytes]:
-        """Yield the parts of a consistent copy. Closing the iterator ends it."""

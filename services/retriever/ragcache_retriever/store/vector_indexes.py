@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.vector_index import Rows, VectorIndex
+from ragcache_retriever.search.vector_index import Rows, VectorIndex, Vectors
 
 
 class RowIndex(VectorIndex, Protocol):
@@ -25,6 +26,9 @@ class RowIndex(VectorIndex, Protocol):
 
     def rows(self) -> Rows:
         """Return the sorted rows that a search can find."""
+
+    def load(self, batches: Iterator[tuple[Rows, Vectors]]) -> None:
+        """Replace the content by rows and vectors in batches. No search may run."""
 
     def set_kind(self, kind: IndexKind) -> None:
         """Change the kind, AUTO included. The index is built again in the background."""

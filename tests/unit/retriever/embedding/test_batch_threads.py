@@ -12,8 +12,9 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.batch_threads import BatchThreads, Tokens
+from ragcache_retriever.embedding.batch_threads import BatchThreads
 from ragcache_retriever.embedding.embedder import Vectors
+from ragcache_retriever.embedding.text_encoder import Tokens
 
 BLOCKED = 999
 """A text of this token waits in the fake model until ``go_on`` is set."""
@@ -41,14 +42,20 @@ class Model:
 
 @contextlib.asynccontextmanager
 async def threads(
-    model: Model, gate: QueryGate | None = None, *, max_batch_tokens: int = 4
+    model: Model,
+    gate: QueryGate | None = None,
+    *,
+    max_batch_tokens: int = 4,
+    num_query_threads: int = 1,
 ) -> AsyncIterator[BatchThreads]:
     made = BatchThreads(
         model.embed,
         gate or QueryGate(),
         dimension=1,
         num_threads=1,
+        num_query_threads=num_query_threads,
         max_batch_tokens=max_batch_tokens,
+        max_query_tokens=4,
     )
     try:
         yield made
@@ -91,6 +98,63 @@ async def test_a_query_waits_for_no_batch() -> None:
         blocking = await block(made, model)
         assert (await made.embed_query([7])).tolist() == [[7]]
         assert not blocking.done()
+
+
+async def test_queries_that_wait_share_a_batch() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        await asyncio.to_thread(model.running.wait, 10)
+        waiting = [
+            asyncio.create_task(made.embed_query(tokens))
+            for tokens in ([1], [2, 2], [3], [4, 4], [5] * 9, [6])
+        ]
+        await asyncio.sleep(0)
+        waiting[2].cancel()
+        await asyncio.sleep(0)
+        model.go_on.set()
+        cancelled = waiting.pop(2)
+        vectors = await asyncio.gather(*waiting)
+        await blocking
+    assert cancelled.cancelled()
+    assert model.batches == [[BLOCKED], [1, 4], [8], [45], [6]]
+    assert [vector.tolist() for vector in vectors] == [[[1]], [[4]], [[8]], [[45]], [[6]]]
+
+
+async def test_a_query_takes_a_free_thread() -> None:
+    model = Model()
+    async with threads(model, num_query_threads=2) as made:
+        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        await asyncio.to_thread(model.running.wait, 10)
+        assert (await made.embed_query([7])).tolist() == [[7]]
+        assert not blocking.done()
+        model.go_on.set()
+        await blocking
+
+
+async def test_an_error_fails_the_queries_of_its_batch_only() -> None:
+    model = Model()
+    async with threads(model) as made:
+        with pytest.raises(KeyError):
+            await made.embed_query([-1])
+        assert (await made.embed_query([7])).tolist() == [[7]]
+
+
+async def test_a_stop_fails_queries_that_wait() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        await asyncio.to_thread(model.running.wait, 10)
+        waiting = asyncio.create_task(made.embed_query([1]))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(made.stop())
+        await asyncio.sleep(0)
+        model.go_on.set()
+        await stopping
+        assert (await blocking).tolist() == [[BLOCKED]]
+        for refused in (waiting, made.embed_query([2])):
+            with pytest.raises(Unavailable, match="stopping"):
+                await refused
 
 
 async def test_a_batch_waits_for_a_query_and_the_query_for_no_batch(

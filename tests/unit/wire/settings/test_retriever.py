@@ -27,7 +27,7 @@ def test_defaults() -> None:
     assert settings.data_dir == Path("data")
     assert settings.model == "model"
     assert (settings.embedder, settings.embedder_threads) == (BUNDLED_EMBEDDER, None)
-    assert settings.has_bundled_embedder
+    assert settings.embeds_itself
     chunking = settings.chunk_tokens, settings.chunk_overlap_tokens, settings.window_chunks
     assert chunking == (256, 32, 1)
     assert settings.log_level == "info"
@@ -43,7 +43,7 @@ def test_an_endpoint() -> None:
     )
     endpoint = settings.embedder, settings.embedder_model, settings.embedder_api_key
     assert endpoint == ("http://host/v1", "m", "secret")
-    assert not settings.has_bundled_embedder
+    assert not settings.embeds_itself
     assert "secret" not in repr(settings)
 
 
@@ -58,6 +58,10 @@ def test_an_endpoint() -> None:
         ("RAGCACHE_DATA_DIR", ""),
         ("RAGCACHE_MODEL", " "),
         ("RAGCACHE_EMBEDDER", "minilm"),
+        ("RAGCACHE_EMBEDDER", "bundled:minilm"),
+        ("RAGCACHE_EMBEDDER", "path:models/e5"),
+        ("RAGCACHE_EMBEDDER", "hf:a/b/c"),
+        ("RAGCACHE_EMBEDDER", "hf:../b"),
         ("RAGCACHE_EMBEDDER_THREADS", "0"),
         ("RAGCACHE_EMBEDDER_THREADS", "many"),
         ("RAGCACHE_CHUNK_TOKENS", "-1"),
@@ -68,6 +72,13 @@ def test_a_bad_value_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read(**{name: value})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize("source", ["path:/models/e5", "hf:intfloat/e5-small-v2", "hf:e5"])
+def test_a_model_of_a_folder_or_of_the_hub_needs_no_name(source: str) -> None:
+    settings = read(RAGCACHE_EMBEDDER=source)
+    assert settings.embedder == source
+    assert settings.embeds_itself
 
 
 def test_an_endpoint_needs_a_model() -> None:

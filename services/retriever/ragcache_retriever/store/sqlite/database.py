@@ -21,7 +21,9 @@ from typing import Any, TypeAlias
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import number_of
 from ragcache_retriever.store.change_log import ChangedRows
+from ragcache_retriever.store.sqlite.files.backup import install_copy
 from ragcache_retriever.store.sqlite.files.folder_lock import lock_folder
+from ragcache_retriever.store.sqlite.files.recovery import recover
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME, SCHEMA, check_schema
 from ragcache_retriever.store.sqlite.statements import Statement, StatementLog, Value
@@ -52,9 +54,11 @@ class DatabaseDamaged(Unavailable):
 class Database:
     """The SQLite file of one data folder, which no other process may use.
 
+    A damaged file is recovered, as far as it can be read.
+
     Raises:
         InvalidInput: The folder cannot be used.
-        DatabaseDamaged: The file is damaged.
+        RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
     def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
@@ -70,7 +74,8 @@ class Database:
         self.may_write: Callable[[], bool] = lambda: True
         self.reserve = reserve or DiskReserve(folder)
         try:
-            self._writer = self._opened()
+            install_copy(folder)
+            self._writer = self._opened_or_recovered()
         except BaseException:
             self.close()
             raise
@@ -78,11 +83,26 @@ class Database:
 
     def close(self) -> None:
         """Close all connections and unlock the folder."""
+        self._close_connections()
+        os.close(self._lock_file)
+
+    def _close_connections(self) -> None:
         with self._connections_lock:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-        os.close(self._lock_file)
+
+    def _opened_or_recovered(self) -> sqlite3.Connection:
+        marker = self.folder / DAMAGE_MARKER
+        if not marker.exists():
+            try:
+                return self._opened()
+            except DatabaseDamaged as error:
+                self._close_connections()
+                self.mark_damaged(str(error))
+        recover(self.folder)
+        marker.unlink()
+        return self._opened()
 
     def _opened(self) -> sqlite3.Connection:
         try:

@@ -41,7 +41,7 @@ class SqliteDocumentStore:
 
     Raises:
         InvalidInput: The folder cannot be used.
-        DatabaseDamaged: The file is damaged.
+        RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
     def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:

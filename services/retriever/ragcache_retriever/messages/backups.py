@@ -1,0 +1,46 @@
+"""Sends and receives backups in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from ragcache_core.errors import InvalidInput
+from ragcache_retriever.store.copies import Copies
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+
+async def sent_backup(copies: Copies | None) -> AsyncIterator[pb.BackupPart]:
+    """Yield the parts of a copy of all documents."""
+    parts = _checked(copies).backup()
+    try:
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            yield pb.BackupPart(data=part)
+    finally:
+        await asyncio.to_thread(parts.close)
+
+
+async def received_backup(copies: Copies | None, parts: AsyncIterator[pb.BackupPart]) -> int:
+    """Receive a backup for the next start, and return the number of its documents.
+
+    Raises:
+        InvalidInput: It is no backup of a retriever, or damaged.
+        Unavailable: The disk refuses it.
+    """
+    incoming = _checked(copies).receive()
+    try:
+        async for part in parts:
+            await asyncio.to_thread(incoming.write, part.data)
+        return await asyncio.to_thread(incoming.finish)
+    finally:
+        await asyncio.to_thread(incoming.abort)
+
+
+def _checked(copies: Copies | None) -> Copies:
+    if copies is None:
+        raise InvalidInput(
+            "spec.retriever.backend",
+            "keeps its documents in a database of its own",
+            "use the database's tools, such as pg_dump and pg_restore",
+        )
+    return copies

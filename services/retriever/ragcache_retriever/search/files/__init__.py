@@ -1,0 +1,1 @@
+"""What an index stores: vectors and the files of a base."""

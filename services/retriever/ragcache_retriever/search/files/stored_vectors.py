@@ -1,0 +1,140 @@
+"""Vectors in a block of memory or a mapped file, in float32 or scalar-quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache_retriever.search.vector_index import Vectors
+
+Precision = Literal["float32", "sq8"]
+
+SAMPLE_VECTORS = 50_000
+"""Vectors whose values set the ranges of a quantized block."""
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Positions = npt.NDArray[np.int64]
+
+
+class StoredVectors(Protocol):
+    """Vectors by position. They never change, and any thread may read them."""
+
+    precision: Precision
+
+    def __len__(self) -> int:
+        """Return the number of vectors."""
+
+    def scores(self, begin: int, end: int, queries: Vectors) -> Vectors:
+        """Return inner products, shape (end - begin, m), for queries of shape (m, dimension).
+
+        The last bits depend on ``begin`` and ``end``, see ``exact_scores``.
+        """
+
+    def gather(self, positions: Positions) -> Vectors:
+        """Return vectors, shape (len(positions), dimension)."""
+
+    def arrays(self) -> Arrays:
+        """Return what to write to files, by name."""
+
+
+class Float32Vectors:
+    """Vectors as they are: 4 bytes per dimension.
+
+    Args:
+        values: Shape (n, dimension), float32.
+    """
+
+    precision: Precision = "float32"
+
+    def __init__(self, values: Vectors) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def scores(self, begin: int, end: int, queries: Vectors) -> Vectors:
+        """See StoredVectors.scores."""
+        products: Vectors = self._values[begin:end] @ queries.T
+        return products
+
+    def gather(self, positions: Positions) -> Vectors:
+        """See StoredVectors.gather."""
+        return np.asarray(self._values[positions])
+
+    def arrays(self) -> Arrays:
+        """See StoredVectors.arrays."""
+        return {"vectors": self._values}
+
+
+class Sq8Vectors:
+    """Vectors with one byte per dimension, a step of the dimension's range.
+
+    Args:
+        codes: Shape (n, dimension), uint8.
+        low: Value of code 0 of each dimension, float32.
+        step: Difference between two codes of each dimension, float32.
+    """
+
+    precision: Precision = "sq8"
+
+    def __init__(self, codes: npt.NDArray[np.uint8], low: Vectors, step: Vectors) -> None:
+        self._codes = codes
+        self._low = low
+        self._step = step
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def scores(self, begin: int, end: int, queries: Vectors) -> Vectors:
+        """See StoredVectors.scores."""
+        products: Vectors = self._codes[begin:end].astype(np.float32) @ (queries * self._step).T
+        products += queries @ self._low
+        return products
+
+    def gather(self, positions: Positions) -> Vectors:
+        """See StoredVectors.gather."""
+        return self._low + self._step * self._codes[positions].astype(np.float32)
+
+    def arrays(self) -> Arrays:
+        """See StoredVectors.arrays."""
+        return {"codes": self._codes, "low": self._low, "step": self._step}
+
+
+class Sq8Ranges:
+    """The value range of each dimension, from a sample of vectors of shape (n, dimension)."""
+
+    def __init__(self, sample: Vectors) -> None:
+        self.low = sample.min(axis=0).astype(np.float32)
+        spread = sample.max(axis=0) - self.low
+        self.step = np.where(spread > 0, spread / 255, 1).astype(np.float32)
+
+    def codes(self, vectors: Vectors) -> npt.NDArray[np.uint8]:
+        """Return codes of shape (n, dimension). Values out of range get the nearest code."""
+        codes = np.rint((vectors - self.low) / self.step)
+        return np.clip(codes, 0, 255).astype(np.uint8)
+
+
+def exact_scores(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float32]:
+    """Return inner products that depend on the two vectors alone.
+
+    A matrix product sums rows in an order that depends on their number, so equal vectors would get
+    scores that differ in the last bits. Ties by row need equal ones.
+    """
+    scores: npt.NDArray[np.float32] = np.einsum("ij,j->i", vectors, query)
+    return scores
+
+
+def from_arrays(arrays: Arrays) -> StoredVectors:
+    """Return the vectors that ``arrays`` of some stored vectors have described."""
+    if "codes" in arrays:
+        return Sq8Vectors(arrays["codes"], arrays["low"], arrays["step"])
+    return Float32Vectors(arrays["vectors"])
+
+
+def blocks(num: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of consecutive blocks of at most ``size``."""
+    for begin in range(0, num, size):
+        yield begin, min(begin + size, num)

@@ -1,0 +1,181 @@
+"""A backup is a consistent copy, and a restore replaces the documents as a whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files import backup as module
+from ragcache_retriever.store.sqlite.files.backup import (
+    COPY_READY,
+    INDEXES_FOLDER,
+    RESTORE_READY,
+    IncomingCopy,
+    SqliteCopies,
+)
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from tests.helpers.stored_documents import NOW_MS, add_collection, delete, put
+
+
+def open_store(folder: Path) -> SqliteDocumentStore:
+    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
+    store = open_store(tmp_path / "source")
+    add_collection(store, "c")
+    yield store
+    store.close()
+
+
+def copy_of(store: SqliteDocumentStore) -> bytes:
+    return b"".join(SqliteCopies(store.database.folder).backup())
+
+
+def receive(folder: Path, content: bytes, ready_name: str = RESTORE_READY) -> int:
+    folder.mkdir(exist_ok=True)
+    incoming = IncomingCopy(folder, ready_name)
+    try:
+        for first in range(0, len(content), 1000):
+            incoming.write(content[first : first + 1000])
+        return incoming.finish()
+    finally:
+        incoming.abort()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_backup_is_restored_with_its_embeddings(
+    store: SqliteDocumentStore, tmp_path: Path
+) -> None:
+    change = put(store, "d", ["a", "b"])
+    parts = list(SqliteCopies(store.database.folder).backup())
+    assert all(0 < len(part) <= 1 << 20 for part in parts)
+    target = tmp_path / "target"
+    with_other = open_store(target)
+    add_collection(with_other, "other")
+    with_other.close()
+    (target / INDEXES_FOLDER / "1").mkdir(parents=True)
+    assert receive(target, b"".join(parts)) == 1
+    restored = open_store(target)
+    assert list(restored.collections()) == ["c"]
+    stored = restored.get("c", "d")
+    assert stored is not None
+    assert stored.document.text == "a b"
+    generation = change.indexes[0].generation
+    assert restored.rows(generation).tolist() == list(change.indexes[0].added)
+    assert restored.lexical_hits(generation, ["b"], 5)
+    assert not (target / INDEXES_FOLDER).exists()
+    assert RESTORE_READY not in names(target)
+    put(restored, "e", ["c"])
+    restored.close()
+
+
+def test_a_restore_deletes_all_stored_kv_and_begins_an_epoch(store: SqliteDocumentStore) -> None:
+    put(store, "d", ["a"])
+    content = copy_of(store)
+    store.changes.start_epoch(5)
+    put(store, "later", ["b"])
+    delete(store, "later")
+    folder, sequence = store.database.folder, store.changes.sequence
+    store.close()
+    receive(folder, content)
+    store.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
+    assert store.changes.sequence > sequence
+    assert store.changes.epoch > 5
+    with store.transaction():
+        [everything] = store.outbox.claim(10, NOW_MS).deletes
+    assert everything.everything
+    # Gateways that have seen later removals notice that the numbers begin again.
+    assert store.removals(0, 10) == ([], 1)
+
+
+def test_a_follower_starts_with_the_writers_numbers(
+    store: SqliteDocumentStore, tmp_path: Path
+) -> None:
+    put(store, "d", ["a"])
+    delete(store, "d")
+    target = tmp_path / "follower"
+    receive(target, copy_of(store), COPY_READY)
+    follower = open_store(target)
+    assert (follower.changes.sequence, follower.changes.epoch) == (3, 0)
+    assert follower.removals(0, 10) == store.removals(0, 10)
+    follower.close()
+
+
+def test_a_copy_without_its_old_file_is_installed_too(
+    store: SqliteDocumentStore, tmp_path: Path
+) -> None:
+    """The process may have ended after it removed the old file."""
+    put(store, "d", ["a"])
+    receive(tmp_path / "target", copy_of(store))
+    restored = open_store(tmp_path / "target")
+    assert restored.get("c", "d") is not None
+    restored.close()
+
+
+def test_a_backup_is_consistent_while_documents_are_written(store: SqliteDocumentStore) -> None:
+    stopped = threading.Event()
+    put(store, "d0", ["a", "b"])
+    copies = []
+
+    def back_up() -> None:
+        while not stopped.is_set():
+            copies.append(copy_of(store))
+
+    thread = threading.Thread(target=back_up)
+    thread.start()
+    for i in range(200):
+        put(store, f"d{i % 7}", ["a" * i, "b"])
+    stopped.set()
+    thread.join()
+    assert copies
+    for number, content in enumerate(copies[:5]):
+        folder = store.database.folder / f"copy{number}"
+        receive(folder, content)
+        restored = open_store(folder)
+        [collection] = restored.collections().values()
+        assert collection.serving is not None
+        [(num_chunks,)] = restored.database.query("SELECT count(*) FROM chunks")
+        assert collection.serving.num_chunks == num_chunks == 2 * collection.num_documents
+        restored.close()
+
+
+def test_content_that_is_no_backup_is_refused(store: SqliteDocumentStore, tmp_path: Path) -> None:
+    put(store, "d", ["word " * 5000])
+    content = copy_of(store)
+    half = len(content) // 2
+    damaged = content[:half] + bytes(range(256)) * 64 + content[half + 256 * 64 :]
+    for wrong in (b"", b"no database" * 1000, content[:half], damaged):
+        with pytest.raises(InvalidInput, match="backup"):
+            receive(tmp_path / "target", wrong)
+        assert names(tmp_path / "target") == set()
+
+
+def test_one_backup_runs_at_a_time_and_leaves_nothing(store: SqliteDocumentStore) -> None:
+    copies = SqliteCopies(store.database.folder)
+    before = names(store.database.folder)
+    first = copies.backup()
+    next(first)
+    with pytest.raises(Unavailable, match="another backup"):
+        next(copies.backup())
+    first.close()
+    assert names(store.database.folder) == before
+    assert next(copies.backup())
+
+
+def test_a_backup_needs_disk_space(
+    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1})
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(Unavailable, match="bytes of free disk space, and 1 are free"):
+        next(SqliteCopies(store.database.folder).backup())
