@@ -20,7 +20,7 @@ from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.scan_pool import ScanPool
 from ragcache_retriever.search.segmented_index import IndexOptions, IndexThreads
@@ -85,7 +85,7 @@ def make_knowledge_base(
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         SegmentedIndexes(folder / INDEXES_FOLDER, index_threads(), IndexOptions(probing=probing)),
-        SingleLegRanking(),
+        HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,

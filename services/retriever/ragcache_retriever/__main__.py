@@ -27,7 +27,7 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.scan_pool import ScanPool
 from ragcache_retriever.search.segmented_index import IndexThreads
 from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
@@ -176,7 +176,7 @@ async def _make_knowledge_base(
     return KnowledgeBase(
         store,
         SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, threads),
-        SingleLegRanking(),
+        HybridRanking(),
         make_embedder(settings, gate),
         tokenizer,
         defaults,

@@ -6,6 +6,7 @@ their own split documents, and the embedder embeds wherever it runs. The event l
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -70,6 +71,7 @@ class KnowledgeBase:
         self.threads = StoreThreads(clock)
         self.tokenizer_identity = tokenizer.identity
         self._embedder = embedder
+        self._ranking = ranking
         self._preparer = DocumentPreparer(embedder, tokenizer, markdown, split_limit)
         self._indexes = GenerationIndexes(store, indexes)
         self._collections = CollectionSet(
@@ -139,6 +141,7 @@ class KnowledgeBase:
         await self._remake.stop()
         await self._preparer.close()
         await self.threads.close()
+        await asyncio.to_thread(self._ranking.close)
         self._indexes.close()
         await self._embedder.close()
         self.store.close()

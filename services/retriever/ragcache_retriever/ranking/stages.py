@@ -96,3 +96,6 @@ class Ranking(Protocol):
 
         It runs in a thread of its own search, and may read the store.
         """
+
+    def close(self) -> None:
+        """Wait for searches of the lexical index, and release connections."""
