@@ -362,7 +362,7 @@ async def test_pages_that_are_refused(client: RetrieverClient, size: int, token:
 async def test_hits_that_outgrow_a_message_are_refused(client: RetrieverClient) -> None:
     long = pb.Chunking(size_tokens=4096, overlap_tokens=0)
     await client.put_collection(pb.Collection(name="long", chunking=long, window=8))
-    text = "\n\n".join("the service runs in region north " * 30 for _ in range(1200))
+    text = "\n\n".join(f"service{i} runs in region{i} north " * 30 for i in range(1200))
     await client.upsert_document(document("d", text, collection="long"))
     assert (await search(client, "north", 5, "long"))[-1].final
     with pytest.raises(TooLarge) as caught:

@@ -11,8 +11,8 @@ import re
 TITLE_WEIGHT = 2.0
 HEADINGS_WEIGHT = 1.0
 TEXT_WEIGHT = 1.0
-"""Weights of BM25, chosen on MuSiQue. A word of a title says more than one of a text. Headings often
-repeat the title."""
+"""Weights of BM25, chosen on MuSiQue. A word of a title says more than one of a text. Headings
+often repeat the title."""
 
 MAX_WORDS = 48
 """Most words of one question. A longer question keeps its longest words, which are rarer."""
