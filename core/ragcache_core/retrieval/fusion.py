@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,16 @@ class FusionWeights:
             were not chosen for them. It depends on the embedder.
         uses_ranker: Whether the bundled ranker reorders the fused hits.
         num_questions: Questions that the weights were chosen on. 0: these are the defaults.
+        generation: The set of chunks that they were chosen for.
+        num_chunks: Its chunks at that time.
     """
 
     lexical: float = DEFAULT_LEXICAL_WEIGHT
     dense_floor: float = 0.0
     uses_ranker: bool = False
     num_questions: int = 0
+    generation: int = 0
+    num_chunks: int = 0
 
     def only_dense(self) -> FusionWeights:
         """Return weights that rank as the dense leg does."""
@@ -116,14 +120,7 @@ def best_order(scores: Scores, candidates: Candidates) -> Rows:
 
 def weights_to_text(weights: FusionWeights) -> str:
     """Return weights as JSON."""
-    return json.dumps(
-        {
-            "lexical": weights.lexical,
-            "dense_floor": weights.dense_floor,
-            "uses_ranker": weights.uses_ranker,
-            "num_questions": weights.num_questions,
-        }
-    )
+    return json.dumps(asdict(weights))
 
 
 def weights_from_text(text: str) -> FusionWeights:
@@ -141,6 +138,8 @@ def weights_from_text(text: str) -> FusionWeights:
             float(content["dense_floor"]),
             bool(content["uses_ranker"]),
             int(content["num_questions"]),
+            int(content["generation"]),
+            int(content["num_chunks"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from ragcache_core.retrieval.near_duplicates import Shingles, shingles_of
 from ragcache_core.retrieval.rank_features import CandidateText
 from ragcache_retriever.search.vector_index import Vectors
-from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.records import Neighbourhood, Rows
+
+
+class ChunkReader(Protocol):
+    """What a pool needs of a document store."""
+
+    def vectors(self, generation: int, rows: Sequence[int]) -> tuple[Rows, Vectors]:
+        """See DocumentStore."""
+
+    def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
+        """See DocumentStore."""
 
 
 class CandidatePool:
     """Texts and embeddings of the candidates of one search. Each is read once."""
 
-    def __init__(self, store: DocumentStore, generation: int, dimension: int) -> None:
+    def __init__(self, store: ChunkReader, generation: int, dimension: int) -> None:
         self._store = store
         self._generation = generation
         self._vectors: dict[int, Vectors] = {}
@@ -64,6 +75,6 @@ class CandidatePool:
         return self._versions[row]
 
 
-def _listed(found: tuple[np.ndarray, Vectors]) -> tuple[list[int], Vectors]:
+def _listed(found: tuple[Rows, Vectors]) -> tuple[list[int], Vectors]:
     rows, vectors = found
     return rows.tolist(), vectors

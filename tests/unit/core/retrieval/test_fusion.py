@@ -93,7 +93,7 @@ def test_shares_of_nothing_are_zero() -> None:
 def test_weights_survive_their_text(
     lexical: float, floor: float, uses_ranker: bool, num_questions: int
 ) -> None:
-    weights = FusionWeights(lexical, floor, uses_ranker, num_questions)
+    weights = FusionWeights(lexical, floor, uses_ranker, num_questions, 3, 4)
     assert weights_from_text(weights_to_text(weights)) == weights
 
 
