@@ -7,7 +7,6 @@ import functools
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from ragcache_retriever.embedding.embedder import Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.cell_base import Probing
-from ragcache_retriever.search.scan_pool import ScanPool
-from ragcache_retriever.search.segmented_index import IndexOptions, IndexThreads
-from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -68,7 +67,7 @@ class WordEmbedder:
 @functools.cache
 def index_threads() -> IndexThreads:
     """Return threads that all indexes of the tests' process share."""
-    return IndexThreads(ScanPool(1), ThreadPoolExecutor(1, "index"))
+    return IndexThreads.start(num_scans=1)
 
 
 def make_knowledge_base(
@@ -84,7 +83,7 @@ def make_knowledge_base(
 ) -> KnowledgeBase:
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
-        SegmentedIndexes(folder / INDEXES_FOLDER, index_threads(), IndexOptions(probing=probing)),
+        SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()),
         HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,

@@ -8,13 +8,12 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.concurrency.cpu import lower_priority, usable_cores
+from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.damaged_service import DamagedService
+from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
     checked_chunking,
@@ -28,9 +27,9 @@ from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.search.scan_pool import ScanPool
-from ragcache_retriever.search.segmented_index import IndexThreads
-from ragcache_retriever.search.segmented_indexes import SegmentedIndexes
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
@@ -96,7 +95,7 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     except RecoveryFailed as error:
         await _serve_damaged(settings, health, copies, error)
         return
-    threads = IndexThreads(ScanPool(usable_cores()), ThreadPoolExecutor(1, "index", lower_priority))
+    threads = IndexThreads.start(usable_cores())
     knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
     service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
@@ -122,8 +121,7 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
         await server.stop()
         await asyncio.gather(loading, stopping, checking, return_exceptions=True)
         await knowledge_base.close()
-        await asyncio.to_thread(threads.scans.close)
-        await asyncio.to_thread(threads.background.shutdown)
+        await asyncio.to_thread(threads.close)
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
@@ -152,7 +150,7 @@ async def _serve_damaged(
     log.error("%s", error)
     health.set_progress(str(error))
     restored = asyncio.Event()
-    service = DamagedService(error, copies, restored.set)
+    service = damaged_service(error, copies, restored.set)
     server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
@@ -175,7 +173,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, threads),
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads),
         HybridRanking(),
         make_embedder(settings, gate),
         tokenizer,

@@ -1,7 +1,5 @@
 """The gRPC service while the documents cannot be read: it restores a backup and nothing else."""
 
-# ruff: noqa: N802  methods are named as in the proto
-
 from __future__ import annotations
 
 import asyncio
@@ -16,37 +14,41 @@ from ragcache_retriever.store.copies import Copies
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
+RESTART_DELAY_S = 0.5
+"""Time to send the reply."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class DamagedService(retriever_pb2_grpc.RetrieverServicer):
-    """Answers all calls but Restore with the problem.
+def damaged_service(
+    problem: RagCacheError, copies: Copies, restored: Callable[[], None]
+) -> retriever_pb2_grpc.RetrieverServicer:
+    """Return a service that answers all calls but Restore with the problem.
 
     Args:
         restored: Called after a restore. The process then ends and is started again.
     """
 
-    def __init__(
-        self, problem: RagCacheError, copies: Copies, restored: Callable[[], None]
-    ) -> None:
-        self._copies = copies
-        self._restored = restored
+    async def refuse(self: object, request: Any, context: Context) -> Any:
+        raise problem
 
-        async def refuse(request: Any, context: Context) -> Any:
-            raise problem
+    async def refuse_stream(self: object, request: Any, context: Context) -> AsyncIterator[Any]:
+        raise problem
+        yield
 
-        async def refuse_stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            raise problem
-            yield
-
-        for method in pb.DESCRIPTOR.services_by_name["Retriever"].methods:
-            if method.name != "Restore":
-                setattr(self, method.name, refuse_stream if method.server_streaming else refuse)
-
-    async def Restore(
-        self, request: AsyncIterator[pb.BackupPart], context: Context
+    async def restore(
+        self: object, request: AsyncIterator[pb.BackupPart], context: Context
     ) -> pb.RestoreReply:
-        """Receive a backup for the next start."""
-        num_documents = await received_backup(self._copies, request)
-        asyncio.get_running_loop().call_later(0.5, self._restored)
+        num_documents = await received_backup(copies, request)
+        asyncio.get_running_loop().call_later(RESTART_DELAY_S, restored)
         return pb.RestoreReply(documents=num_documents)
+
+    methods = {
+        method.name: refuse_stream if method.server_streaming else refuse
+        for method in pb.DESCRIPTOR.services_by_name["Retriever"].methods
+    }
+    bases = (retriever_pb2_grpc.RetrieverServicer,)
+    service: retriever_pb2_grpc.RetrieverServicer = type(
+        "DamagedService", bases, {**methods, "Restore": restore}
+    )()
+    return service

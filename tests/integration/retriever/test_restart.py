@@ -48,7 +48,7 @@ class HeldEmbedder(WordEmbedder):
 
 
 async def best(
-    client: RetrieverClient, query: str, mode: pb.SearchMode = pb.SEARCH_MODE_AUTO
+    client: RetrieverClient, query: str, mode: pb.SearchMode.ValueType = pb.SEARCH_MODE_AUTO
 ) -> pb.Chunk:
     """Return the best hit of the final stage."""
     request = pb.SearchRequest(collection="default", query=query, top_k=1, mode=mode)

@@ -71,6 +71,9 @@ class GenerationIndexes:
             opened = self._open.get(change.generation)
             if opened is not None and (change.removed or change.added):
                 opened.index.apply(change.removed, change.added, change.vectors)
+                if opened.index.is_damaged:
+                    log.warning("index: damaged, loaded again generation=%d", change.generation)
+                    opened.index.load(self._batches(change.generation))
         with self._changed:
             self._num_published += 1
             self._changed.notify_all()

@@ -11,33 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.files.base_files import BaseWriter, OpenedBase
+from ragcache_retriever.search.files.base_files import DamagedIndex, OpenedBase
 from ragcache_retriever.search.files.stored_vectors import (
-    SAMPLE_VECTORS,
     Float32Vectors,
     Positions,
-    Precision,
-    Sq8Ranges,
-    Sq8Vectors,
     StoredVectors,
-    blocks,
     from_arrays,
 )
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
-_TRAINING_VECTORS_PER_CELL: Final = 64
-_TRAINING_ROUNDS: Final = 10
+_ROUNDING: Final = 1e-6
+"""Inner products of vectors of length 1 are rounded by less."""
 _BOUND_SLACK: Final = 1e-5
 """Added to bounds, because scores are rounded."""
-_BLOCK: Final = 1 << 14
-"""Vectors that are assigned or copied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +66,6 @@ class CellPlan:
         return int(self.scanned[-1]) if len(self.scanned) else 0
 
 
-class VectorSource(Protocol):
-    """Vectors to build a base from."""
-
-    def __len__(self) -> int:
-        """Return the number of vectors."""
-
-    @property
-    def rows(self) -> Rows:
-        """Row of each vector, without repeats."""
-
-    def gather(self, indexes: Positions) -> Vectors:
-        """Return vectors by their index in ``rows``."""
-
-
 class CellBase:
     """Vectors by position, sorted by cell.
 
@@ -95,6 +73,7 @@ class CellBase:
         centroids: Shape (cells, dimension), of length 1.
         offsets: First position of each cell, and the number of vectors; shape (cells + 1,).
         widths: Largest angle between a centroid and a vector of its cell, in radians.
+        longest: Largest length of a stored vector. Quantized ones differ from 1.
         rows: Row of each position.
         order: Positions, sorted by their rows.
         trained_for: Number of vectors when the centroids were trained.
@@ -106,6 +85,7 @@ class CellBase:
         centroids: Vectors,
         offsets: Positions,
         widths: Vectors,
+        longest: float,
         rows: Rows,
         order: Positions,
         vectors: StoredVectors,
@@ -117,8 +97,10 @@ class CellBase:
         self.trained_for = trained_for
         self.centroids = centroids
         self.offsets = offsets
+        self.longest = longest
         self._widths = widths
         self._order = order
+        self._sizes = np.diff(offsets)
         self._sorted_rows = rows[order]
 
     def __len__(self) -> int:
@@ -132,7 +114,7 @@ class CellBase:
     @property
     def memory_bytes(self) -> int:
         """Bytes of this base, in memory or mapped."""
-        return sum(array.nbytes for array in self._arrays().values())
+        return sum(array.nbytes for array in self.arrays().values())
 
     def positions_of(self, rows: Rows) -> Positions:
         """Return the positions of rows. Rows that this base does not have are left out."""
@@ -142,36 +124,55 @@ class CellBase:
         found = np.minimum(found, len(self._sorted_rows) - 1)
         return np.asarray(self._order[found[self._sorted_rows[found] == rows]], np.int64)
 
-    def plan(self, query: Vectors, probing: Probing) -> CellPlan:
-        """Choose the cells to scan for a query of shape (dimension,)."""
+    def plan(
+        self, query: Vectors, probing: Probing, num_allowed: Positions | None = None
+    ) -> CellPlan:
+        """Choose the cells to scan for a query of shape (dimension,).
+
+        Args:
+            num_allowed: Vectors of each cell that may be found, shape (cells,). Cells without one
+                are left out, and the plan also holds ``min_share`` of them. None: all may be found.
+        """
         scores = self.centroids @ query
-        ranked = np.lexsort((np.arange(len(scores)), -scores))
-        sizes = np.diff(self.offsets)[ranked]
-        ranked, sizes = ranked[sizes > 0], sizes[sizes > 0]
+        ranked = np.argsort(-scores, kind="stable")
+        usable = self._sizes if num_allowed is None else num_allowed
+        ranked = ranked[usable[ranked] > 0]
+        scanned = np.cumsum(self._sizes[ranked])
         limit = max(probing.exact_limit, math.ceil(probing.min_share * len(self)))
-        scanned = np.cumsum(sizes)
         enough = int(np.searchsorted(scanned, limit)) + 1
+        if num_allowed is not None:
+            found = np.cumsum(num_allowed[ranked])
+            wanted = math.ceil(probing.min_share * num_allowed.sum())
+            enough = max(enough, int(np.searchsorted(found, wanted)) + 1)
         cells = ranked[:enough]
-        # No vector is nearer to the query than the edge of its cell (triangle inequality of angles).
-        angles = np.arccos(np.clip(scores[cells], -1, 1)) - self._widths[cells]
-        bounds = (np.cos(np.maximum(angles, 0)) + _BOUND_SLACK).astype(np.float32)
+        bounds = self._bounds(cells, scores[cells])
         highest = np.maximum.accumulate(bounds[::-1])[::-1]
         return CellPlan(cells, scanned[:enough], scores[cells], highest)
 
-    def assign(self, vectors: Vectors) -> Positions:
-        """Return the nearest cell of each vector."""
-        return np.argmax(vectors @ self.centroids.T, axis=1)
+    def num_in_cells(self, mask: npt.NDArray[np.bool_]) -> Positions:
+        """Return how many positions of each cell are True in a mask of shape (len(self),)."""
+        counts = np.zeros(len(self._sizes), np.int64)
+        filled = np.flatnonzero(self._sizes)
+        if len(filled):
+            counts[filled] = np.add.reduceat(mask, self.offsets[filled], dtype=np.int64)
+        return counts
 
-    def write(self, writer: BaseWriter) -> CellBase:
-        """Write a base that is in memory, and return the same one in files."""
-        for name, array in self._arrays().items():
-            writer.put(name, array)
-        return opened_cell_base(writer.finish(self._facts()))
+    def _bounds(self, cells: Positions, centroid_scores: Vectors) -> Vectors:
+        """Return the highest score that a vector of each cell can have.
 
-    def _facts(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "trained_for": self.trained_for}
+        No vector is nearer to the query than the edge of its cell (triangle inequality of angles).
+        """
+        angles = np.arccos(np.clip(centroid_scores + _ROUNDING, -1, 1)) - self._widths[cells]
+        cosines = np.cos(np.maximum(angles, 0))
+        bounds = np.maximum(cosines, 0) * self.longest + _BOUND_SLACK
+        return np.asarray(bounds, np.float32)
 
-    def _arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+    def facts(self) -> Mapping[str, Any]:
+        """Return what to write to the manifest."""
+        return {"kind": self.kind, "trained_for": self.trained_for, "longest": self.longest}
+
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return what to write to files, by name."""
         return {
             "centroids": self.centroids,
             "offsets": self.offsets,
@@ -183,18 +184,30 @@ class CellBase:
 
 
 def opened_cell_base(opened: OpenedBase) -> CellBase:
-    """Return the base of mapped files. Raises KeyError if arrays are missing."""
-    arrays = opened.arrays
-    return CellBase(
-        IndexKind(opened.facts["kind"]),
-        np.asarray(arrays["centroids"]),
-        np.asarray(arrays["offsets"]),
-        np.asarray(arrays["widths"]),
-        np.asarray(arrays["rows"]),
-        np.asarray(arrays["order"]),
-        from_arrays(arrays),
-        int(opened.facts["trained_for"]),
-    )
+    """Return the base of mapped files.
+
+    Raises:
+        DamagedIndex: They are no base of cells, or do not fit each other.
+    """
+    arrays, facts = opened.arrays, opened.facts
+    try:
+        base = CellBase(
+            IndexKind(facts["kind"]),
+            arrays["centroids"],
+            arrays["offsets"],
+            arrays["widths"],
+            float(facts["longest"]),
+            arrays["rows"],
+            arrays["order"],
+            from_arrays(arrays),
+            int(facts["trained_for"]),
+        )
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise DamagedIndex(f"{opened.folder} is no base of cells: {error!r}") from error
+    sizes = {len(base), len(base.vectors), int(base.offsets[-1]), len(base.sorted_rows)}
+    if len(sizes) > 1 or len(base.centroids) + 1 != len(base.offsets):
+        raise DamagedIndex(f"the arrays of {opened.folder} do not fit each other")
+    return base
 
 
 def empty_cell_base(dimension: int) -> CellBase:
@@ -202,114 +215,13 @@ def empty_cell_base(dimension: int) -> CellBase:
     nothing = np.empty((0, dimension), np.float32)
     none = np.empty(0, np.int64)
     return CellBase(
-        IndexKind.FLAT,
-        nothing,
-        np.zeros(1, np.int64),
-        np.empty(0, np.float32),
-        none,
-        none,
-        Float32Vectors(nothing),
-        0,
+        kind=IndexKind.FLAT,
+        centroids=nothing,
+        offsets=np.zeros(1, np.int64),
+        widths=np.empty(0, np.float32),
+        longest=1.0,
+        rows=none,
+        order=none,
+        vectors=Float32Vectors(nothing),
+        trained_for=0,
     )
-
-
-def build_cell_base(
-    source: VectorSource,
-    dimension: int,
-    kind: IndexKind,
-    precision: Precision,
-    *,
-    cells_of: CellBase | None = None,
-    writer: BaseWriter | None = None,
-) -> CellBase:
-    """Sort vectors into cells.
-
-    Args:
-        kind: FLAT or IVF.
-        cells_of: Take its cells instead of training new ones.
-        writer: Writes the base to files, so that its vectors need no memory. None: keep it in
-            memory.
-    """
-    centroids = _centroids(source, dimension, kind) if cells_of is None else cells_of.centroids
-    cells, angles = _assigned(source, centroids)
-    by_cell = np.argsort(cells, kind="stable")
-    counts = np.bincount(cells, minlength=len(centroids))
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    widths = np.zeros(len(centroids), np.float32)
-    np.maximum.at(widths, cells, angles)
-    rows = source.rows[by_cell]
-    vectors = _sorted_vectors(source, by_cell, dimension, precision, writer)
-    base = CellBase(
-        kind,
-        centroids,
-        offsets,
-        widths,
-        rows,
-        np.argsort(rows, kind="stable"),
-        vectors,
-        len(source) if cells_of is None else cells_of.trained_for,
-    )
-    if writer is None:
-        return base
-    for name, array in base._arrays().items():
-        if name not in vectors.arrays():
-            writer.put(name, array)
-    return opened_cell_base(writer.finish(base._facts()))
-
-
-def _centroids(source: VectorSource, dimension: int, kind: IndexKind) -> Vectors:
-    num_cells = max(1, math.isqrt(len(source))) if kind is IndexKind.IVF else 1
-    if num_cells == 1:
-        centre = source.gather(np.arange(min(len(source), _BLOCK))).mean(axis=0, keepdims=True)
-        length = float(np.linalg.norm(centre))
-        return (centre / (length or 1.0)).astype(np.float32)
-    training = faiss.Kmeans(
-        dimension,
-        num_cells,
-        niter=_TRAINING_ROUNDS,
-        spherical=True,
-        min_points_per_centroid=1,
-        max_points_per_centroid=_TRAINING_VECTORS_PER_CELL,
-    )
-    # Evenly spread, so that equal sources get equal cells.
-    wanted = min(len(source), num_cells * _TRAINING_VECTORS_PER_CELL)
-    sample = np.linspace(0, len(source) - 1, wanted).astype(np.int64)
-    training.train(source.gather(sample))
-    return np.asarray(training.centroids, np.float32)
-
-
-def _assigned(source: VectorSource, centroids: Vectors) -> tuple[Positions, Vectors]:
-    """Return the nearest cell of each vector, and the angle to its centroid."""
-    cells = np.empty(len(source), np.int64)
-    angles = np.empty(len(source), np.float32)
-    for begin, end in blocks(len(source), _BLOCK):
-        scores = source.gather(np.arange(begin, end)) @ centroids.T
-        cells[begin:end] = np.argmax(scores, axis=1)
-        angles[begin:end] = np.arccos(np.clip(scores.max(axis=1), -1, 1))
-    return cells, angles
-
-
-def _sorted_vectors(
-    source: VectorSource,
-    by_cell: Positions,
-    dimension: int,
-    precision: Precision,
-    writer: BaseWriter | None,
-) -> StoredVectors:
-    shape = (len(source), dimension)
-    if precision == "float32":
-        name, dtype, ranges = "vectors", np.dtype(np.float32), None
-    else:
-        sample = np.linspace(0, len(source) - 1, min(len(source), SAMPLE_VECTORS))
-        name, dtype = "codes", np.dtype(np.uint8)
-        ranges = Sq8Ranges(source.gather(sample.astype(np.int64)))
-    target = np.empty(shape, dtype) if writer is None else writer.allocate(name, shape, dtype)
-    for begin, end in blocks(len(source), _BLOCK):
-        vectors = source.gather(by_cell[begin:end])
-        target[begin:end] = vectors if ranges is None else ranges.codes(vectors)
-    if ranges is None:
-        return Float32Vectors(target)
-    if writer is not None:
-        writer.put("low", ranges.low)
-        writer.put("step", ranges.step)
-    return Sq8Vectors(target, ranges.low, ranges.step)

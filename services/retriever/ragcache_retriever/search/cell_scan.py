@@ -29,6 +29,9 @@ final hits (RAGCache Fig. 8)."""
 CHECKPOINT_SHARE: Final = 1 / 32
 """Least share of the scan between two checkpoints."""
 
+TAIL: Final = -1
+"""Stands for the cell of the rows that were added after the base was built."""
+
 _SPARE_HITS: Final = 8
 """Hits beyond the wanted ones whose exact score is computed, because products are rounded."""
 
@@ -77,15 +80,17 @@ class CellScan:
         self.is_done = False
         self._emit = emit
         self._estimator = estimator
-        self._plan = view.base.plan(query.vector, probing)
+        self._live = view.live_mask(query.allowed)
+        in_cells = None
+        if query.allowed is not None and self._live is not None:
+            in_cells = view.base.num_in_cells(self._live[: len(view.base)])
+        self._plan = view.base.plan(query.vector, probing, in_cells)
         self._ends = checkpoints(self._plan.scanned)
         self._stage_ends = stage_ends(self._plan.scanned, self._ends)
         self._may_stop = query.recall is not None and estimator.may_stop()
-        self._live = view.live_mask(query.allowed)
         self._wanted = query.top_k + _SPARE_HITS
-        self._positions: list[Positions] = []
-        self._scores: list[Vectors] = []
-        self._threshold = -np.inf
+        self._found: dict[int, list[tuple[Positions, Vectors]]] = {}  # by cell
+        self.threshold = -np.inf
         self._best_positions = np.empty(0, np.int64)
         self._best_scores = np.empty(0, np.float32)
         self._num_scored = 0
@@ -93,31 +98,43 @@ class CellScan:
         self._changed_at = 0.0
         self._history: list[Checkpoint] = []
 
-    def next_cells(self) -> Sequence[int]:
+    @property
+    def cells(self) -> Positions:
+        """All cells that the search may scan, nearest first."""
+        return self._plan.cells
+
+    def next_cells(self) -> Positions:
         """Return the cells until the next checkpoint."""
         begin = self._ends[self._next - 1] if self._next else 0
-        return [int(cell) for cell in self._plan.cells[begin : self._ends[self._next]]]
+        return self._plan.cells[begin : self._ends[self._next]]
 
-    def take(self, begin: int, scores: Vectors) -> None:
+    def take(self, cell: int, begin: int, scores: Vectors, *, is_due: bool = True) -> None:
         """Take the scores of consecutive positions.
 
         Args:
-            begin: The first position. Those of the tail follow those of the base.
-            scores: Shape (n,).
+            cell: The cell of the positions, TAIL for those after the base.
+            begin: The first position.
+            scores: Shape (n,). Those below ``threshold`` need not be right.
+            is_due: Whether the cell belongs before the next checkpoint. Otherwise another search
+                needed it now, and its hits are kept for later.
         """
-        self._num_scored += len(scores)
-        passing = scores >= self._threshold
+        passing = scores >= self.threshold
         if self._live is not None:
             passing &= self._live[begin : begin + len(scores)]
         found = np.flatnonzero(passing)
+        if not len(found):
+            return
         if len(found) > self._wanted:
             # Scores that tie with the last one in the last bits stay, see ``exact_scores``.
-            kth = np.partition(scores[found], -self._wanted)[-self._wanted]
+            kth = float(np.partition(scores[found], -self._wanted)[-self._wanted])
             found = found[scores[found] >= kth - _ROUNDING]
-            self._threshold = max(self._threshold, float(kth) - _ROUNDING)
-        if len(found):
-            self._positions.append(begin + found)
-            self._scores.append(scores[found])
+            if is_due:
+                self.threshold = max(self.threshold, kth - _ROUNDING)
+        self._found.setdefault(cell, []).append((begin + found, scores[found]))
+
+    def count(self, num_scored: int) -> None:
+        """Count vectors that were compared with the query."""
+        self._num_scored += num_scored
 
     def checkpoint(self) -> None:
         """Rank the hits so far, then end the stage or the search if it is time."""
@@ -152,23 +169,27 @@ class CellScan:
         return float(self._plan.scanned[self._ends[self._next] - 1]) / self._plan.total
 
     def _rank(self) -> None:
-        """Merge what was taken since the last checkpoint into the best hits."""
-        if not self._positions:
+        """Merge what the cells before this checkpoint have found into the best hits."""
+        if not self._found:
             return
-        positions = np.concatenate(self._positions)
-        scores = np.concatenate(self._scores)
-        self._positions.clear()
-        self._scores.clear()
+        found = self._found.pop(TAIL, [])
+        for cell in self.next_cells().tolist():
+            found += self._found.pop(cell, ())
+        if not found:
+            return
+        positions = np.concatenate([one for one, _ in found])
+        scores = np.concatenate([one for _, one in found])
         if len(positions) > self._wanted:
             kth = np.partition(scores, -self._wanted)[-self._wanted]
             positions = positions[scores >= kth - _ROUNDING]
+        # A cell that was scanned early has hits that are too low by now; they fall out here.
         exact = self.view.scores_at(positions, self.query.vector)
         positions = np.concatenate([self._best_positions, positions])
         exact = np.concatenate([self._best_scores, exact])
         best = np.lexsort((self.view.rows_at(positions), -exact))[: self._wanted]
         self._best_positions, self._best_scores = positions[best], exact[best]
         if len(best) == self._wanted:
-            self._threshold = max(self._threshold, float(self._best_scores[-1]) - _ROUNDING)
+            self.threshold = max(self.threshold, float(self._best_scores[-1]) - _ROUNDING)
 
     def _rows(self) -> tuple[int, ...]:
         best: Rows = self.view.rows_at(self._best_positions[: self.query.top_k])

@@ -135,13 +135,14 @@ class IndexView:
     def live_mask(self, allowed: Positions | None) -> Mask | None:
         """Return which positions of base and tail may be found. None: all."""
         if allowed is not None:
-            mask = np.zeros(len(self.base) + self.tail.count, bool)
+            mask: Mask = np.zeros(len(self.base) + self.tail.count, bool)
             mask[allowed] = True
             return mask
         if self.live is None and self.tail.live.all():
             return None
         live = np.ones(len(self.base), bool) if self.live is None else self.live
-        return np.concatenate([live, self.tail.live])
+        both: Mask = np.concatenate([live, self.tail.live])
+        return both
 
 
 class LiveSource:

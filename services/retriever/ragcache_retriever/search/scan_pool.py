@@ -7,22 +7,33 @@ is alone is scanned as soon as a thread is free.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+import numpy.typing as npt
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from ragcache_retriever.search.cell_scan import CellScan
-from ragcache_retriever.search.vector_index import IndexStage
+from ragcache_retriever.search.cell_scan import TAIL, CellScan
+from ragcache_retriever.search.files.stored_vectors import blocks
+from ragcache_retriever.search.vector_index import IndexStage, Vectors
 
 MAX_SHARED: Final = 16
 """Most searches of one scan. Each waits for the stages of the others."""
+_BUILD_NICENESS: Final = 15
 BLOCK_VECTORS: Final = 4096
 """Vectors of one product. A cancelled search ends after at most one, about a millisecond."""
+
+Members = npt.NDArray[np.int64]
+"""Numbers of searches of a group."""
+Flags = npt.NDArray[np.bool_]
+"""One flag for each search of a group."""
 
 
 class ScanPool:
@@ -86,6 +97,35 @@ class ScanPool:
             return group
 
 
+@dataclass(frozen=True, slots=True)
+class IndexThreads:
+    """Threads that the indexes of a process share.
+
+    Attributes:
+        scans: Scan vectors for searches.
+        background: Build bases, at a low priority.
+    """
+
+    scans: ScanPool
+    background: Executor
+
+    @classmethod
+    def start(cls, num_scans: int) -> IndexThreads:
+        """Start threads for so many scans at a time, and one for all bases."""
+        background = ThreadPoolExecutor(1, "index-build", initializer=_lower_priority)
+        return cls(ScanPool(num_scans), background)
+
+    def close(self) -> None:
+        """End the threads. All indexes are closed."""
+        self.scans.close()
+        self.background.shutdown(cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    # On Linux a priority belongs to one thread. The ones that faiss starts to train inherit it.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILD_NICENESS)
+
+
 class StageQueue:
     """The stages of one search on their way from the thread that scans."""
 
@@ -110,42 +150,75 @@ class StageQueue:
 
 def scan_together(scans: Sequence[CellScan]) -> None:
     """Scan for several searches of one view, until each has ended or was cancelled."""
-    view = scans[0].view
-    tail = view.tail
-    queries = np.stack([scan.query.vector for scan in scans])
-    if tail.count:
-        scores = tail.vectors[: tail.count] @ queries.T
+    shared = _SharedScan(scans)
+    shared.scan_tail()
+    while shared.is_running:
+        shared.advance()
+
+
+class _SharedScan:
+    """Searches of one view that advance together, from checkpoint to checkpoint.
+
+    A cell is scanned when the first of them needs it, for all that want it now or later.
+    """
+
+    def __init__(self, scans: Sequence[CellScan]) -> None:
+        self._view = scans[0].view
+        self._scans = scans
+        self._queries = np.stack([scan.query.vector for scan in scans])
+        self._running = np.array([not scan.query.cancelled() for scan in scans])
+        self._wanted = np.zeros((len(scans), len(self._view.base.centroids)), bool)
         for i, scan in enumerate(scans):
-            scan.take(len(view.base), scores[:, i])
-    running = {i: scan for i, scan in enumerate(scans) if not scan.query.cancelled()}
-    while running:
-        wanted: dict[int, list[int]] = {}
-        for i, scan in running.items():
-            for cell in scan.next_cells():
-                wanted.setdefault(cell, []).append(i)
-        for cell in sorted(wanted):
-            _scan_cell(cell, [i for i in wanted[cell] if i in running], running, queries)
-        for scan in running.values():
-            scan.checkpoint()
-        running = {i: scan for i, scan in running.items() if not scan.is_done}
+            self._wanted[i, scan.cells] = True
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a search has neither ended nor was cancelled."""
+        return bool(self._running.any())
 
-def _scan_cell(
-    cell: int, members: Sequence[int], running: dict[int, CellScan], queries: np.ndarray
-) -> None:
-    """Scan one cell in blocks. Searches that were cancelled leave ``running``."""
-    if not members:
-        return
-    base = running[members[0]].view.base
-    first, last = int(base.offsets[cell]), int(base.offsets[cell + 1])
-    vectors = queries[list(members)]
-    for begin in range(first, last, BLOCK_VECTORS):
-        end = min(begin + BLOCK_VECTORS, last)
-        scores = base.vectors.scores(begin, end, vectors)
-        for column, i in enumerate(members):
-            if i in running:
-                running[i].take(begin, scores[:, column])
-                if running[i].query.cancelled():
-                    del running[i]
-        if not any(i in running for i in members):
-            return
+    def scan_tail(self) -> None:
+        """Scan the rows that were added after the base was built."""
+        tail, first = self._view.tail, len(self._view.base)
+        members = np.flatnonzero(self._running)
+        for begin, end in blocks(tail.count, BLOCK_VECTORS):
+            scores = tail.vectors[begin:end] @ self._queries[members].T
+            self._give(members, TAIL, first + begin, scores, self._running)
+            if not self._running[members].any():
+                return
+
+    def advance(self) -> None:
+        """Bring each search to its next checkpoint."""
+        due = np.zeros_like(self._wanted)
+        for i in np.flatnonzero(self._running):
+            due[i, self._scans[i].next_cells()] = True
+        # In the order of the file.
+        for cell in np.flatnonzero((due & self._wanted).any(axis=0)).tolist():
+            members = np.flatnonzero(self._wanted[:, cell] & self._running)
+            if len(members):
+                self._scan_cell(cell, members, due[:, cell])
+        for i in np.flatnonzero(self._running):
+            self._scans[i].checkpoint()
+            self._running[i] = not self._scans[i].is_done
+
+    def _scan_cell(self, cell: int, members: Members, due: Flags) -> None:
+        base = self._view.base
+        queries = self._queries[members]
+        first, last = int(base.offsets[cell]), int(base.offsets[cell + 1])
+        for begin in range(first, last, BLOCK_VECTORS):
+            end = min(begin + BLOCK_VECTORS, last)
+            self._give(members, cell, begin, base.vectors.scores(begin, end, queries), due)
+            if not self._running[members].any():
+                return
+        self._wanted[members, cell] = False
+
+    def _give(self, members: Members, cell: int, begin: int, scores: Vectors, due: Flags) -> None:
+        """Give scores of shape (n, len(members)) to searches. Those that were cancelled end."""
+        thresholds = np.array([self._scans[i].threshold for i in members], np.float32)
+        has_hits = scores.max(axis=0) >= thresholds
+        for column, i in enumerate(members.tolist()):
+            scan = self._scans[i]
+            scan.count(len(scores))
+            if has_hits[column]:
+                scan.take(cell, begin, scores[:, column], is_due=bool(due[i]))
+            if scan.query.cancelled():
+                self._running[i] = False

@@ -12,37 +12,42 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.cell_base import (
     CellBase,
     Probing,
-    VectorSource,
-    build_cell_base,
     empty_cell_base,
     opened_cell_base,
+)
+from ragcache_retriever.search.cell_build import (
+    BuildAborted,
+    BuildOptions,
+    VectorSource,
+    build_cell_base,
 )
 from ragcache_retriever.search.cell_scan import CellScan, Query
 from ragcache_retriever.search.files.base_files import (
     BaseWriter,
     DamagedIndex,
     OpenedBase,
+    forget_base,
     open_base,
     remove_base,
     verify,
 )
 from ragcache_retriever.search.files.spool import Spool
-from ragcache_retriever.search.files.stored_vectors import Positions, Precision
+from ragcache_retriever.search.files.stored_vectors import Positions, Precision, blocks
 from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
-from ragcache_retriever.search.scan_pool import ScanPool, StageQueue
+from ragcache_retriever.search.scan_pool import IndexThreads, StageQueue
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)
@@ -62,6 +67,11 @@ FEW_ALLOWED: Final = 4096
 FEW_ALLOWED_SHARE: Final = 1 / 50
 """Up to so many allowed rows are compared with the query without a scan."""
 
+_COMPARED_BLOCK: Final = 1024
+
+MAX_BACKOFF: Final = 8
+"""After each failed merge the next one waits for twice the changes, up to this factor."""
+
 _ESTIMATOR: Final = "estimates.json"
 
 
@@ -77,20 +87,7 @@ class IndexOptions:
     kind: IndexKind = IndexKind.AUTO
     precision: Precision = "float32"
     recall: float | None = None
-    probing: Probing = Probing()
-
-
-@dataclass(frozen=True, slots=True)
-class IndexThreads:
-    """Threads that the indexes of a process share.
-
-    Attributes:
-        scans: Scan vectors for searches.
-        background: Build bases, at a low priority.
-    """
-
-    scans: ScanPool
-    background: Executor
+    probing: Probing = field(default_factory=Probing)
 
 
 class SegmentedIndex:
@@ -119,6 +116,9 @@ class SegmentedIndex:
         self._view = IndexView(base, None, Tail.empty(dimension))
         self._merge: Future[None] | None = None
         self._removed_in_merge: list[Rows] = []
+        self._num_failures = 0
+        self._has_new_kind = False
+        self._is_damaged = False
         self._is_closed = False
 
     @classmethod
@@ -129,17 +129,18 @@ class SegmentedIndex:
 
         A damaged base is removed, so that the owner finds no rows and adds all of them again.
         """
-        base = None
+        found = None
         if folder is not None:
             try:
-                opened = open_base(folder)
-                base = None if opened is None else _cell_base(opened, dimension)
+                found = _opened(folder, dimension)
             except DamagedIndex as error:
                 log.warning("index: built again from the documents error=%s", error)
                 remove_base(folder)
-        index = cls(folder, dimension, options, threads, base or empty_cell_base(dimension))
-        if folder is not None and base is not None and opened is not None:
-            threads.background.submit(index._verify, opened)
+        if found is None:
+            return cls(folder, dimension, options, threads, empty_cell_base(dimension))
+        opened, base = found
+        index = cls(folder, dimension, options, threads, base)
+        threads.background.submit(index._verify, opened)
         return index
 
     def __len__(self) -> int:
@@ -166,22 +167,33 @@ class SegmentedIndex:
         """Return all rows, sorted."""
         return self._view.rows()
 
-    def set_kind(self, kind: IndexKind) -> None:
-        """Change the kind, AUTO included. The base is built again in the background."""
-        with self._lock:
-            self._options = replace(self._options, kind=kind)
-            is_other = _chosen(kind, len(self._view)) is not self._view.base.kind
-            if is_other and not self.is_building and not self._is_closed:
-                self._merge = self._threads.background.submit(self._merge_tail)
+    @property
+    def is_damaged(self) -> bool:
+        """Whether files were found damaged, so that the owner has to call ``load``."""
+        return self._is_damaged
 
-    def load(self, batches: Iterator[tuple[Rows, Vectors]]) -> None:
-        """Replace the content by rows and vectors in batches. No search may run."""
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
+        """Replace the content by rows and vectors in batches.
+
+        Searches use the former content meanwhile. The thread that applies changes calls it.
+        """
+        merge = self._merge
+        if merge is not None:
+            wait([merge])
         with Spool(self._folder, self._dimension) as spool:
             for rows, vectors in batches:
                 spool.add(rows, vectors)
             base = self._build(spool.source(), None)
         with self._lock:
             self._view = IndexView(base, None, Tail.empty(self._dimension))
+            self._is_damaged = False
+
+    def set_kind(self, kind: IndexKind) -> None:
+        """Change the kind, AUTO included. The index is built again in the background."""
+        with self._lock:
+            self._options = replace(self._options, kind=kind)
+            self._has_new_kind = True
+            self._merge_if_needed()
 
     # VectorIndex
 
@@ -200,8 +212,7 @@ class SegmentedIndex:
         positions = None if allowed is None else view.allowed_positions(allowed)
         is_cancelled = cancelled or _never
         if positions is not None and len(positions) <= _few(view):
-            if not is_cancelled():
-                yield _compared(view, vector, top_k, positions)
+            yield from _compared(view, vector, top_k, positions, is_cancelled)
             return
         wanted = Query(vector, top_k, positions, recall or self._options.recall, is_cancelled)
         stages = StageQueue()
@@ -216,7 +227,7 @@ class SegmentedIndex:
             self._view = self._view.changed(gone, new, vectors)
             if self.is_building:
                 self._removed_in_merge.append(gone)
-            self._merge_if_grown()
+            self._merge_if_needed()
 
     def close(self) -> None:
         """See VectorIndex.close."""
@@ -224,7 +235,7 @@ class SegmentedIndex:
             self._is_closed = True
             merge = self._merge
         if merge is not None and not merge.cancel():
-            merge.exception()  # waits
+            wait([merge])
         self._save_estimator()
 
     def _save_estimator(self) -> None:
@@ -240,12 +251,16 @@ class SegmentedIndex:
 
     # Merging
 
-    def _merge_if_grown(self) -> None:
-        """Start to build the next base if the tail has grown. The caller holds the lock."""
+    def _merge_if_needed(self) -> None:
+        """Start to build the next base if it is time. The caller holds the lock."""
         view = self._view
         limit = max(MIN_TAIL, int(TAIL_SHARE * len(view.base)))
+        limit *= min(1 << self._num_failures, MAX_BACKOFF)
         has_grown = view.tail.count > limit or view.num_removed > max(limit, len(view.base) // 4)
-        if has_grown and not self.is_building and not self._is_closed:
+        has_new_kind = self._has_new_kind and _chosen(self._options.kind, len(view)) != self.kind
+        may_merge = not (self.is_building or self._is_closed or self._is_damaged)
+        if (has_grown or has_new_kind) and may_merge:
+            self._has_new_kind = False
             self._merge = self._threads.background.submit(self._merge_tail)
 
     def _merge_tail(self) -> None:
@@ -260,14 +275,19 @@ class SegmentedIndex:
                 gone = np.concatenate([np.empty(0, np.int64), *self._removed_in_merge])
                 view = IndexView(base, None, Tail.empty(self._dimension))
                 self._view = view.changed(gone, tail.rows, tail.vectors)
+        except BuildAborted:
+            return
         except Exception:
-            # The old base and the tail serve on. The next change tries again.
+            # The old base and the tail serve on.
             log.exception("index: base not built folder=%s", self._folder)
+            with self._lock:
+                self._num_failures += 1
             return
         self._save_estimator()
         with self._lock:
+            self._num_failures = 0
             self._merge = None
-            self._merge_if_grown()
+            self._merge_if_needed()
 
     def _build(self, source: VectorSource, before: CellBase | None) -> CellBase:
         kind = _chosen(self._options.kind, len(source))
@@ -277,29 +297,29 @@ class SegmentedIndex:
             and len(source) < GROWTH * before.trained_for
             and GROWTH * len(source) > before.trained_for
         )
+        options = BuildOptions(
+            kind,
+            self._options.precision,
+            before if keeps_cells else None,
+            is_aborted=lambda: self._is_closed,
+        )
         writer = None if self._folder is None else BaseWriter(self._folder)
         try:
-            return build_cell_base(
-                source,
-                self._dimension,
-                kind,
-                self._options.precision,
-                cells_of=before if keeps_cells else None,
-                writer=writer,
-            )
+            return build_cell_base(source, self._dimension, options, writer)
         except BaseException:
             if writer is not None:
                 writer.abort()
             raise
 
     def _verify(self, opened: OpenedBase) -> None:
+        """Check what was opened. It runs before any merge, which would hide damage."""
         try:
             verify(opened)
         except DamagedIndex as error:
-            # The vectors are read from the documents when the retriever starts the next time.
-            log.error("index: damaged, is built again at the next start error=%s", error)
-            if self._folder is not None and self._view.base.rows is not None:
-                (self._folder / "current.json").unlink(missing_ok=True)
+            log.warning("index: damaged, has to be loaded again error=%s", error)
+            with self._lock:
+                self._is_damaged = True
+                forget_base(opened)
 
 
 def _estimator(folder: Path | None) -> SearchEstimator:
@@ -319,28 +339,38 @@ def _chosen(kind: IndexKind, num_vectors: int) -> IndexKind:
     return kind
 
 
-def _cell_base(opened: OpenedBase, dimension: int) -> CellBase:
-    try:
-        base = opened_cell_base(opened)
-    except (KeyError, ValueError, IndexError) as error:
-        raise DamagedIndex(f"{opened.folder} lacks {error}") from error
+def _opened(folder: Path, dimension: int) -> tuple[OpenedBase, CellBase] | None:
+    """Return the base of a folder, None if it has none. Raises DamagedIndex."""
+    opened = open_base(folder)
+    if opened is None:
+        return None
+    base = opened_cell_base(opened)
     if base.centroids.shape[1] != dimension:
         raise DamagedIndex(f"{opened.folder} has vectors of {base.centroids.shape[1]} dimensions")
-    return base
+    return opened, base
 
 
 def _few(view: IndexView) -> int:
     return max(FEW_ALLOWED, int(FEW_ALLOWED_SHARE * len(view.base)))
 
 
-def _compared(view: IndexView, vector: Vectors, top_k: int, positions: Positions) -> IndexStage:
-    """Return the only stage of a search that compares the query with each allowed row."""
-    scores = view.scores_at(positions, vector)
+def _compared(
+    view: IndexView,
+    vector: Vectors,
+    top_k: int,
+    positions: Positions,
+    is_cancelled: Callable[[], bool],
+) -> Iterator[IndexStage]:
+    """Yield the only stage of a search that compares the query with each allowed row."""
+    scores = np.empty(len(positions), np.float32)
+    for begin, end in blocks(len(positions), _COMPARED_BLOCK):
+        if is_cancelled():
+            return
+        scores[begin:end] = view.scores_at(positions[begin:end], vector)
     rows = view.rows_at(positions)
     best = np.lexsort((rows, -scores))[:top_k]
-    return IndexStage(
-        tuple(rows[best].tolist()), tuple(scores[best].tolist()), 1.0, True, 1.0, len(positions)
-    )
+    found, found_scores = tuple(rows[best].tolist()), tuple(scores[best].tolist())
+    yield IndexStage(found, found_scores, 1.0, True, 1.0, len(positions))
 
 
 def _never() -> bool:

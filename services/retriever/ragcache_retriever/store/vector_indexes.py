@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 from ragcache_core.retrieval.index_kinds import IndexKind
@@ -24,11 +24,18 @@ class RowIndex(VectorIndex, Protocol):
     def is_building(self) -> bool:
         """Whether a better index of the same rows is being built in the background."""
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether files were found damaged, so that the owner has to call ``load``."""
+
     def rows(self) -> Rows:
         """Return the sorted rows that a search can find."""
 
-    def load(self, batches: Iterator[tuple[Rows, Vectors]]) -> None:
-        """Replace the content by rows and vectors in batches. No search may run."""
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
+        """Replace the content by rows and vectors in batches.
+
+        Searches use the former content meanwhile. The thread that applies changes calls it.
+        """
 
     def set_kind(self, kind: IndexKind) -> None:
         """Change the kind, AUTO included. The index is built again in the background."""

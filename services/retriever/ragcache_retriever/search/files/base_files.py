@@ -81,7 +81,7 @@ class BaseWriter:
             _synchronize(file)
             files[name] = {"bytes": file.stat().st_size, "xxh3": _hash(file)}
         manifest = {"version": FORMAT_VERSION, "files": files, "facts": dict(facts)}
-        _write(self._temporary / _MANIFEST, manifest)
+        _write(self._temporary / _MANIFEST, {**manifest, "xxh3": _digest(manifest)})
         _synchronize(self._temporary)
         final = self._folder / self._name
         self._temporary.rename(final)
@@ -117,11 +117,14 @@ def open_base(folder: Path) -> OpenedBase | None:
     try:
         base = folder / str(json.loads(current.read_text())["base"])
         manifest = json.loads((base / _MANIFEST).read_text())
+        digest = manifest.pop("xxh3")
         if manifest["version"] != FORMAT_VERSION:
             raise DamagedIndex(f"{base} has version {manifest['version']}, not {FORMAT_VERSION}")
+        if digest != _digest(manifest):
+            raise DamagedIndex(f"{base}/{_MANIFEST} has other content than was written")
         arrays = {name: _open(base, name, file) for name, file in manifest["files"].items()}
         return OpenedBase(base, arrays, manifest["facts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedIndex(f"{folder} cannot be read: {error}") from error
 
 
@@ -140,6 +143,13 @@ def verify(opened: OpenedBase) -> None:
         raise DamagedIndex(f"{opened.folder} cannot be read: {error}") from error
 
 
+def forget_base(opened: OpenedBase) -> None:
+    """Let the next ``open_base`` find none, unless another one is current by now."""
+    current = opened.folder.parent / _CURRENT
+    if current.exists() and json.loads(current.read_text())["base"] == opened.folder.name:
+        current.unlink()
+
+
 def remove_base(folder: Path) -> None:
     """Remove the files of an index."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -152,9 +162,10 @@ def _open(base: Path, name: str, file: Mapping[str, Any]) -> Array:
     if file["bytes"] <= CHECKED_BYTES and _hash(path) != file["xxh3"]:
         raise DamagedIndex(f"{path} has other content than was written")
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        # As a plain array: slices of a memmap cost ten times as much.
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError:  # an array of no bytes cannot be mapped
-        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+        return np.asarray(np.load(path, allow_pickle=False))
 
 
 def _next_number(folder: Path) -> int:
@@ -172,6 +183,10 @@ def _hash(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

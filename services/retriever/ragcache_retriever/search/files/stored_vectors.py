@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -69,52 +70,65 @@ class Float32Vectors:
         return {"vectors": self._values}
 
 
+@dataclass(frozen=True, slots=True)
+class Sq8Ranges:
+    """The value range of each dimension.
+
+    Attributes:
+        low: Value of code 0, shape (dimension,), float32.
+        step: Difference between two codes, shape (dimension,), float32.
+    """
+
+    low: Vectors
+    step: Vectors
+
+    @classmethod
+    def of(cls, sample: Vectors) -> Sq8Ranges:
+        """Return the ranges of a sample of shape (n, dimension)."""
+        low = sample.min(axis=0).astype(np.float32)
+        spread = sample.max(axis=0) - low
+        return cls(low, np.where(spread > 0, spread / 255, 1).astype(np.float32))
+
+    def codes(self, vectors: Vectors) -> npt.NDArray[np.uint8]:
+        """Return codes of shape (n, dimension). Values out of range get the nearest code."""
+        codes = np.rint((vectors - self.low) / self.step)
+        return np.asarray(np.clip(codes, 0, 255), np.uint8)
+
+    def values(self, codes: npt.NDArray[np.uint8]) -> Vectors:
+        """Return the values of codes, shape (n, dimension)."""
+        return np.asarray(self.low + self.step * codes.astype(np.float32), np.float32)
+
+
 class Sq8Vectors:
     """Vectors with one byte per dimension, a step of the dimension's range.
 
     Args:
         codes: Shape (n, dimension), uint8.
-        low: Value of code 0 of each dimension, float32.
-        step: Difference between two codes of each dimension, float32.
     """
 
     precision: Precision = "sq8"
 
-    def __init__(self, codes: npt.NDArray[np.uint8], low: Vectors, step: Vectors) -> None:
+    def __init__(self, codes: npt.NDArray[np.uint8], ranges: Sq8Ranges) -> None:
         self._codes = codes
-        self._low = low
-        self._step = step
+        self.ranges = ranges
 
     def __len__(self) -> int:
         return len(self._codes)
 
     def scores(self, begin: int, end: int, queries: Vectors) -> Vectors:
         """See StoredVectors.scores."""
-        products: Vectors = self._codes[begin:end].astype(np.float32) @ (queries * self._step).T
-        products += queries @ self._low
+        scaled = queries * self.ranges.step
+        products: Vectors = self._codes[begin:end].astype(np.float32) @ scaled.T
+        products += queries @ self.ranges.low
         return products
 
     def gather(self, positions: Positions) -> Vectors:
         """See StoredVectors.gather."""
-        return self._low + self._step * self._codes[positions].astype(np.float32)
+        return self.ranges.values(self._codes[positions])
 
     def arrays(self) -> Arrays:
         """See StoredVectors.arrays."""
-        return {"codes": self._codes, "low": self._low, "step": self._step}
-
-
-class Sq8Ranges:
-    """The value range of each dimension, from a sample of vectors of shape (n, dimension)."""
-
-    def __init__(self, sample: Vectors) -> None:
-        self.low = sample.min(axis=0).astype(np.float32)
-        spread = sample.max(axis=0) - self.low
-        self.step = np.where(spread > 0, spread / 255, 1).astype(np.float32)
-
-    def codes(self, vectors: Vectors) -> npt.NDArray[np.uint8]:
-        """Return codes of shape (n, dimension). Values out of range get the nearest code."""
-        codes = np.rint((vectors - self.low) / self.step)
-        return np.clip(codes, 0, 255).astype(np.uint8)
+        return {"codes": self._codes, "low": self.ranges.low, "step": self.ranges.step}
 
 
 def exact_scores(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float32]:
@@ -130,7 +144,7 @@ def exact_scores(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float32]:
 def from_arrays(arrays: Arrays) -> StoredVectors:
     """Return the vectors that ``arrays`` of some stored vectors have described."""
     if "codes" in arrays:
-        return Sq8Vectors(arrays["codes"], arrays["low"], arrays["step"])
+        return Sq8Vectors(arrays["codes"], Sq8Ranges(arrays["low"], arrays["step"]))
     return Float32Vectors(arrays["vectors"])
 
 

@@ -31,6 +31,8 @@ from ragcache_retriever.store.sqlite.statements import Statement, StatementLog, 
 log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 10.0
+MAX_IDLE_LOG_BYTES = 16 << 20
+"""Size to which SQLite's log is cut after its content is in the file."""
 DAMAGE_MARKER = "damaged"
 """A file of this name in the folder asks the next start to recover the documents."""
 
@@ -110,6 +112,7 @@ class Database:
             is_present = check_schema(writer, self.path)
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
+            writer.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
             # What a delete removes is overwritten, whatever the build's default.
             writer.execute("PRAGMA secure_delete = ON")
             if not is_present:
@@ -188,9 +191,11 @@ class Database:
         Raises:
             Unavailable: This replica is not the writer (any more).
         """
-        if frees_space:
-            self.reserve.release_if_needed()
+        is_almost_full = frees_space and self.reserve.release_if_needed()
         with self.errors("written"):
+            if is_almost_full:
+                # Else the log would go on to grow, and take the reserve.
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._log = StatementLog()
             self._writer.execute("BEGIN IMMEDIATE")
             try:

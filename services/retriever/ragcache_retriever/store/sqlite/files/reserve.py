@@ -32,12 +32,18 @@ class DiskReserve:
         """Return the free bytes of the volume, without the reserve."""
         return shutil.disk_usage(self._path.parent).free
 
-    def release_if_needed(self) -> None:
-        """Give the reserve to the changes that follow, if the disk is almost full."""
-        if self._size_bytes and self.free_bytes() < self._size_bytes:
+    def release_if_needed(self) -> bool:
+        """Give the reserve to the changes that follow, if the disk is almost full.
+
+        Returns:
+            Whether it is.
+        """
+        is_needed = self._size_bytes > 0 and self.free_bytes() < self._size_bytes
+        if is_needed:
             with contextlib.suppress(FileNotFoundError):
                 self._path.unlink()
                 log.warning("disk reserve: released free_bytes=%d", self.free_bytes())
+        return is_needed
 
     def restore(self) -> None:
         """Create the reserve unless it exists or the disk lacks space for it."""

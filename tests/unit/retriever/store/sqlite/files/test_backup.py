@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files import backup as module
 from ragcache_retriever.store.sqlite.files.backup import (
     COPY_READY,
     INDEXES_FOLDER,
@@ -176,6 +176,6 @@ def test_a_backup_needs_disk_space(
     store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1})
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(Unavailable, match="bytes of free disk space, and 1 are free"):
         next(SqliteCopies(store.database.folder).backup())
