@@ -94,6 +94,10 @@ class Service:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def wait_until(self, ready: str, probe: object) -> None:
         """Wait until probe() is true. Raises RuntimeError with the log's end if it dies first."""
         assert callable(probe)

@@ -5,6 +5,7 @@ RagCacheError
 │   └── TooLarge    a value over its bound                              (413, INVALID_ARGUMENT)
 ├── NotFound        a name that does not exist                          (404, NOT_FOUND)
 └── Unavailable     a component that does not answer; retry later       (503, UNAVAILABLE)
+    └── Overloaded  a component that answers, and has too much to do    (503, RESOURCE_EXHAUSTED)
 """
 
 from __future__ import annotations
@@ -63,3 +64,7 @@ class Unavailable(RagCacheError):
         super().__init__(f"the {component} is unavailable: {problem}")
         self.component = component
         self.retry_after_s = retry_after_s
+
+
+class Overloaded(Unavailable):
+    """A component has reached a limit of concurrent requests. It has not begun this one."""

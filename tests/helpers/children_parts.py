@@ -169,6 +169,9 @@ _gateway = st.builds(
     ),
 )
 _retriever = _maybe(
+    replicas=st.integers(1, 5),
+    index=_maybe(kind=st.sampled_from(["auto", "hnsw"]), precision=st.just("sq8")),
+    reranker=st.sampled_from([{}, {"source": "https://rerank.example.com/v1", "model": "r"}]),
     embedder=st.sampled_from(
         [
             {},

@@ -293,6 +293,78 @@ _CACHES = (
         ),
     ),
     Bad(
+        *("too many retrievers", _S, cache(retriever={"replicas": 6})),
+        *("spec.retriever.replicas", "6 is too large", "use at most 5"),
+    ),
+    Bad(
+        *("index of an unknown kind", _S, cache(retriever={"index": {"kind": "lsh"}})),
+        "spec.retriever.index.kind",
+        *("'lsh' is not allowed", "use 'auto', 'flat', 'ivf' or 'hnsw'"),
+    ),
+    Bad(
+        *("recall below its range", _S, cache(retriever={"index": {"recall": 0.4}})),
+        *("spec.retriever.index.recall", "0.4 is too small", "use at least 0.5"),
+    ),
+    Bad(
+        "reranker endpoint without a model",
+        _C,
+        cache(retriever={"reranker": {"source": "http://e/v1"}}),
+        "spec.retriever.reranker.model",
+        *("is missing: http://e/v1 needs a model", "name one"),
+    ),
+    Bad(
+        *("model for no reranker", _C, cache(retriever={"reranker": {"model": "x"}})),
+        *("spec.retriever.reranker.model", "is set, but source bundled has no choice of models"),
+        "leave it out, or set source to cross-encoder or the URL of an endpoint",
+    ),
+    Bad(
+        "key for no reranker endpoint",
+        _C,
+        cache(retriever={"reranker": {"source": "bundled", "keySecret": {"name": "k"}}}),
+        *("spec.retriever.reranker.keySecret", "is set, but source bundled needs no key"),
+        "leave it out, or set source to the URL of an endpoint",
+    ),
+    Bad(
+        "two backends",
+        _C,
+        cache(
+            retriever={
+                "backend": {
+                    "postgres": {"urlSecret": {"name": "a"}},
+                    "milvus": {"urlSecret": {"name": "a"}},
+                }
+            }
+        ),
+        *("spec.retriever.backend.milvus", "is set together with postgres"),
+        "keep the one that has your documents",
+    ),
+    Bad(
+        "replicas that share a backend",
+        _C,
+        cache(retriever={"replicas": 2, "backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
+        "spec.retriever.replicas",
+        "2 is not possible with backend postgres: replicas copy the documents of their own volumes",
+        "use 1, and let the backend replicate",
+    ),
+    Bad(
+        "fewer retriever replicas",
+        _C,
+        cache(retriever={"replicas": 2}),
+        "spec.retriever.replicas",
+        "2 is below 3: the pods that stay might lack the newest documents",
+        "keep 3, or restore a backup into another RagCache",
+        old=cache(retriever={"replicas": 3}),
+    ),
+    Bad(
+        "another backend",
+        _C,
+        cache(retriever={"backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
+        "spec.retriever.backend",
+        "is immutable and was embedded: the documents would stay in the old backend",
+        "keep it, or restore a backup into another RagCache",
+        old=cache(),
+    ),
+    Bad(
         "another volume for documents",
         _C,
         cache(retriever={"storage": {"size": "20Gi"}}),

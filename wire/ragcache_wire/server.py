@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
 """Time that running calls have to finish after a stop."""
 
+MAX_CALLS = 1024
+"""Most calls at once. A server refuses further ones with RESOURCE_EXHAUSTED, without decoding them.
+Streams count while they are open."""
+
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Turns core errors that handlers raise into gRPC statuses.
@@ -96,6 +100,7 @@ class GrpcServer:
         services: Full names of the services that ``register`` adds.
         register: Adds the services to the server.
         http_health: A running server that reports the same health over HTTP.
+        max_calls: Most calls at once.
     """
 
     def __init__(
@@ -104,9 +109,14 @@ class GrpcServer:
         services: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
         http_health: HealthServer | None = None,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         self._http_health = http_health or HealthServer(None)
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_calls,
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services = ("", *services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -125,6 +135,11 @@ class GrpcServer:
         """Report SERVING to health checks."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
         self._http_health.set_ready()
+
+    async def set_not_ready(self, problem: str) -> None:
+        """Report NOT_SERVING to health checks, with the reason. Calls go on."""
+        self._http_health.set_progress(problem)
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self) -> None:
         """Report NOT_SERVING, and cancel the calls that do not finish within STOP_GRACE_S."""

@@ -9,7 +9,14 @@ from typing import Any
 
 import grpc
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import (
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    RagCacheError,
+    TooLarge,
+    Unavailable,
+)
 
 DETAIL_KEY = "ragcache-error-bin"
 """Trailing metadata with the fields of an error, from which a client raises the same error."""
@@ -21,7 +28,6 @@ _RETRYABLE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 
 
@@ -40,6 +46,9 @@ def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, obj
         case NotFound():
             fields = {"kind": error.kind, "name": error.name, "fix": error.fix}
             return grpc.StatusCode.NOT_FOUND, str(error), {"type": "not_found", **fields}
+        case Overloaded():
+            fields = {"type": "overloaded", "retry_after_s": error.retry_after_s}
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), fields
         case Unavailable():
             fields = {"type": "unavailable", "retry_after_s": error.retry_after_s}
             return grpc.StatusCode.UNAVAILABLE, str(error), fields
@@ -56,6 +65,19 @@ def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
     """Return the core error of a failed call to a service."""
     code, details = _code_of(error)
     fields = _fields_of(error)
+    named = _named_error(service, fields, f"{code.name.lower()}: {details}")
+    if named is not None:
+        return named
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        # The server refused the call before it reached the service.
+        return Overloaded(service, details)
+    if code in _RETRYABLE:
+        return NoAnswer(service, f"{code.name.lower()}: {details}")
+    return RagCacheError(f"the {service} failed: {code.name.lower()}: {details}")
+
+
+def _named_error(service: str, fields: dict[str, str], problem: str) -> RagCacheError | None:
+    """Return the error that the fields name, or None."""
     match fields.get("type"):
         case "too_large":
             return TooLarge(*_texts(fields, "field", "problem", "fix"))
@@ -63,12 +85,10 @@ def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
             return InvalidInput(*_texts(fields, "field", "problem", "fix"))
         case "not_found":
             return NotFound(*_texts(fields, "kind", "name", "fix"))
-        case "unavailable":
-            problem = f"{code.name.lower()}: {details}"
-            return Unavailable(service, problem, _seconds(fields.get("retry_after_s", "")))
-    if code in _RETRYABLE:
-        return NoAnswer(service, f"{code.name.lower()}: {details}")
-    return RagCacheError(f"the {service} failed: {code.name.lower()}: {details}")
+        case ("unavailable" | "overloaded") as kind:
+            error = Overloaded if kind == "overloaded" else Unavailable
+            return error(service, problem, _seconds(fields.get("retry_after_s", "")))
+    return None
 
 
 def _texts(fields: dict[str, str], *names: str) -> list[str]:

@@ -51,6 +51,8 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
 JOBS = Resource("batch", "v1", "jobs", "Job")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 INGRESSES = Resource("networking.k8s.io", "v1", "ingresses", "Ingress")
 HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
@@ -75,7 +77,7 @@ AUTOSCALERS = {
 _ALL = (
     *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
-    *(RAG_CACHES, RAG_COLLECTIONS, CRDS),
+    *(RAG_CACHES, RAG_COLLECTIONS, CRDS, ROLES, ROLE_BINDINGS),
     *DISRUPTION_BUDGETS.values(),
     *AUTOSCALERS.values(),
 )

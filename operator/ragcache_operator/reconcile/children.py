@@ -33,6 +33,7 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
         *(resources.PODS, resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
         *(resources.CLAIMS, resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
         *(resources.NETWORK_POLICIES, resources.INGRESSES),
+        *(resources.ROLES, resources.ROLE_BINDINGS),
     ]
     if capabilities.policy is not None:
         kinds.append(resources.DISRUPTION_BUDGETS[capabilities.policy])

@@ -11,12 +11,11 @@ from ragcache_operator.spec.cluster import (
     TolerationSpec,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
+from ragcache_operator.spec.components.retriever_rules import RETRIEVER_RULES
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.ragcache import (
-    BUNDLED_EMBEDDER,
     BUNDLED_MODELS,
     CacheStoreSpec,
-    EmbedderSpec,
     EngineSpec,
     GatewaySpec,
     HTTPRouteSpec,
@@ -79,30 +78,6 @@ def _max_replicas_at_least_replicas(component: GatewaySpec | EngineSpec) -> Viol
     return Violation(
         f"{autoscaling.max_replicas} is below replicas, which is {replicas}",
         f"use {replicas} or more, or lower replicas",
-    )
-
-
-def _no_model_when_bundled(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source != BUNDLED_EMBEDDER or embedder.model is None:
-        return None
-    return Violation(
-        "is set, but the bundled embedder has only one model",
-        "leave it out, or set source to the URL of an endpoint",
-    )
-
-
-def _model_with_a_url(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source == BUNDLED_EMBEDDER or embedder.model is not None:
-        return None
-    return Violation("is missing: an endpoint serves many models", "name one of them")
-
-
-def _no_key_when_bundled(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source != BUNDLED_EMBEDDER or embedder.key_secret is None:
-        return None
-    return Violation(
-        "is set, but the bundled embedder needs no key",
-        "leave it out, or set source to the URL of an endpoint",
     )
 
 
@@ -272,38 +247,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         _max_replicas_at_least_replicas,
         _AUTOSCALING,
     ),
-    Rule(
-        "no model name for the bundled embedder",
-        EmbedderSpec,
-        "model",
-        _no_model_when_bundled,
-        CelRule(
-            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.model)",
-            "is set, but the bundled embedder has only one model; leave it out, or set source to "
-            "the URL of an endpoint",
-        ),
-    ),
-    Rule(
-        "model name for an embeddings endpoint",
-        EmbedderSpec,
-        "model",
-        _model_with_a_url,
-        CelRule(
-            f"self.source == '{BUNDLED_EMBEDDER}' || has(self.model)",
-            "is missing: an endpoint serves many models; name one of them",
-        ),
-    ),
-    Rule(
-        "no API key for the bundled embedder",
-        EmbedderSpec,
-        "keySecret",
-        _no_key_when_bundled,
-        CelRule(
-            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.keySecret)",
-            "is set, but the bundled embedder needs no key; leave it out, or set source to the URL "
-            "of an endpoint",
-        ),
-    ),
+    *RETRIEVER_RULES,
     Rule(
         "memory limit at least the request",
         ResourcesSpec,

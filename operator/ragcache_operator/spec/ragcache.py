@@ -14,14 +14,12 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, TelemetrySpec
+from ragcache_operator.spec.components.retriever import RetrieverSpec
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.values import (
-    HTTP_URL,
     RELATIVE_PATH,
     SUBDOMAIN,
-    ApiKeySecret,
     ByteQuantity,
-    ChunkingSpec,
     EngineName,
     ForeignName,
     HostName,
@@ -46,7 +44,6 @@ COMPONENTS = ("gateway", "retriever", "engine", "cachestore")
 BUNDLED_MODELS = {"smollm2": 8192, "tinyrag": 4096}
 """Models that need no hub, each with its maximum context length in tokens. The images have them,
 and `ragcache up` fetches them."""
-BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
 
 _GIB = 1 << 30
 # The full name of a flag, because argparse accepts short ones. A key of its value needs a value.
@@ -293,42 +290,6 @@ class GatewaySpec(ManifestModel):
     """Exposes the gateway through an Ingress. It cannot be combined with httpRoute."""
     http_route: HTTPRouteSpec | None = None
     """Exposes the gateway through an HTTPRoute. It cannot be combined with ingress."""
-
-
-class EmbedderSpec(ManifestModel):
-    """EmbedderSpec sets the embedding model, which turns text into vectors."""
-
-    source: Annotated[
-        str,
-        Field(max_length=2048),
-        StringPattern(
-            rf"{re.escape(BUNDLED_EMBEDDER)}|{HTTP_URL}",
-            "embedder",
-            f"use {BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint, "
-            "like http://embeddings:8080/v1",
-        ),
-    ] = BUNDLED_EMBEDDER
-    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. A URL is the base
-    URL of an OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
-    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Model name that the retriever sends to the endpoint. A URL requires it, and the bundled
-    embedder does not allow it."""
-    key_secret: ApiKeySecret | None = None
-    """API key of the endpoint. If unset, the retriever sends no key."""
-
-
-class RetrieverSpec(ManifestModel):
-    """RetrieverSpec sets the retriever, which stores documents and searches them. It runs as one
-    pod with one volume."""
-
-    embedder: EmbedderSpec = EmbedderSpec()
-    """The embedding model. After a change, the retriever embeds all documents again."""
-    chunking: ChunkingSpec = ChunkingSpec()
-    """How the retriever splits documents of collections that set no chunking."""
-    storage: StorageSpec = StorageSpec()
-    """The volume with documents and vectors. This field is immutable."""
-    resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of the retriever pod."""
 
 
 class EngineSpec(ManifestModel):

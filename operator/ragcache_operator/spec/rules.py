@@ -20,6 +20,7 @@ from ragcache_operator.spec import (
     ModelSpec,
     RagCollection,
     ResourcesSpec,
+    RetrieverSpec,
     StorageSpec,
 )
 from ragcache_operator.spec.consistency import CONSISTENCY
@@ -176,6 +177,25 @@ def _volume_unchanged(new: StorageSpec, old: StorageSpec) -> Violation | None:
     )
 
 
+def _replicas_not_lowered(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
+    if new.replicas >= old.replicas:
+        return None
+    return Violation(
+        f"{new.replicas} is below {old.replicas}: the pods that stay might lack the newest "
+        "documents",
+        f"keep {old.replicas}, or restore a backup into another RagCache",
+    )
+
+
+def _backend_unchanged(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
+    if new.backend.kind == old.backend.kind:
+        return None
+    return Violation(
+        f"is immutable and was {old.backend.kind}: the documents would stay in the old backend",
+        "keep it, or restore a backup into another RagCache",
+    )
+
+
 def _cache_unchanged(new: CacheRef, old: CacheRef) -> Violation | None:
     if new.name == old.name:
         return None
@@ -205,6 +225,31 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
             "self == oldSelf",
             "is immutable: Kubernetes does not change the claims of a StatefulSet; keep it, or "
             "create another RagCache",
+        ),
+    ),
+    UpdateRule(
+        "retriever replicas are not lowered",
+        RetrieverSpec,
+        "replicas",
+        _replicas_not_lowered,
+        CelRule(
+            "self.replicas >= oldSelf.replicas",
+            "is lowered, and the pods that stay might lack the newest documents; keep the number, "
+            "or restore a backup into another RagCache",
+        ),
+    ),
+    UpdateRule(
+        "backend is immutable",
+        RetrieverSpec,
+        "backend",
+        _backend_unchanged,
+        CelRule(
+            "(has(self.backend) && has(self.backend.postgres)) == "
+            "(has(oldSelf.backend) && has(oldSelf.backend.postgres)) && "
+            "(has(self.backend) && has(self.backend.milvus)) == "
+            "(has(oldSelf.backend) && has(oldSelf.backend.milvus))",
+            "is immutable: the documents would stay in the old backend; keep it, or restore a "
+            "backup into another RagCache",
         ),
     ),
     UpdateRule(

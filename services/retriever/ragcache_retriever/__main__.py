@@ -7,10 +7,11 @@ import logging
 import platform
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.damaged_service import damaged_service
@@ -27,14 +28,24 @@ from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
+from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
+from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
+from ragcache_retriever.ranking.rerankers.reranker import Reranker
 from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, SqliteCopies
 from ragcache_retriever.store.sqlite.files.check import find_damage
-from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
+from ragcache_retriever.store.sqlite.files.recovery import (
+    RecoveryFailed,
+    discard,
+    has_recovered_lately,
+    recover,
+)
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
@@ -91,37 +102,43 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     health.set_progress("opening the documents")
     copies = SqliteCopies(settings.data_dir)
     try:
-        store = await asyncio.to_thread(SqliteDocumentStore, settings.data_dir)
+        store = await asyncio.to_thread(open_store, settings)
     except RecoveryFailed as error:
         await _serve_damaged(settings, health, copies, error)
         return
     threads = IndexThreads.start(usable_cores())
     knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
+    parts = ServedParts(settings, knowledge_base, restart.set)
     service = RetrieverService(knowledge_base, spans, copies=copies, restart=restart.set)
-    server = _make_server(settings.listen, service, health)
+    server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(_until_stopped_or(restart))
-    loading = asyncio.create_task(load(knowledge_base, health.set_progress))
+    running = asyncio.create_task(parts.run(server, health))
     stop_check = threading.Event()
     checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
-        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-            await server.set_ready()
-            log.info("ready")
-            await stopping
+        await asyncio.wait((stopping, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
     finally:
         log.info("stopping")
         stop_check.set()
-        loading.cancel()
         stopping.cancel()
+        # Another replica can write from now on, while this one answers the calls that run.
+        running.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
-        await asyncio.gather(loading, stopping, checking, return_exceptions=True)
+        await asyncio.gather(checking, return_exceptions=True)
+        await parts.close()
         await knowledge_base.close()
         await asyncio.to_thread(threads.close)
+
+
+def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
+    """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
+    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
@@ -170,11 +187,13 @@ async def _make_knowledge_base(
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
+    health.set_progress("loading the reranker")
+    reranker = await asyncio.to_thread(make_reranker, settings)
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, IndexOptions(), threads),
-        HybridRanking(),
+        SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, index_options(settings), threads),
+        HybridRanking(reranker),
         make_embedder(settings, gate),
         tokenizer,
         defaults,
@@ -183,9 +202,7 @@ async def _make_knowledge_base(
     )
 
 
-def _make_server(
-    listen: str, service: retriever_pb2_grpc.RetrieverServicer, health: HealthServer
-) -> GrpcServer:
+def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
@@ -199,15 +216,17 @@ def _make_server(
         ) from error
 
 
-async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
-    """Load the knowledge base, and retry until the embedder answers."""
-    while True:
-        try:
-            return await knowledge_base.load(progress)
-        except Unavailable as error:
-            log.warning("knowledge base: not ready error=%s", error)
-            progress(str(error))
-            await asyncio.sleep(error.retry_after_s)
+def make_reranker(settings: RetrieverSettings) -> Reranker | None:
+    """Return the reranker of the settings, or None. A cross-encoder takes seconds to load."""
+    match settings.reranker:
+        case "none":
+            return None
+        case "bundled":
+            return BundledRanker.load()
+        case "cross-encoder":
+            return CrossEncoderReranker(settings.reranker_model or "")
+        case url:
+            return RerankEndpoint(url, settings.reranker_model or "", settings.reranker_api_key)
 
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
@@ -225,6 +244,11 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 
 
+def index_options(settings: RetrieverSettings) -> IndexOptions:
+    """Return how the vectors of all collections are searched."""
+    return IndexOptions(precision=settings.index_precision, recall=settings.index_recall)
+
+
 def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
     """Return the defaults of collections. Raises InvalidInput for values out of range."""
     return CollectionDefaults(
@@ -235,6 +259,7 @@ def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
             settings.chunk_overlap_tokens,
         ),
         window=checked_window(variable("window_chunks"), settings.window_chunks),
+        index=IndexKind(settings.index_kind),
     )
 
 

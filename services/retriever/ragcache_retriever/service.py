@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from ragcache_core.errors import InvalidInput, TooLarge
+from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.messages.backups import received_backup, sent_backup
@@ -265,6 +265,19 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             memory_bytes=await asyncio.to_thread(_memory_bytes),
             backend=self._knowledge_base.store.backend,
         )
+
+    async def FollowChanges(
+        self, request: pb.FollowChangesRequest, context: Context
+    ) -> AsyncIterator[pb.Change]:
+        """Refuse: ReplicatedService answers if there are replicas."""
+        raise Unavailable("retriever", "it has no replicas")
+        yield pb.Change()
+
+    async def AcknowledgeChanges(
+        self, request: pb.AcknowledgeChangesRequest, context: Context
+    ) -> pb.AcknowledgeChangesReply:
+        """Refuse: ReplicatedService answers if there are replicas."""
+        raise Unavailable("retriever", "it has no replicas")
 
     async def Backup(
         self, request: pb.BackupRequest, context: Context

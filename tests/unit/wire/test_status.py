@@ -13,7 +13,14 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import (
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    RagCacheError,
+    TooLarge,
+    Unavailable,
+)
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant
@@ -21,7 +28,7 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.clients.engine_client import RECORD_TIMEOUT_S, EngineClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from ragcache_wire.server import GrpcServer
+from ragcache_wire.server import MAX_CALLS, GrpcServer
 from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
 from ragcache_wire.v1 import (
     cachestore_pb2,
@@ -39,6 +46,7 @@ ERRORS = [
     NotFound("document", "a/b", "list documents to see their ids"),
     Unavailable("engine", "is starting"),
     Unavailable("cachestore", "its disk is full", retry_after_s=60.5),
+    Overloaded("retriever", "256 searches are running", retry_after_s=2.5),
 ]
 
 
@@ -85,8 +93,10 @@ class FailingStore(cachestore_pb2_grpc.CacheStoreServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(servicer: object, register: Any, listen: str = "127.0.0.1:0") -> Any:
-    server = GrpcServer(listen, ["test"], lambda s: register(servicer, s))
+async def serving(
+    servicer: object, register: Any, listen: str = "127.0.0.1:0", max_calls: int = MAX_CALLS
+) -> Any:
+    server = GrpcServer(listen, ["test"], lambda s: register(servicer, s), max_calls=max_calls)
     await server.start()
     try:
         yield server
@@ -213,6 +223,22 @@ async def test_no_answer_in_time_is_unavailable() -> None:
         client = EngineClient(f"127.0.0.1:{server.port}")
         with pytest.raises(Unavailable, match="deadline"):
             await client.request_record("r")
+        await client.close()
+
+
+async def test_a_server_refuses_calls_above_its_limit() -> None:
+    async with serving(
+        FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server, max_calls=1
+    ) as server:
+        client = EngineClient(f"127.0.0.1:{server.port}")
+        # Both arrive before the first one ends, because it never answers.
+        first, second = (asyncio.create_task(client.request_record("r")) for _ in range(2))
+        [refused], [waiting] = await asyncio.wait(
+            (first, second), return_when=asyncio.FIRST_COMPLETED
+        )
+        assert isinstance(refused.exception(), Overloaded)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
         await client.close()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
+from ragcache_core.errors import RagCacheError
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.trace_context import current_metadata
@@ -19,14 +21,56 @@ QUERY_TIMEOUT_S = 10.0
 UPSERT_TIMEOUT_S = 300.0
 """Embedding a large document takes minutes on a small machine."""
 
+COPY_TIMEOUT_S = 3600.0
+"""Time to send all documents of a large retriever over a slow network."""
+
+_READS: Final = (
+    *("Search", "GetCollection", "ListCollections", "GetDocument", "ListDocuments"),
+    *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus"),
+)
+_SERVICE_CONFIG: Final = json.dumps(
+    {
+        # Replicas share one name. A connection to each lets calls go on when one is lost.
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [
+            {
+                "name": [{"service": "ragcache.v1.Retriever", "method": one} for one in _READS],
+                # Another replica answers at once. A stream is not repeated after its first message.
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.02s",
+                    "maxBackoff": "0.2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+)
+
 R = TypeVar("R")
 
 
+class ChangesGone(RagCacheError):
+    """The writer no longer keeps the changes that a follower lacks, or the logs differ."""
+
+
 class RetrieverClient:
-    """Client of the retriever at address ("host:port"). Its calls raise only core errors."""
+    """Client of the retriever at address ("host:port"). Its calls raise only core errors.
+
+    Replicas may share the address. The client balances between them, and repeats reads that one of
+    them could not answer.
+    """
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        options = [
+            *OPTIONS,
+            ("grpc.service_config", _SERVICE_CONFIG),
+            # A replica whose node is lost is noticed in seconds, and another one answers.
+            ("grpc.keepalive_time_ms", 6_000),
+            ("grpc.keepalive_timeout_ms", 2_000),
+        ]
+        self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 
     async def close(self) -> None:
@@ -48,6 +92,11 @@ class RetrieverClient:
         request = pb.ListCollectionsRequest()
         reply = await _call(self._stub.ListCollections(request, timeout=QUERY_TIMEOUT_S))
         return list(reply.collections)
+
+    async def delete_collection(self, name: str) -> pb.DeleteCollectionReply:
+        """Delete a collection with all its documents. Raises NotFound."""
+        request = pb.DeleteCollectionRequest(name=name)
+        return await _call(self._stub.DeleteCollection(request, timeout=UPSERT_TIMEOUT_S))
 
     async def upsert_document(self, document: pb.Document) -> pb.UpsertDocumentReply:
         """Insert or replace a document. It is searchable and durable when this returns."""
@@ -125,6 +174,66 @@ class RetrieverClient:
         finally:
             # A caller that stops early must not leave the search running.
             call.cancel()
+
+    async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> pb.RetrieverStatus:
+        """Return the state of the replica that answers."""
+        return await _call(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+
+    async def backup(self) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of a consistent copy of all documents."""
+        call = self._stub.Backup(pb.BackupRequest(), timeout=COPY_TIMEOUT_S)
+        try:
+            async for part in call:
+                yield part.data
+        except grpc.RpcError as error:
+            raise from_rpc_error(SERVICE, error) from error
+        finally:
+            call.cancel()
+
+    async def restore(self, parts: AsyncIterator[bytes]) -> int:
+        """Replace all documents by a backup, and return their number."""
+
+        async def requests() -> AsyncIterator[pb.BackupPart]:
+            async for data in parts:
+                yield pb.BackupPart(data=data)
+
+        reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
+        return reply.documents
+
+    def forward(self, method: str) -> Any:
+        """Return the call of a method by its name, for a replica that passes requests on.
+
+        It raises gRPC's errors.
+        """
+        return getattr(self._stub, method)
+
+    async def follow_changes(
+        self, request: pb.FollowChangesRequest
+    ) -> AsyncGenerator[pb.Change, None]:
+        """Yield the changes of the writer without an end, and parts of large ones.
+
+        Raises:
+            ChangesGone: The follower needs a copy of the writer.
+        """
+        call = self._stub.FollowChanges(request)
+        try:
+            async for change in call:
+                yield change
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise ChangesGone(error.details() or "the writer refused") from error
+            raise from_rpc_error(SERVICE, error) from error
+        finally:
+            call.cancel()
+
+    async def acknowledge_changes(
+        self, follower: str, sequence: int, writer_epoch: int, timeout_s: float
+    ) -> None:
+        """Tell the writer which changes are durable and searchable at a follower."""
+        request = pb.AcknowledgeChangesRequest(
+            follower=follower, sequence=sequence, writer_epoch=writer_epoch
+        )
+        await _call(self._stub.AcknowledgeChanges(request, timeout=timeout_s))
 
 
 async def _call(call: Awaitable[R]) -> R:

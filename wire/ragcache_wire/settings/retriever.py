@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.settings.field_types import (
     Address,
+    Addresses,
+    ByteQuantity,
     Count,
     HttpUrl,
     LogLevel,
+    Seconds,
     whole_number,
 )
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
@@ -39,6 +42,35 @@ def _embedder(value: str) -> str:
     return value.rstrip("/")
 
 
+def _reranker(value: str) -> str:
+    if value in ("none", "bundled", "cross-encoder"):
+        return value
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("no reranker")
+    return value.rstrip("/")
+
+
+def _lease_name(value: str) -> str:
+    kind, _, name = value.partition(":")
+    if kind == "file" and Path(name).is_absolute():
+        return value
+    namespace, _, lease = name.partition("/")
+    if kind == "kubernetes" and namespace and lease:
+        return value
+    raise ValueError("no Lease")
+
+
+ExpectedRecall = Annotated[
+    float, Field(ge=0.5, le=1, allow_inf_nan=False), Accepts("a number from 0.5 to 1")
+]
+Limit = Annotated[
+    int, BeforeValidator(whole_number), Field(ge=1), Accepts("a whole number, 1 or more")
+]
+WriterLeaseName = Annotated[
+    str,
+    AfterValidator(_lease_name),
+    Accepts("kubernetes:NAMESPACE/NAME, or file:PATH with an absolute path"),
+]
 EmbedderThreads = Annotated[
     int,
     BeforeValidator(whole_number),
@@ -87,6 +119,47 @@ class RetrieverSettings(ServiceSettings):
     """Tokens that a chunk shares with the one before it, in collections that set no chunking."""
     window_chunks: Count = setting(1, spec="spec.retriever.chunking.window")
     """Neighbours that a search returns on each side of a hit, in collections that set no window."""
+    index_kind: Literal["auto", "flat", "ivf", "hnsw"] = setting(
+        "auto", spec="spec.retriever.index.kind"
+    )
+    """Kind of the vector index of collections that set none."""
+    index_recall: ExpectedRecall | None = setting(None, spec="spec.retriever.index.recall")
+    """Recall at which a search stops early. Without it, a search ends after all its stages."""
+    index_precision: Literal["float32", "sq8"] = setting(
+        "float32", spec="spec.retriever.index.precision"
+    )
+    """Precision of vectors in the index."""
+    reranker: Annotated[
+        str,
+        AfterValidator(_reranker),
+        Accepts("none, bundled, cross-encoder, or the base URL of an endpoint with /rerank"),
+    ] = setting("bundled", spec="spec.retriever.reranker.source")
+    """What orders the best hits of a search again."""
+    reranker_model: str | None = setting(None, spec="spec.retriever.reranker.model")
+    """Name or folder of a cross-encoder, or the model to ask the reranker's endpoint for. Both need
+    it."""
+    reranker_api_key: str = setting("", spec="spec.retriever.reranker.keySecret", repr=False)
+    """API key of the reranker's endpoint. Without it, requests carry none."""
+    max_searches: Limit = setting(256, spec="spec.retriever.limits.searches")
+    """Most searches at once. Further ones are rejected."""
+    max_upsert_bytes: ByteQuantity = setting(64 << 20, spec="spec.retriever.limits.upsertBytes")
+    """Most bytes of documents that are prepared at once. Further ones are rejected."""
+    backend: Literal["embedded", "postgres", "milvus"] = setting(
+        "embedded", internal="The operator derives it from spec.retriever.backend."
+    )
+    """Where documents and vectors are stored."""
+    backend_url: str | None = setting(
+        None, internal="A Secret that spec.retriever.backend names has it.", repr=False
+    )
+    """URL of PostgreSQL or Milvus. These backends need it."""
+    peers: Addresses = setting((), spec="spec.retriever.replicas")
+    """Addresses of all replicas with this one. Without them, there is one replica."""
+    own_address: Address | None = setting(None, internal="The operator names each pod.")
+    """The address among the peers that is this replica."""
+    lease: WriterLeaseName | None = setting(None, internal="The operator names the Lease.")
+    """Lease that replicas choose their writer by. Peers need it."""
+    max_lag_s: Seconds = setting(30.0, spec="spec.retriever.maxLagSeconds")
+    """Age of a change from which a replica that lacks it is not ready."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no spans are made."""
     log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
@@ -102,5 +175,35 @@ class RetrieverSettings(ServiceSettings):
         if not self.embeds_itself and self.embedder_model is None:
             raise InvalidInput(
                 variable("embedder_model"), "is not set", "name the endpoint's embedding model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reranker_has_a_model(self) -> Self:
+        if self.reranker not in ("none", "bundled") and self.reranker_model is None:
+            raise InvalidInput(
+                variable("reranker_model"), "is not set", f"name a model of {self.reranker}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_a_url(self) -> Self:
+        if self.backend != "embedded" and self.backend_url is None:
+            raise InvalidInput(
+                variable("backend_url"), "is not set", f"set the URL of {self.backend}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_can_choose_a_writer(self) -> Self:
+        if not self.peers:
+            return self
+        if self.own_address not in self.peers:
+            raise InvalidInput(
+                variable("own_address"), f"{self.own_address} is no peer", "set one of the peers"
+            )
+        if self.lease is None:
+            raise InvalidInput(
+                variable("lease"), "is not set", "name the Lease that all replicas share"
             )
         return self

@@ -130,6 +130,11 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
                 _registered_method=True)
+        self.AcknowledgeChanges = channel.unary_unary(
+                '/ragcache.v1.Retriever/AcknowledgeChanges',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.FromString,
+                _registered_method=True)
 
 
 class RetrieverServicer:
@@ -263,7 +268,16 @@ class RetrieverServicer:
 
     def FollowChanges(self, request, context):
         """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-        longer kept; the follower then takes a backup.
+        longer kept or if the follower has a change that the writer lacks; the follower then takes a
+        backup. A change without statements only tells the last sequence number, every second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcknowledgeChanges(self, request, context):
+        """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
+        when most replicas have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -366,6 +380,11 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.FollowChanges,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.SerializeToString,
+            ),
+            'AcknowledgeChanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcknowledgeChanges,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -882,6 +901,33 @@ class Retriever:
             '/ragcache.v1.Retriever/FollowChanges',
             ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcknowledgeChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/AcknowledgeChanges',
+            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.FromString,
             options,
             channel_credentials,
             insecure,

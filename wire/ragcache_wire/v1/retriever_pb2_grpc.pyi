@@ -74,7 +74,12 @@ class RetrieverStub:
     """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
     FollowChanges: _grpc.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]
     """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-    longer kept; the follower then takes a backup.
+    longer kept or if the follower has a change that the writer lacks; the follower then takes a
+    backup. A change without statements only tells the last sequence number, every second.
+    """
+    AcknowledgeChanges: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeChangesRequest, _retriever_pb2.AcknowledgeChangesReply]
+    """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
+    when most replicas have it.
     """
 
 @_typing.type_check_only
@@ -123,7 +128,12 @@ class RetrieverAsyncStub(RetrieverStub):
     """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
     FollowChanges: _aio.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]  # type: ignore[assignment]
     """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-    longer kept; the follower then takes a backup.
+    longer kept or if the follower has a change that the writer lacks; the follower then takes a
+    backup. A change without statements only tells the last sequence number, every second.
+    """
+    AcknowledgeChanges: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeChangesRequest, _retriever_pb2.AcknowledgeChangesReply]  # type: ignore[assignment]
+    """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
+    when most replicas have it.
     """
 
 class RetrieverServicer(metaclass=_abc_1.ABCMeta):
@@ -283,7 +293,18 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_retriever_pb2.Change], _abc.AsyncIterator[_retriever_pb2.Change]]:
         """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-        longer kept; the follower then takes a backup.
+        longer kept or if the follower has a change that the writer lacks; the follower then takes a
+        backup. A change without statements only tells the last sequence number, every second.
+        """
+
+    @_abc_1.abstractmethod
+    def AcknowledgeChanges(
+        self,
+        request: _retriever_pb2.AcknowledgeChangesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.AcknowledgeChangesReply, _abc.Awaitable[_retriever_pb2.AcknowledgeChangesReply]]:
+        """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
+        when most replicas have it.
         """
 
 def add_RetrieverServicer_to_server(servicer: RetrieverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,29 +1,55 @@
-"""Builds the retriever, which has one pod with a volume."""
+"""Builds the retriever: pods with a volume each, of which one writes if there are several."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ragcache_operator.builders.components.model import model_environment, model_mounts
+from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import service
+from ragcache_operator.builders.objects.service import HEADLESS, HEADLESS_ALL_PODS, service
+from ragcache_operator.builders.objects.writer_role import writer_role
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
+from ragcache_operator.builders.pods.environment import (
+    EnvValue,
+    FromSecret,
+    settings_environment,
+)
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec import (
+    BUNDLED_DIMENSION,
+    BUNDLED_EMBEDDER,
+    RagCache,
+    RetrieverSpec,
+)
 from ragcache_wire.settings import RetrieverSettings
 
 COMPONENT: Final = "retriever"
+REPLICAS: Final = Endpoint(f"{COMPONENT}-replicas", "grpc")
+"""The headless Service that names each pod."""
 GRPC: Final = Endpoint(COMPONENT, "grpc")
 HEALTH: Final = Endpoint(COMPONENT, "health")
+WRITER_LEASE: Final = f"{COMPONENT}-writer"
+
+_PROCESS_BYTES: Final = 768 << 20
+"""Memory of the process with the bundled embedder, besides the index."""
+_ENDPOINT_DIMENSION: Final = 1024
+"""Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
+_NUMBER_BYTES: Final = {"float32": 4, "sq8": 1}
+_GRAPH_BYTES: Final = 272
+"""Memory of the links of one vector in an HNSW graph."""
+_ROW_BYTES: Final = 16
+"""Memory of the row number and the cell of a vector."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
+    is_replicated = retriever.replicas > 1
+    derived = DerivedResources("250m", _memory_bytes(retriever))
     workload = Workload(
         component=COMPONENT,
         name=COMPONENT,
@@ -33,24 +59,34 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         # The retriever is alive once its modules are loaded. Embedding documents delays readiness
         # alone, and has no time limit.
         probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
-        resources=resources(DerivedResources("250m", 1 << 30), retriever.resources),
+        resources=resources(derived, retriever.resources),
+        replicas=retriever.replicas,
         mounts=model_mounts(model),
         storage=retriever.storage,
-        scales=False,
+        service=object_name(cache, REPLICAS.workload),
+        calls_api=is_replicated,
     )
+    meta = workloads.metadata(cache, workload)
+    pods = workloads.selector(cache, workload)
+    ports = [(port, PORT_NUMBERS[port]) for port in workload.ports]
+    role = writer_role(meta, object_name(cache, WRITER_LEASE)) if is_replicated else []
     return [
-        service(
-            workloads.metadata(cache, workload),
-            workloads.selector(cache, workload),
-            [(port, PORT_NUMBERS[port]) for port in workload.ports],
-        ),
+        # Clients balance between all ready pods.
+        service(meta, pods, ports, HEADLESS),
+        # Replicas reach each other before they are ready.
+        service({**meta, "name": workload.service}, pods, ports, HEADLESS_ALL_PODS),
+        *role,
         *workloads.build(cache, workload, site),
     ]
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
-    model = cache.spec.model
+    model, retriever = cache.spec.model, cache.spec.retriever
+    url = retriever.backend.url_secret
+    peers = site.replica_addresses(REPLICAS, COMPONENT, retriever.replicas)
+    is_replicated = len(peers) > 1
     return {
+        **(site.pod_identity() if is_replicated else {}),
         **model_environment(model),
         **settings_environment(
             RetrieverSettings,
@@ -59,5 +95,22 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             health_listen=str(site.bind_address(HEALTH)),
             data_dir=site.data_dir(COMPONENT),
             model=site.model(model.parsed_source),
+            backend=retriever.backend.kind,
+            backend_url=None if url is None else FromSecret.of(url),
+            peers=",".join(peers) if is_replicated else None,
+            own_address=site.shard_address(REPLICAS) if is_replicated else None,
+            lease=site.lease(WRITER_LEASE) if is_replicated else None,
         ),
     }
+
+
+def _memory_bytes(retriever: RetrieverSpec) -> int:
+    """Return the memory of the process and of the index of the expected chunks, in whole MiB."""
+    is_bundled = retriever.embedder.source == BUNDLED_EMBEDDER
+    dimension = BUNDLED_DIMENSION if is_bundled else _ENDPOINT_DIMENSION
+    index = retriever.index
+    vector_bytes = dimension * _NUMBER_BYTES[index.precision] + _ROW_BYTES
+    if index.kind == "hnsw":
+        vector_bytes += _GRAPH_BYTES
+    num_bytes = _PROCESS_BYTES + index.expected_chunks * vector_bytes
+    return -(-num_bytes >> 20) << 20

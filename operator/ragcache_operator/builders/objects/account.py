@@ -1,4 +1,4 @@
-"""ServiceAccounts: one identity without permissions for each workload."""
+"""ServiceAccounts: one identity for each workload."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from ragcache_operator.builders.objects.ownership import Object
 
 
 def account(metadata: Object) -> Object:
-    """Return a ServiceAccount without a token, because no component calls the API server."""
+    """Return a ServiceAccount without a token.
+
+    Pods of the few workloads that call the API server mount a token themselves.
+    """
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",

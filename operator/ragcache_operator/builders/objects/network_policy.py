@@ -20,7 +20,7 @@ from ragcache_operator.builders.labels import (
 )
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.site import PORT_NUMBERS, Site
-from ragcache_operator.spec import BUNDLED_EMBEDDER, COMPONENTS, RagCache
+from ragcache_operator.spec import BUNDLED_EMBEDDER, COMPONENTS, RagCache, RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
 
@@ -31,6 +31,7 @@ _EDGES: Final = (
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
     ("engine", "cachestore", "data"),
+    ("retriever", "retriever", "grpc"),
     ("cachestore", "cachestore", "grpc"),
     ("cachestore", "cachestore", "data"),
     (SYNC_COMPONENT, "gateway", "http"),
@@ -51,6 +52,10 @@ _DNS_PORTS: Final = (53, 5353)
 """OpenShift's DNS pods use the second port. The rule allows any address, because a node-local DNS
 cache is not a pod."""
 _HTTPS: Final = 443
+_BACKEND_PORTS: Final = {"postgres": (5432,), "milvus": (19530,)}
+"""Usual ports of the backends."""
+_API_SERVER_PORTS: Final = (443, 6443)
+"""The Service of the API server, and the usual port behind it. Its address is not known here."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
@@ -133,11 +138,25 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
     ]
     if component in _READS_MODEL and cache.spec.model.parsed_source.kind == "hf":
         rules.append({"ports": _ports(_HTTPS)})
-    if component == "retriever" and cache.spec.retriever.embedder.source != BUNDLED_EMBEDDER:
-        rules += _to_url(cache.spec.retriever.embedder.source, site)
+    if component == "retriever":
+        rules += _retriever_egress(cache.spec.retriever, site)
     otlp = cache.spec.telemetry.otlp
     if otlp is not None:
         rules += _to_url(otlp.endpoint, site)
+    return rules
+
+
+def _retriever_egress(retriever: RetrieverSpec, site: Site) -> list[Object]:
+    rules: list[Object] = []
+    if retriever.embedder.source != BUNDLED_EMBEDDER:
+        rules += _to_url(retriever.embedder.source, site)
+    if retriever.reranker.source.startswith("http"):
+        rules += _to_url(retriever.reranker.source, site)
+    if retriever.backend.kind != "embedded":
+        # The address is in a Secret, which the operator does not read.
+        rules.append({"ports": _ports(*_BACKEND_PORTS[retriever.backend.kind])})
+    if retriever.replicas > 1:
+        rules.append({"ports": _ports(*_API_SERVER_PORTS)})
     return rules
 
 

@@ -112,18 +112,20 @@ def pod_template(
     labels: Mapping[str, str],
     account: str,
     scheduling: SchedulingSpec,
-    spread_by: Mapping[str, str] | None,
+    spread_by: Mapping[str, str],
+    *,
+    has_token: bool = False,
 ) -> Object:
     """Return the pod template of a workload.
 
     Args:
         account: Name of the ServiceAccount.
-        spread_by: Selector of the pods to spread over nodes and zones. None for a workload that
-            never has more than one pod.
+        spread_by: Selector of the pods to spread over nodes and zones.
+        has_token: Whether the container gets a token of the ServiceAccount.
     """
     spec: Object = {
         "serviceAccountName": account,
-        "automountServiceAccountToken": False,
+        "automountServiceAccountToken": has_token,
         # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": container.grace_s,
@@ -134,13 +136,12 @@ def pod_template(
             for mount in container.mounts
             if mount.volume is not None
         ],
-        **placement(scheduling),
-    }
-    if spread_by is not None:
-        spec["topologySpreadConstraints"] = [
+        "topologySpreadConstraints": [
             _spread("kubernetes.io/hostname", spread_by),
             _spread("topology.kubernetes.io/zone", spread_by),
-        ]
+        ],
+        **placement(scheduling),
+    }
     return {"metadata": {"labels": dict(labels)}, "spec": spec}
 
 

@@ -36,7 +36,7 @@ class Workload:
         service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
         drain: Command of the preStop hook.
         surge: Whether a rolling update may run one pod more than desired.
-        scales: Whether the workload can have more than one pod.
+        calls_api: Whether its pods call the API server, with a token of their ServiceAccount.
     """
 
     component: str
@@ -55,7 +55,7 @@ class Workload:
     grace_s: int = 30
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
-    scales: bool = True
+    calls_api: bool = False
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
@@ -154,11 +154,11 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         drain=workload.drain,
         grace_s=workload.grace_s,
     )
-    pods = selector(cache, workload)
     return pod_template(
         container,
         metadata(cache, workload)["labels"],
         object_name(cache, workload.name),
         cache.spec.scheduling,
-        pods if workload.scales else None,
+        selector(cache, workload),
+        has_token=workload.calls_api,
     )

@@ -26,7 +26,7 @@ from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
-from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
+from ragcache_wire.settings import CacheStoreSettings, GatewaySettings, RetrieverSettings
 from tests.helpers.children_parts import (
     UID,
     Object,
@@ -457,6 +457,72 @@ def test_an_endpoints_key_stays_in_its_secret() -> None:
     assert secret == ("RAGCACHE_EMBEDDER_API_KEY", "keys", "embeddings")
 
 
+def test_one_retriever_calls_no_api_server_and_knows_no_peers() -> None:
+    children = build()
+    assert not kinds_of(children, "Role")
+    assert pod_of(children, "retriever")["automountServiceAccountToken"] is False
+    env = env_of(children, "retriever")
+    assert not {"RAGCACHE_PEERS", "RAGCACHE_LEASE", "RAGCACHE_OWN_ADDRESS"} & env.keys()
+
+
+def test_retrievers_know_each_other_and_may_use_only_their_lease() -> None:
+    children = build(retriever={"replicas": 3, "maxLagSeconds": 20})
+    workload = of(children, "StatefulSet", "docs-retriever")
+    service = of(children, "Service", workload["spec"]["serviceName"])
+    assert service["spec"]["clusterIP"] == "None"
+    # They find each other before they are ready.
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    env, name = env_of(children, "retriever"), service["metadata"]["name"]
+    peers = [f"docs-retriever-{i}.{name}.team.svc:50051" for i in range(3)]
+    assert env["RAGCACHE_PEERS"].split(",") == peers
+    own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-retriever-1")
+    assert own == peers[1]
+    settings = read_settings(RetrieverSettings, {**env, "RAGCACHE_OWN_ADDRESS": own})
+    assert (settings.peers, settings.max_lag_s) == (tuple(peers), 20)
+    assert settings.lease == "kubernetes:team/docs-retriever-writer"
+    role, binding = of(children, "Role", "docs-retriever"), kinds_of(children, "RoleBinding")[0]
+    [create, change] = role["rules"]
+    assert (create["resources"], create["verbs"]) == (["leases"], ["create"])
+    assert (change["resourceNames"], change["verbs"]) == (
+        ["docs-retriever-writer"],
+        ["get", "update"],
+    )
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    account = pod_of(children, "retriever")["serviceAccountName"]
+    assert [subject["name"] for subject in binding["subjects"]] == [account]
+    assert pod_of(children, "retriever")["automountServiceAccountToken"] is True
+
+
+def test_clients_of_the_retriever_balance_between_ready_pods() -> None:
+    children = build(retriever={"replicas": 2})
+    service = of(children, "Service", "docs-retriever")
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]
+
+
+@pytest.mark.parametrize(("kind", "secret"), [("postgres", "db"), ("milvus", "vectors")])
+def test_the_url_of_a_backend_stays_in_its_secret(kind: str, secret: str) -> None:
+    backend = {kind: {"urlSecret": {"name": secret, "key": "url"}}}
+    children = build(retriever={"backend": backend})
+    assert env_of(children, "retriever")["RAGCACHE_BACKEND"] == kind
+    [found] = secrets_of(container_of(children, "retriever"))
+    assert found == ("RAGCACHE_BACKEND_URL", secret, "url")
+
+
+def test_the_retrievers_memory_follows_from_the_index() -> None:
+    def memory(**retriever: Any) -> int:
+        container = container_of(build(retriever=retriever), "retriever")
+        return int(parse_quantity(container["resources"]["requests"]["memory"]))
+
+    small = memory(index={"expectedChunks": 1})
+    million = memory(index={"expectedChunks": 1_000_000}) - small
+    assert million == pytest.approx(1_000_000 * (384 * 4 + 16), rel=0.01)
+    quantized = memory(index={"expectedChunks": 1_000_000, "precision": "sq8"}) - small
+    assert quantized == pytest.approx(1_000_000 * (384 + 16), rel=0.01)
+    endpoint = {"source": "http://e/v1", "model": "m"}
+    assert memory(index={"expectedChunks": 1_000_000}, embedder=endpoint) > small + 2 * million
+
+
 def test_scheduling_reaches_every_pod() -> None:
     toleration = {"key": "rag", "operator": "Exists", "effect": "NoSchedule"}
     children = build(
@@ -477,15 +543,13 @@ def test_scheduling_reaches_every_pod() -> None:
 
 def test_replicas_spread_over_nodes_and_zones_if_possible() -> None:
     children = build()
-    for part in ("gateway", "engine-main", "cachestore"):
+    for part in ("gateway", "retriever", "engine-main", "cachestore"):
         constraints = pod_of(children, part)["topologySpreadConstraints"]
         assert [c["topologyKey"] for c in constraints] == [
             "kubernetes.io/hostname",
             "topology.kubernetes.io/zone",
         ]
         assert {c["whenUnsatisfiable"] for c in constraints} == {"ScheduleAnyway"}
-    # The retriever always has one pod.
-    assert "topologySpreadConstraints" not in pod_of(children, "retriever")
 
 
 def test_a_drain_evicts_one_pod_of_a_workload_at_a_time() -> None:

@@ -27,7 +27,10 @@ EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
     "gateway": {"allowedOrigins": ["*"]},
     "retriever": {
-        "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}}
+        "replicas": 3,
+        "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}},
+        "index": {"recall": 0.95},
+        "reranker": {"source": "http://host/v1", "model": "r", "keySecret": {"name": "keys"}},
     },
     "engines": [{"hostTier": "1Gi"}],
     "cacheStore": {"admission": "always"},

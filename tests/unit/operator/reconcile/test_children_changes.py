@@ -20,7 +20,8 @@ WHOLE: Object = {
         "ingress": {"host": "a.example.com"},
     },
     "retriever": {
-        "embedder": {"source": "http://one/v1", "model": "one", "keySecret": {"name": "one"}}
+        "embedder": {"source": "http://one/v1", "model": "one", "keySecret": {"name": "one"}},
+        "reranker": {"source": "http://one/v1", "model": "one", "keySecret": {"name": "one"}},
     },
     "engines": [{"name": "main", "autoscaling": {"maxReplicas": 4}}],
     "telemetry": {"otlp": {"endpoint": "http://one.obs.svc:4318"}},
@@ -42,6 +43,7 @@ ENGINE_OBJECTS = " ".join(
         *("Deployment", "HorizontalPodAutoscaler"),
     )
 )
+WRITER_ROLE = "Role/retriever RoleBinding/retriever"
 POLICIES = " ".join(
     f"NetworkPolicy/{part}"
     for part in ("default-deny", "gateway", "retriever", "engine", "cachestore", "sync")
@@ -79,6 +81,22 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.httpRoute.gateway": ("two", "", "HTTPRoute/gateway"),
     "gateway.httpRoute.gatewayNamespace": ("two", "", "HTTPRoute/gateway"),
     "gateway.httpRoute.hostnames": (["b.example.com"], GATEWAY, "HTTPRoute/gateway"),
+    "retriever.replicas": (3, RETRIEVER, f"{WRITER_ROLE} NetworkPolicy/retriever"),
+    "retriever.maxLagSeconds": (20, RETRIEVER, ""),
+    "retriever.reranker.source": ("http://two.ml.svc/v1", RETRIEVER, "NetworkPolicy/retriever"),
+    "retriever.reranker.model": ("two", RETRIEVER, ""),
+    "retriever.reranker.keySecret.name": ("two", RETRIEVER, ""),
+    "retriever.reranker.keySecret.key": ("two", RETRIEVER, ""),
+    "retriever.index.kind": ("flat", RETRIEVER, ""),
+    "retriever.index.recall": (0.95, RETRIEVER, ""),
+    "retriever.index.precision": ("sq8", RETRIEVER, ""),
+    "retriever.index.expectedChunks": (10_000_000, RETRIEVER, ""),
+    "retriever.limits.searches": (9, RETRIEVER, ""),
+    "retriever.limits.upsertBytes": ("1Gi", RETRIEVER, ""),
+    "retriever.backend.postgres.urlSecret.name": ("two", RETRIEVER, ""),
+    "retriever.backend.postgres.urlSecret.key": ("two", RETRIEVER, ""),
+    "retriever.backend.milvus.urlSecret.name": ("two", RETRIEVER, ""),
+    "retriever.backend.milvus.urlSecret.key": ("two", RETRIEVER, ""),
     "retriever.embedder.source": ("http://two.ml.svc/v1", RETRIEVER, "NetworkPolicy/retriever"),
     "retriever.embedder.model": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.name": ("two", RETRIEVER, ""),
@@ -135,6 +153,9 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path.startswith("retriever.backend"):
+        kind = path.split(".")[2]
+        spec["retriever"]["backend"] = {kind: {"urlSecret": {"name": "one"}}}
     return spec
 
 

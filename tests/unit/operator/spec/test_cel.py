@@ -40,7 +40,7 @@ BYTES_PER_CHARACTER = 4
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
-    *("--kv-cache-dtype", "--kv-offloading-size", "--seed=1"),
+    *("none", "bundled", "--kv-cache-dtype", "--kv-offloading-size", "--seed=1"),
 )
 
 SCHEMAS = {kind.name: object_schema(kind) for kind in KINDS}
@@ -84,6 +84,13 @@ GOOD: list[tuple[Object, Object | None]] = [
             },
         ),
         None,
+    ),
+    (cache(retriever={"replicas": 3}), cache()),
+    (cache(retriever={"reranker": {"source": "none"}}), cache()),
+    (cache(retriever={"reranker": {"source": "cross-encoder", "model": "a/b"}}), None),
+    (
+        cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "b"}}}}),
+        cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "a"}}}}),
     ),
     *((collection(sync={"interval": interval}), None) for interval in ("10s", "1h30m", "24h")),
 ]
@@ -309,7 +316,12 @@ def samples(schema: Schema) -> list[Any]:
         case "object":
             fields = schema["properties"]
             required = {name: samples(fields[name])[0] for name in schema.get("required", ())}
-            return [with_defaults(required, schema)]
+            optional = [
+                {name: samples(field)[0]}
+                for name, field in fields.items()
+                if name not in required and field["type"] == "object"
+            ]
+            return [with_defaults(required | one, schema) for one in ({}, *optional)]
         case "array":
             return [[], *([item] for item in samples(schema["items"]))]
         case "integer":

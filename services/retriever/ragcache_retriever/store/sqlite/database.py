@@ -56,14 +56,21 @@ class DatabaseDamaged(Unavailable):
 class Database:
     """The SQLite file of one data folder, which no other process may use.
 
-    A damaged file is recovered, as far as it can be read.
+    Args:
+        repair: Replaces a damaged file in a folder, by default by what can be read of it.
 
     Raises:
         InvalidInput: The folder cannot be used.
         RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
-    def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        reserve: DiskReserve | None = None,
+        repair: Callable[[Path], object] = recover,
+    ) -> None:
+        self._repair = repair
         self.folder = folder
         self.path = folder / FILE_NAME
         self._lock_file = lock_folder(folder)
@@ -102,7 +109,7 @@ class Database:
             except DatabaseDamaged as error:
                 self._close_connections()
                 self.mark_damaged(str(error))
-        recover(self.folder)
+        self._repair(self.folder)
         marker.unlink()
         return self._opened()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ragcache_retriever.store.sqlite.change_log import SqliteChangeLog
 from ragcache_retriever.store.sqlite.collections import CollectionTables
 from ragcache_retriever.store.sqlite.database import Database
 from ragcache_retriever.store.sqlite.documents import DocumentTables
+from ragcache_retriever.store.sqlite.files.recovery import recover
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.lexical import LexicalTables
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
@@ -39,13 +40,21 @@ from ragcache_retriever.store.sqlite.reads import DocumentReads
 class SqliteDocumentStore:
     """Documents in one SQLite file, which no other process may use.
 
+    Args:
+        repair: Replaces a damaged file in a folder, by default by what can be read of it.
+
     Raises:
         InvalidInput: The folder cannot be used.
         RecoveryFailed: The file is damaged, and its documents cannot be read.
     """
 
-    def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
-        self.database = Database(folder, reserve)
+    def __init__(
+        self,
+        folder: Path,
+        reserve: DiskReserve | None = None,
+        repair: Callable[[Path], object] = recover,
+    ) -> None:
+        self.database = Database(folder, reserve, repair)
         self.changes = SqliteChangeLog(self.database)
         self._lexical = LexicalTables(self.database)
         self._collections = CollectionTables(self.database, self._lexical)

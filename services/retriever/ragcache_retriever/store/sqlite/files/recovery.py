@@ -115,6 +115,18 @@ def recover(folder: Path) -> RecoveryReport:
     return report
 
 
+def discard(folder: Path) -> None:
+    """Move a damaged database aside, because another replica has a whole one to copy."""
+    damaged = folder / FILE_NAME
+    remove_database(folder / DAMAGED_NAME)
+    if damaged.exists():
+        os.replace(damaged, folder / DAMAGED_NAME)
+    remove_database(damaged)
+    shutil.rmtree(folder / INDEXES_FOLDER, ignore_errors=True)
+    sync_folder(folder)
+    log.warning("document store: discarded damaged_file=%s", folder / DAMAGED_NAME)
+
+
 def has_recovered_lately(folder: Path) -> bool:
     """Whether a recovery ended within the last hour. Another one would hardly find more."""
     try:

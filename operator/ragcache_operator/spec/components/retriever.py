@@ -1,0 +1,171 @@
+"""The retriever's part of a RagCache: replicas, index, limits and where the documents are."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from ragcache_operator.spec.values import (
+    HTTP_URL,
+    ApiKeySecret,
+    ByteQuantity,
+    ChunkingSpec,
+    ManifestModel,
+    ResourcesSpec,
+    SecretKey,
+    StorageSpec,
+    StringPattern,
+)
+
+BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
+BUNDLED_DIMENSION: Final = 384
+"""Numbers in a vector of the bundled embedder."""
+MAX_RETRIEVER_REPLICAS: Final = 5
+"""More replicas would not make the loss of documents less likely in practice, and every change has
+to reach most of them."""
+
+
+class EmbedderSpec(ManifestModel):
+    """EmbedderSpec sets the embedding model, which turns text into vectors."""
+
+    source: Annotated[
+        str,
+        Field(max_length=2048),
+        StringPattern(
+            rf"{re.escape(BUNDLED_EMBEDDER)}|{HTTP_URL}",
+            "embedder",
+            f"use {BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint, "
+            "like http://embeddings:8080/v1",
+        ),
+    ] = BUNDLED_EMBEDDER
+    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. A URL is the base
+    URL of an OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Model name that the retriever sends to the endpoint. A URL requires it, and the bundled
+    embedder does not allow it."""
+    key_secret: ApiKeySecret | None = None
+    """API key of the endpoint. If unset, the retriever sends no key."""
+
+
+class RerankerSpec(ManifestModel):
+    """RerankerSpec sets the model that orders the best hits of a search again."""
+
+    source: Annotated[
+        str,
+        Field(max_length=2048),
+        StringPattern(
+            rf"none|bundled|cross-encoder|{HTTP_URL}",
+            "reranker",
+            "use none, bundled, cross-encoder, or the base URL of an endpoint with /rerank, "
+            "like http://reranker:8000/v1",
+        ),
+    ] = "bundled"
+    """Source of new scores. none keeps the order of the search. bundled is a small ranking model
+    over features of the search, which runs inside the retriever; collections that do not gain from
+    it do not use it. cross-encoder is a model that reads question and chunk together, which runs
+    inside the retriever. A URL is the base URL of an engine that serves /rerank, like
+    http://reranker:8000/v1."""
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """For cross-encoder, the Hugging Face name or the folder of the model. For a URL, the model
+    name that the retriever sends. Both require it, and the other sources do not allow it."""
+    key_secret: ApiKeySecret | None = None
+    """API key of the endpoint. If unset, the retriever sends no key."""
+
+
+class IndexSpec(ManifestModel):
+    """IndexSpec sets the vector index of collections that set none."""
+
+    kind: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
+    """Kind of the vector index. flat compares the question with every chunk. ivf compares it with
+    the chunks of the nearest clusters, and hnsw walks a graph of neighbours. auto chooses by the
+    number of chunks."""
+    recall: Annotated[float, Field(ge=0.5, le=1, allow_inf_nan=False)] | None = None
+    """Share of the nearest chunks that a search has to find, like 0.95. A search stops when this
+    recall is expected. If unset, a search ends after all its stages."""
+    precision: Literal["float32", "sq8"] = "float32"
+    """Precision of vectors in the index. sq8 stores one byte for each number instead of four, and
+    finds slightly fewer of the nearest chunks. Documents keep their exact vectors."""
+    expected_chunks: Annotated[int, Field(ge=1, le=1_000_000_000)] = 200_000
+    """Expected number of chunks of all collections. The memory request follows from it, the
+    precision and the embedder. It is no limit."""
+
+
+class RetrieverLimitsSpec(ManifestModel):
+    """RetrieverLimitsSpec sets the limits of requests to each replica."""
+
+    searches: Annotated[int, Field(ge=1, le=10_000)] = 256
+    """Maximum number of searches at once in each replica, from their arrival to their end. Further
+    ones are rejected, and clients of the gateway get 503 and Retry-After."""
+    upsert_bytes: ByteQuantity = "64Mi"
+    """Maximum size of the documents that a replica prepares at once. Further ones are rejected, and
+    clients of the gateway get 503 and Retry-After."""
+
+
+class PostgresBackendSpec(ManifestModel):
+    """PostgresBackendSpec selects a PostgreSQL database with the extension pgvector."""
+
+    url_secret: SecretKey
+    """URL of the database, like postgresql://user:password@host:5432/documents."""
+
+
+class MilvusBackendSpec(ManifestModel):
+    """MilvusBackendSpec selects a Milvus cluster."""
+
+    url_secret: SecretKey
+    """URI of the cluster, like http://user:password@milvus:19530."""
+
+
+class BackendSpec(ManifestModel):
+    """BackendSpec sets where documents and vectors are stored. Without a field, they are on the
+    retriever's own volume."""
+
+    postgres: PostgresBackendSpec | None = None
+    """Stores documents and vectors in PostgreSQL. It cannot be combined with milvus."""
+    milvus: MilvusBackendSpec | None = None
+    """Stores vectors in Milvus, and documents on the retriever's volume. It cannot be combined with
+    postgres."""
+
+    @property
+    def kind(self) -> Literal["embedded", "postgres", "milvus"]:
+        """Name of the backend."""
+        if self.postgres is not None:
+            return "postgres"
+        return "embedded" if self.milvus is None else "milvus"
+
+    @property
+    def url_secret(self) -> SecretKey | None:
+        """Where the URL of the backend is, if it has one."""
+        given = self.postgres or self.milvus
+        return None if given is None else given.url_secret
+
+
+class RetrieverSpec(ManifestModel):
+    """RetrieverSpec sets the retriever, which stores documents and searches them."""
+
+    replicas: Annotated[int, Field(ge=1, le=MAX_RETRIEVER_REPLICAS)] = 1
+    """Number of retriever pods, each with a volume and a copy of all documents. One of them writes,
+    and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
+    but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
+    pods that stay might lack the newest documents."""
+    max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
+    """Maximum age of a change that a replica may lack. A replica that is further behind the writer
+    answers no searches until it has caught up. A failover takes up to 15 seconds."""
+    embedder: EmbedderSpec = EmbedderSpec()
+    """The embedding model. After a change, the retriever embeds all documents again."""
+    reranker: RerankerSpec = RerankerSpec()
+    """The reranker, which orders the best hits of a search again."""
+    chunking: ChunkingSpec = ChunkingSpec()
+    """How the retriever splits documents of collections that set no chunking."""
+    index: IndexSpec = IndexSpec()
+    """The vector index of collections that set none."""
+    limits: RetrieverLimitsSpec = RetrieverLimitsSpec()
+    """Limits of requests."""
+    backend: BackendSpec = BackendSpec()
+    """Where documents and vectors are stored. This field is immutable."""
+    storage: StorageSpec = StorageSpec()
+    """The volume of each pod with documents and vectors. This field is immutable."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """Resource requests and limits of each retriever pod. By default the memory follows from
+    index."""

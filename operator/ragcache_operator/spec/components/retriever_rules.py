@@ -1,0 +1,153 @@
+"""Rules between the fields of the retriever's spec."""
+
+from __future__ import annotations
+
+from ragcache_operator.spec.components.retriever import (
+    BUNDLED_EMBEDDER,
+    BackendSpec,
+    EmbedderSpec,
+    RerankerSpec,
+    RetrieverSpec,
+)
+from ragcache_operator.spec.validation import CelRule, Rule, Violation
+
+
+def _no_model_when_bundled(embedder: EmbedderSpec) -> Violation | None:
+    if embedder.source != BUNDLED_EMBEDDER or embedder.model is None:
+        return None
+    return Violation(
+        "is set, but the bundled embedder has only one model",
+        "leave it out, or set source to the URL of an endpoint",
+    )
+
+
+def _model_with_a_url(embedder: EmbedderSpec) -> Violation | None:
+    if embedder.source == BUNDLED_EMBEDDER or embedder.model is not None:
+        return None
+    return Violation("is missing: an endpoint serves many models", "name one of them")
+
+
+def _no_key_when_bundled(embedder: EmbedderSpec) -> Violation | None:
+    if embedder.source != BUNDLED_EMBEDDER or embedder.key_secret is None:
+        return None
+    return Violation(
+        "is set, but the bundled embedder needs no key",
+        "leave it out, or set source to the URL of an endpoint",
+    )
+
+
+def _model_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
+    has_models = reranker.source not in ("none", "bundled")
+    if has_models and reranker.model is None:
+        return Violation(f"is missing: {reranker.source} needs a model", "name one")
+    if not has_models and reranker.model is not None:
+        return Violation(
+            f"is set, but source {reranker.source} has no choice of models",
+            "leave it out, or set source to cross-encoder or the URL of an endpoint",
+        )
+    return None
+
+
+def _key_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
+    if reranker.source.startswith("http") or reranker.key_secret is None:
+        return None
+    return Violation(
+        f"is set, but source {reranker.source} needs no key",
+        "leave it out, or set source to the URL of an endpoint",
+    )
+
+
+def _one_backend(backend: BackendSpec) -> Violation | None:
+    if backend.postgres is None or backend.milvus is None:
+        return None
+    return Violation("is set together with postgres", "keep the one that has your documents")
+
+
+def _replicas_fit_the_backend(retriever: RetrieverSpec) -> Violation | None:
+    if retriever.replicas == 1 or retriever.backend.kind == "embedded":
+        return None
+    return Violation(
+        f"{retriever.replicas} is not possible with backend {retriever.backend.kind}: replicas "
+        "copy the documents of their own volumes",
+        "use 1, and let the backend replicate",
+    )
+
+
+RETRIEVER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "no model name for the bundled embedder",
+        EmbedderSpec,
+        "model",
+        _no_model_when_bundled,
+        CelRule(
+            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.model)",
+            "is set, but the bundled embedder has only one model; leave it out, or set source to "
+            "the URL of an endpoint",
+        ),
+    ),
+    Rule(
+        "model name for an embeddings endpoint",
+        EmbedderSpec,
+        "model",
+        _model_with_a_url,
+        CelRule(
+            f"self.source == '{BUNDLED_EMBEDDER}' || has(self.model)",
+            "is missing: an endpoint serves many models; name one of them",
+        ),
+    ),
+    Rule(
+        "no API key for the bundled embedder",
+        EmbedderSpec,
+        "keySecret",
+        _no_key_when_bundled,
+        CelRule(
+            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.keySecret)",
+            "is set, but the bundled embedder needs no key; leave it out, or set source to the URL "
+            "of an endpoint",
+        ),
+    ),
+    Rule(
+        "model of the reranker if there is a choice",
+        RerankerSpec,
+        "model",
+        _model_fits_the_reranker,
+        CelRule(
+            "(self.source in ['none', 'bundled']) != has(self.model)",
+            "does not fit source: cross-encoder and a URL need a model, none and bundled allow none; "
+            "name one, or leave it out",
+        ),
+    ),
+    Rule(
+        "API key of the reranker only for an endpoint",
+        RerankerSpec,
+        "keySecret",
+        _key_fits_the_reranker,
+        CelRule(
+            "self.source.startsWith('http') || !has(self.keySecret)",
+            "is set, but only an endpoint needs a key; leave it out, or set source to the URL of "
+            "an endpoint",
+        ),
+    ),
+    Rule(
+        "postgres or milvus",
+        BackendSpec,
+        "milvus",
+        _one_backend,
+        CelRule(
+            "!has(self.postgres) || !has(self.milvus)",
+            "is set together with postgres; keep the one that has your documents",
+        ),
+    ),
+    Rule(
+        "one retriever replica unless the backend is embedded",
+        RetrieverSpec,
+        "replicas",
+        _replicas_fit_the_backend,
+        CelRule(
+            "self.replicas == 1 || !has(self.backend) || "
+            "!(has(self.backend.postgres) || has(self.backend.milvus))",
+            "must be 1 with this backend, because replicas copy the documents of their own "
+            "volumes; let the backend replicate",
+        ),
+    ),
+)

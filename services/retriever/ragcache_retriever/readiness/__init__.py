@@ -1,0 +1,1 @@
+"""Whether the retriever can answer: its storage, and what replicas add."""

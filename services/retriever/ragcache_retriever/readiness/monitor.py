@@ -1,0 +1,62 @@
+"""Keeps the reported readiness up to date while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+
+Check = Callable[[], Awaitable[str | None]]
+"""Returns what is wrong, or None."""
+
+
+class ReadinessMonitor:
+    """Reports ready while all checks pass, and the first problem otherwise. It recovers by itself.
+
+    Args:
+        set_ready: Reports ready.
+        set_not_ready: Reports a problem.
+    """
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        set_ready: Callable[[], Awaitable[None]],
+        set_not_ready: Callable[[str], Awaitable[None]],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._checks = checks
+        self._set_ready = set_ready
+        self._set_not_ready = set_not_ready
+        self._period_s = period_s
+        self._is_ready: bool | None = None
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        while True:
+            await self.update()
+            await asyncio.sleep(self._period_s)
+
+    async def update(self) -> None:
+        """Check once and report the result."""
+        problem = await self._first_problem()
+        if problem is None:
+            if self._is_ready is not True:
+                log.info("readiness: ready")
+                await self._set_ready()
+        else:
+            if self._is_ready is not False:
+                log.warning("readiness: not ready problem=%s", problem)
+            await self._set_not_ready(problem)
+        self._is_ready = problem is None
+
+    async def _first_problem(self) -> str | None:
+        for check in self._checks:
+            problem = await check()
+            if problem is not None:
+                return problem
+        return None

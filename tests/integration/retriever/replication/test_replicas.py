@@ -1,0 +1,201 @@
+"""Replicas keep every acknowledged write when the writer is lost, and have one writer at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_retriever.replication import change_feed
+from ragcache_retriever.replication.file_lease import FileLease
+from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.helpers.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
+
+
+def cluster(
+    folder: Path, count: int = 3
+) -> contextlib.AbstractAsyncContextManager[list[ReplicaNode]]:
+    return cluster_of(folder, lambda: FileLease(folder / "lease.json"), count)
+
+
+async def test_one_replica_writes_and_the_others_pass_writes_on(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        await writer_of(nodes)
+        for i, node in enumerate(nodes):
+            await put(node, f"r{i}")
+        assert sum(node.replica.is_writer for node in nodes) == 1
+        # A write waits for all replicas that are alive, so each of them has it.
+        for node in nodes:
+            assert await names(node, "r0", "r1", "r2") == ["r0", "r1", "r2"]
+            status = await node.client.status()
+            assert status.writer in node.peers
+            assert status.lag_s == 0
+            assert await node.replica.problem() is None
+
+
+async def test_an_error_of_the_writer_reaches_the_caller_of_a_follower(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        follower = next(node for node in nodes if node is not writer)
+        await until(lambda: follower.replica.writer == writer.address, "a known writer")
+        with pytest.raises(Unavailable, match="DeleteDocument is not served here"):
+            await follower.client.delete_document("c", "d")
+
+        async def no_parts() -> AsyncIterator[bytes]:
+            yield b""
+
+        with pytest.raises(InvalidInput, match="restore into one replica"):
+            await writer.client.restore(no_parts())
+
+
+async def test_acknowledged_writes_survive_the_loss_of_the_writer(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        others = [node for node in nodes if node is not first]
+        for i in range(10):
+            await put(others[0], f"r{i}")
+        await first.stop(release=False)
+        second = await writer_of(others)
+        assert second.replica.position().epoch == 2
+        wanted = [f"r{i}" for i in range(10)]
+        assert await names(second, *wanted) == wanted
+        await put(others[0], "after")
+        # The first one comes back and follows.
+        await first.start()
+        await until(lambda: first.replica.position() == second.replica.position(), "caught up")
+        assert await names(first, *wanted, "after") == [*wanted, "after"]
+        assert not first.replica.is_writer
+
+
+async def test_a_writer_that_stops_hands_over_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        await put(first, "r")
+        await first.stop()
+        second = await writer_of([node for node in nodes if node is not first])
+        assert await names(second, "r") == ["r"]
+
+
+async def test_a_former_writer_discards_what_no_other_replica_has(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        await put(first, "kept")
+        others = [node for node in nodes if node is not first]
+        for node in others:
+            await node.stop()
+        with pytest.raises(Unavailable, match="safe to repeat"):
+            await first.client.put_report("lost", b"x")
+        assert await names(first, "kept", "lost") == ["kept", "lost"]
+        await first.stop(release=False)
+        for node in others:
+            await node.start()
+        await writer_of(others)
+        await put(others[0], "new")
+        await first.start()
+        await first.restart_with_copy()
+        await until(lambda: first.replica._lag.has_caught_up, "caught up")
+        assert await names(first, "kept", "lost", "new") == ["kept", "new"]
+
+
+async def test_a_lost_volume_is_copied_and_does_not_count_before(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        lost, other = (node for node in nodes if node is not writer)
+        await lost.stop()
+        shutil.rmtree(lost.folder)
+        await writer.stop(release=False)
+        # Two replicas answer, but only one of them has documents, so neither may lead.
+        await lost.start()
+        await asyncio.sleep(4)
+        assert not other.replica.is_writer
+        assert not lost.replica.is_writer
+        assert await lost.replica.problem() is not None
+        await writer.start()
+        await writer_of(nodes)
+        await until(
+            lambda: lost.replica.position().sequence > 0 or lost.needs_restart.is_set(),
+            "a copy or all changes",
+        )
+        if lost.needs_restart.is_set():
+            await lost.restart_with_copy()
+        await put(other, "after")
+        await until(lambda: lost.replica._lag.has_caught_up, "caught up")
+        assert await names(lost, "r", "after") == ["r", "after"]
+
+
+async def test_a_follower_that_is_too_far_behind_takes_a_copy(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        behind = next(node for node in nodes if node is not writer)
+        await behind.stop()
+        writer.documents.store.changes._max_kept_bytes = 1
+        for i in range(5):
+            await put(writer, f"more{i}")
+        await behind.start()
+        await behind.restart_with_copy()
+        await until(lambda: behind.replica._lag.has_caught_up, "caught up")
+        assert await names(behind, "r", "more4") == ["r", "more4"]
+
+
+async def test_a_writer_whose_storage_hangs_hands_over_and_its_late_write_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        await put(first, "r")
+        first.is_fit = False
+        second = await writer_of([node for node in nodes if node is not first])
+        # A write that waited in the writer's thread all the time.
+        with pytest.raises(Unavailable, match="not the writer"):
+            first.documents.put("late", b"x")
+        await put(second, "after")
+        first.is_fit = True
+        await until(lambda: first.replica.position() == second.replica.position(), "caught up")
+        assert await names(first, "late", "after") == ["after"]
+
+
+async def test_a_large_change_arrives_in_parts(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        body = bytes(range(256)) * (12 << 12)  # 12 MiB
+        await put(writer, "large", body)
+        for node in nodes:
+            found = await node.client.get_report("large")
+            assert found.body == body
+
+
+async def test_without_a_majority_no_write_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_feed, "ACKNOWLEDGE_TIMEOUT_S", 0.5)
+    async with cluster(tmp_path, 2) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        other = next(node for node in nodes if node is not writer)
+        await other.stop()
+        with pytest.raises(Unavailable, match="safe to repeat"):
+            await writer.client.put_report("alone", b"x")
+        # A repetition changes nothing, and is not acknowledged either.
+        with pytest.raises(Unavailable, match="safe to repeat"):
+            await writer.client.put_report("alone", b"x")
+        assert await names(writer, "r") == ["r"]
+        await other.start()
+        await put(writer, "alone")
+
+
+async def test_followers_of_another_epoch_are_refused(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        request = pb.FollowChangesRequest(after=0, writer_epoch=99)
+        with pytest.raises(RagCacheError, match="epoch 99"):
+            await anext(writer.client.follow_changes(request))
+        with pytest.raises(Unavailable, match="epoch 99"):
+            await writer.client.acknowledge_changes(writer.peers[0], 5, 99, 1.0)

@@ -1,0 +1,81 @@
+"""A disk that does not answer makes the retriever unready until it answers again."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+from ragcache_retriever.readiness.monitor import ReadinessMonitor
+from ragcache_retriever.readiness.storage_probe import PROBE_FILE, StorageProbe
+
+
+async def test_a_working_folder_passes(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "d.sqlite", check_same_thread=False)
+    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1").fetchone())
+    assert await probe.check() is None
+    assert (tmp_path / PROBE_FILE).read_bytes() == b"probe"
+    assert await probe.check() is None
+    database.close()
+
+
+async def test_a_failure_is_named(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "d.sqlite", check_same_thread=False)
+    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1 FROM documents"))
+    assert await probe.check() == "the storage failed: no such table: documents"
+    database.close()
+    gone = StorageProbe(tmp_path / "gone", lambda: None)
+    problem = await gone.check()
+    assert problem is not None
+    assert "No such file" in problem
+
+
+async def test_a_hanging_disk_has_one_thread_and_recovers(tmp_path: Path) -> None:
+    answers, num_reads = threading.Event(), 0
+
+    def read() -> None:
+        nonlocal num_reads
+        num_reads += 1
+        assert answers.wait(60)
+
+    probe = StorageProbe(tmp_path, read, deadline_s=0.05)
+    for _ in range(3):
+        problem = await probe.check()
+        assert problem is not None
+        assert problem.startswith("the storage has not answered for")
+    assert num_reads == 1
+    answers.set()
+    while await probe.check() is not None:
+        pass
+    # The check that succeeded may be the one that hung.
+    assert num_reads in (1, 2)
+
+
+async def test_the_monitor_reports_changes_and_the_first_problem() -> None:
+    problems: list[str | None] = ["loading", None]
+    told: list[str] = []
+
+    async def first() -> str | None:
+        return problems[0]
+
+    async def second() -> str | None:
+        return problems[1]
+
+    async def ready() -> None:
+        told.append("ready")
+
+    async def not_ready(problem: str) -> None:
+        told.append(problem)
+
+    monitor = ReadinessMonitor([first, second], ready, not_ready)
+    await monitor.update()
+    problems[0] = None
+    await monitor.update()
+    await monitor.update()
+    problems[:] = ["a", "b"]
+    await monitor.update()
+    problems[0] = None
+    await monitor.update()
+    problems[1] = None
+    await monitor.update()
+    assert told == ["loading", "ready", "a", "b", "ready"]
