@@ -127,7 +127,7 @@ def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, floa
         results[f"{name}_{run}_ndcg10"] = round(float(np.mean(quality[run])), 4)
         results[f"{name}_{run}_recall10"] = round(_recall(searched, hits), 4)
     results[f"{name}_lexical_weight"] = weights.lexical
-    results[f"{name}_uses_ranker"] = float(weights.uses_ranker)
+    results[f"{name}_uses_ranker"] = float(bool(weights.uses_ranker))
     results[f"{name}_ranker_p"] = _share_without_gain(quality["hybrid"], quality["hybrid_ranker"])
     plain.close()
     ranked.close()

@@ -57,7 +57,8 @@ class BoostedTrees:
     @property
     def depth(self) -> int:
         """Comparisons from the root to a leaf."""
-        return self.leaf_values.shape[1].bit_length() - 1
+        num_leaves: int = self.leaf_values.shape[1]
+        return num_leaves.bit_length() - 1
 
     def scores(self, features: Features) -> Scores:
         """Return the score of each candidate.

@@ -33,7 +33,7 @@ class FusionWeights:
         lexical: Weight of the lexical leg, in [0, 1]. The dense leg has the rest.
         dense_floor: Cosine similarity that counts as 0: the mean one of questions to chunks that
             were not chosen for them. It depends on the embedder.
-        uses_ranker: Whether the bundled ranker reorders the fused hits.
+        uses_ranker: Whether the bundled ranker reorders the fused hits. None: that was not chosen.
         num_questions: Questions that the weights were chosen on. 0: these are the defaults.
         generation: The set of chunks that they were chosen for.
         num_chunks: Its chunks at that time.
@@ -41,7 +41,7 @@ class FusionWeights:
 
     lexical: float = DEFAULT_LEXICAL_WEIGHT
     dense_floor: float = 0.0
-    uses_ranker: bool = False
+    uses_ranker: bool | None = None
     num_questions: int = 0
     generation: int = 0
     num_chunks: int = 0
@@ -136,7 +136,7 @@ def weights_from_text(text: str) -> FusionWeights:
         weights = FusionWeights(
             float(content["lexical"]),
             float(content["dense_floor"]),
-            bool(content["uses_ranker"]),
+            None if content["uses_ranker"] is None else bool(content["uses_ranker"]),
             int(content["num_questions"]),
             int(content["generation"]),
             int(content["num_chunks"]),

@@ -192,7 +192,8 @@ def _match_earliness(matches: TermMatches, num_texts: int) -> Scores:
     """Return how early the first match is: 0 at the beginning, else negative and logarithmic."""
     first = np.full(num_texts, 1e4)
     np.minimum.at(first, matches.texts, matches.positions.astype(np.float64))
-    return -np.log1p(first)
+    earliness: Scores = -np.log1p(first)
+    return earliness
 
 
 # Embeddings

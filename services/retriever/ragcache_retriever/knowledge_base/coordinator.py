@@ -18,6 +18,7 @@ from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
 from ragcache_retriever.knowledge_base.remake import Remake
@@ -93,6 +94,14 @@ class KnowledgeBase:
         self._remake = Remake(
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
+        self._fusion_tuner = FusionTuner(
+            store,
+            self._collections,
+            self.threads,
+            embedder,
+            self._preparer,
+            ranking.optional_reranker,
+        )
 
     async def load(
         self, progress: Callable[[str], None] = logger.debug, *, is_writer: bool = True
@@ -118,14 +127,17 @@ class KnowledgeBase:
         self._collections.finish_loading()
         if is_writer:
             self._remake.start()
+            self._fusion_tuner.start()
 
     async def start_writing(self) -> None:
         """Become the writer: create what is missing, and begin background work."""
         await self.threads.write(self._collections.add_missing)
         self._remake.start()
+        self._fusion_tuner.start()
 
     async def stop_writing(self) -> None:
         """End background work. The caller refuses writes afterwards."""
+        await self._fusion_tuner.stop()
         await self._remake.stop()
 
     async def apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
@@ -138,6 +150,7 @@ class KnowledgeBase:
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
+        await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
         await self.threads.close()
@@ -149,6 +162,10 @@ class KnowledgeBase:
     async def wait_until_idle(self) -> None:
         """Wait until no document has to be prepared again and nothing has to be removed."""
         await self._remake.wait_until_idle()
+
+    async def tune_fusion(self) -> None:
+        """Choose the weights of the legs for all collections that need it."""
+        await self._fusion_tuner.tune()
 
     # Collections
 

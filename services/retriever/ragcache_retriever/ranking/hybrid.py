@@ -93,6 +93,12 @@ class HybridRanking:
         self._threads = ThreadPoolExecutor(LEXICAL_THREADS, "lexical")
         self._finalities: dict[int, FusedFinality] = {}
 
+    @property
+    def optional_reranker(self) -> Reranker | None:
+        """See Ranking."""
+        reranker = self._reranker
+        return reranker if reranker is not None and reranker.needs_choice else None
+
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search. See Ranking."""
         dimension = 0 if search.vector is None else len(search.vector)

@@ -110,6 +110,12 @@ class TuningSample:
                 weights = replace(weights, uses_ranker=legs.gains(searches, weights, ranker))
         return replace(weights, generation=self._generation, num_chunks=self._num_chunks)
 
+    def without_choice(self) -> FusionWeights:
+        """Return the defaults, for a collection with too few questions."""
+        return FusionWeights(
+            uses_ranker=False, generation=self._generation, num_chunks=self._num_chunks
+        )
+
     def _hold_out(self, embedded_text: Callable[[str, Chunk], str]) -> None:
         count = len(self._chunks)
         for i in range(count):

@@ -89,9 +89,9 @@ def test_shares_of_nothing_are_zero() -> None:
     assert share_of_best(np.empty(0)).tolist() == []
 
 
-@given(st.floats(0, 1), st.floats(-1, 1), st.booleans(), st.integers(0, 999))
+@given(st.floats(0, 1), st.floats(-1, 1), st.none() | st.booleans(), st.integers(0, 999))
 def test_weights_survive_their_text(
-    lexical: float, floor: float, uses_ranker: bool, num_questions: int
+    lexical: float, floor: float, uses_ranker: bool | None, num_questions: int
 ) -> None:
     weights = FusionWeights(lexical, floor, uses_ranker, num_questions, 3, 4)
     assert weights_from_text(weights_to_text(weights)) == weights

@@ -42,14 +42,14 @@ class RerankEndpoint:
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=deadline_s)
         try:
             self._url = str(httpx.URL(f"{url}/rerank"))
         except httpx.InvalidURL as error:
             raise InvalidInput(
                 "RAGCACHE_RERANKER", f"{url!r} is not a URL: {error}", "set http(s)://host/v1"
             ) from error
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=deadline_s)
         self._model = model
         self._deadline_s = deadline_s
         self._clock = clock
