@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from ragcache_core.retrieval.fusion import FusionWeights, weights_from_text
@@ -21,6 +22,10 @@ def page(i: int) -> Document:
     return Document(f"page{i}", f"page{i}", text, pb.CONTENT_TYPE_TEXT, {})
 
 
+async def put_pages(knowledge_base: KnowledgeBase, numbers: range) -> None:
+    await asyncio.gather(*(knowledge_base.upsert("team", page(i)) for i in numbers))
+
+
 def weights_of(knowledge_base: KnowledgeBase) -> FusionWeights:
     stored = knowledge_base.store.collection("team")
     assert stored is not None
@@ -33,8 +38,7 @@ async def test_weights_are_chosen_for_a_collection_and_again_when_it_has_doubled
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     await knowledge_base.load()
     await knowledge_base.put_collection("team", CollectionSettings(Chunking(200, 0)))
-    for i in range(MIN_QUESTIONS - 1):
-        await knowledge_base.upsert("team", page(i))
+    await put_pages(knowledge_base, range(MIN_QUESTIONS - 1))
     await knowledge_base.tune_fusion()
     assert weights_of(knowledge_base) == FusionWeights()
 
@@ -49,8 +53,7 @@ async def test_weights_are_chosen_for_a_collection_and_again_when_it_has_doubled
     await knowledge_base.tune_fusion()
     assert weights_of(knowledge_base) == chosen
 
-    for i in range(2000, 2000 + MIN_QUESTIONS):
-        await knowledge_base.upsert("team", page(i))
+    await put_pages(knowledge_base, range(2000, 2000 + MIN_QUESTIONS))
     await knowledge_base.tune_fusion()
     assert weights_of(knowledge_base).num_chunks >= 2 * chosen.num_chunks
     await knowledge_base.close()
