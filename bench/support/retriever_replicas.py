@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,10 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
             for i, text in enumerate(body["input"])
         ]
         content = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the replica was killed
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -118,7 +119,14 @@ class ReplicaProcess:
 class Replicas:
     """Several replicas and clients of them."""
 
-    def __init__(self, folder: Path, model: Path, embedder: str, count: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        embedder: str,
+        count: int = 3,
+        env: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> None:
         ports = [free_port() for _ in range(count)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.processes = [
@@ -138,6 +146,7 @@ class Replicas:
                     "RAGCACHE_OWN_ADDRESS": address,
                     "RAGCACHE_LEASE": f"file:{folder / 'lease.json'}",
                     "OMP_NUM_THREADS": "1",
+                    **env(i),
                 },
             )
             for i, address in enumerate(addresses)
@@ -224,10 +233,19 @@ class Replicas:
 
 
 @contextlib.asynccontextmanager
-async def running_replicas(folder: Path, model: Path, count: int = 3) -> AsyncIterator[Replicas]:
-    """Run replicas while the context is entered. They are ready."""
+async def running_replicas(
+    folder: Path,
+    model: Path,
+    count: int = 3,
+    env: Callable[[int], Mapping[str, str]] = lambda _: {},
+) -> AsyncIterator[Replicas]:
+    """Run replicas while the context is entered. They are ready.
+
+    Args:
+        env: Further settings of each replica, by its index.
+    """
     with embeddings_endpoint() as embedder:
-        replicas = Replicas(folder, model, embedder, count)
+        replicas = Replicas(folder, model, embedder, count, env)
         supervising = asyncio.create_task(replicas.supervise())
         try:
             for one in replicas.processes:

@@ -157,7 +157,7 @@ class ReplicaNode:
         """Stop. Without ``release`` the Lease is left to expire, as after a kill."""
         assert self._running is not None
         if not release:
-            self._lease_store.write = _no_write  # type: ignore[method-assign]
+            self.break_lease()
         await self.client.close()
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
@@ -167,6 +167,11 @@ class ReplicaNode:
         self.documents.writer.shutdown()
         self.documents.readers.shutdown()
         self.documents.store.close()
+
+    def break_lease(self) -> None:
+        """Let no further call reach the Lease."""
+        self._lease_store.write = _no_answer  # type: ignore[method-assign]
+        self._lease_store.read = _no_answer  # type: ignore[method-assign]
 
     async def restart_with_copy(self) -> None:
         """Start again when a copy has arrived."""
@@ -230,8 +235,8 @@ async def can_connect(node: ReplicaNode) -> None:
     raise AssertionError("no connection")
 
 
-async def _no_write(lease: Any) -> Any:
-    raise Unavailable("lease", "the process is gone")
+async def _no_answer(*_: Any) -> Any:
+    raise Unavailable("lease", "it does not answer")
 
 
 async def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

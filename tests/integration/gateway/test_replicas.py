@@ -17,6 +17,7 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import MIN_QUESTIONS, SAMPLE_UNDECIDED_EVERY, alpha_ladder
 from ragcache_gateway.background import precompute, quality_gate, quality_trials
 from ragcache_gateway.documents import removal_feed
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
@@ -41,6 +42,7 @@ class Replicas:
     """Starts gateways over one real retriever."""
 
     retriever: RetrieverService
+    knowledge_base: KnowledgeBase
     model: Path
 
     @asynccontextmanager
@@ -72,7 +74,7 @@ class Replicas:
 async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), clock=time.time)
     await knowledge_base.load()
-    yield Replicas(RetrieverService(knowledge_base), tiny_model)
+    yield Replicas(RetrieverService(knowledge_base), knowledge_base, tiny_model)
     await knowledge_base.close()
 
 
@@ -137,6 +139,8 @@ async def test_no_trial_replays_text_that_another_gateway_has_removed(
         await asyncio.wait_for(other.engine.waiting.wait(), 20)
         assert len(background_requests(other)) == 1
         await remove(one, how)
+        # Documents are split again in the background.
+        await replicas.knowledge_base.wait_until_idle()
         other.engine.pause = None
         first_replay.set()
         await asyncio.sleep(0.5)

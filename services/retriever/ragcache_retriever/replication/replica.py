@@ -15,7 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ragcache_core.cluster.writer_election import ElectionTiming, LogPosition, WriterElection
+from ragcache_core.cluster.writer_election import (
+    ElectionTiming,
+    LogPosition,
+    WriterElection,
+    majority,
+)
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_retriever.replication.change_feed import ChangeFeed
 from ragcache_retriever.replication.elector import WriterElector
@@ -23,6 +28,7 @@ from ragcache_retriever.replication.follower import Follower, LagClock
 from ragcache_retriever.replication.lease_store import LeaseStore
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_wire.clients.retriever_client import ChangesGone, RetrieverClient
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +197,23 @@ class Replica:
         if has_writer and not self._lag.has_caught_up:
             behind = self.writer_sequence - self._position.sequence
             return f"following the writer: {behind} changes behind"
-        if self.lag_s > self._options.max_lag_s:
+        if self.lag_s > self._options.max_lag_s and not await self._knows_of_no_writer():
             return f"it lacks changes of the last {self.lag_s:.0f} s"
         return None
+
+    async def _knows_of_no_writer(self) -> bool:
+        """Whether nobody can be ahead, although the Lease cannot be read.
+
+        A writer needs a majority, so it is one of the replicas that answer, or cannot write.
+        """
+        if self._elector.unread_s <= LEASE_UNREAD_S:
+            return False
+        found = await self._ask_all()
+        writes = any(one.role == pb.RetrieverStatus.ROLE_WRITER for one in found.values())
+        is_ahead = any(
+            LogPosition(one.epoch, one.sequence) > self._position for one in found.values()
+        )
+        return 1 + len(found) >= majority(len(self._options.peers)) and not writes and not is_ahead
 
     def client_of_writer(self) -> RetrieverClient:
         """Return a client of the writer. Raises Unavailable if none is known."""
@@ -217,13 +237,19 @@ class Replica:
 
     async def ask_others(self) -> Mapping[str, LogPosition]:
         """Return the positions of the other replicas that answer in time, by address."""
+        found = await self._ask_all()
+        return {
+            address: LogPosition(status.epoch, status.sequence) for address, status in found.items()
+        }
 
-        async def ask(address: str, client: RetrieverClient) -> tuple[str, LogPosition] | None:
+    async def _ask_all(self) -> dict[str, pb.RetrieverStatus]:
+        async def ask(
+            address: str, client: RetrieverClient
+        ) -> tuple[str, pb.RetrieverStatus] | None:
             try:
-                status = await client.status(POSITION_TIMEOUT_S)
+                return address, await client.status(POSITION_TIMEOUT_S)
             except RagCacheError:
                 return None
-            return address, LogPosition(status.epoch, status.sequence)
 
         answers = await asyncio.gather(*(ask(*one) for one in self._clients.items()))
         return dict(answer for answer in answers if answer is not None)
@@ -240,6 +266,9 @@ class Replica:
 
     async def stop_writing(self) -> None:
         """Become a follower. A commit that hangs in the disk may still end, without effect here."""
+        if self._writing_epoch is not None:
+            # Until now, this replica had every change.
+            self._lag.heard(is_complete=True)
         self._writing_epoch = None
         self.feed.close()
         await self._documents.stop_writing()

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_retriever.replication import change_feed
+from ragcache_retriever.replication import change_feed, follower
+from ragcache_retriever.replication import replica as replica_module
 from ragcache_retriever.replication.file_lease import FileLease
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
@@ -188,6 +190,29 @@ async def test_without_a_majority_no_write_is_acknowledged(
         assert await names(writer, "r") == ["r"]
         await other.start()
         await put(writer, "alone")
+
+
+async def test_without_the_lease_storage_nobody_writes_and_all_stay_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "LEASE_UNREAD_S", 1.0)
+    monkeypatch.setattr(follower, "SILENCE_S", 1.5)
+    async with cluster(tmp_path) as nodes:
+        await put(await writer_of(nodes), "r")
+        for node in nodes:
+            node.replica._options = replace(node.replica._options, max_lag_s=2.0)
+            node.break_lease()
+        await until(lambda: not any(n.replica.is_writer for n in nodes), "a writer that stopped")
+        with pytest.raises(Unavailable):
+            await nodes[0].client.put_report("s", b"x")
+        await until(lambda: all(n.replica.lag_s > 2.0 for n in nodes), "silence")
+        assert [await node.replica.problem() for node in nodes] == [None] * 3
+        # A replica that reaches neither the Lease nor the others may be behind.
+        for node in nodes[1:]:
+            await node.stop()
+        problem = await nodes[0].replica.problem()
+        assert problem is not None
+        assert problem.startswith("it lacks changes of the last")
 
 
 async def test_followers_of_another_epoch_are_refused(tmp_path: Path) -> None:

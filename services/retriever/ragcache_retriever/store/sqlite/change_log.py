@@ -12,6 +12,9 @@ from ragcache_retriever.store.sqlite.statements import StatementLog, decode
 
 MAX_KEPT_BYTES = 256 << 20
 MAX_KEPT_MS = 3600 * 1000
+MIN_KEPT_CHANGES = 64
+"""Changes that are kept whatever their age. A new writer knows its followers by their last change,
+which may be old."""
 
 
 class SqliteChangeLog:
@@ -169,7 +172,8 @@ class SqliteChangeLog:
             )
             if oldest is None:
                 break
-            is_old = oldest[1] < oldest_ms or not self._is_kept
+            is_recent = oldest[0] > last.sequence - MIN_KEPT_CHANGES
+            is_old = not self._is_kept or (oldest[1] < oldest_ms and not is_recent)
             if not is_old and self._kept_bytes <= self._max_kept_bytes:
                 break
             self._database.execute_locally("DELETE FROM changes WHERE sequence = ?", oldest[:1])

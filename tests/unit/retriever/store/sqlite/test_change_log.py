@@ -13,7 +13,7 @@ import pytest
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.store.change_log import AppliedChange, ChangedRows, CommittedChange
-from ragcache_retriever.store.sqlite.change_log import SqliteChangeLog
+from ragcache_retriever.store.sqlite.change_log import MIN_KEPT_CHANGES, SqliteChangeLog
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.helpers.memory_database import MemoryDatabase
@@ -203,4 +203,20 @@ def test_the_log_is_bounded_in_bytes_and_age() -> None:
     now[0] += 6
     write(1)
     assert kept() == [7]
+    database.close()
+
+
+def test_the_last_changes_are_kept_whatever_their_age() -> None:
+    """A writer compares the last change of a follower with its log."""
+    now = [1_000_000.0]
+    database = MemoryDatabase()
+    log = SqliteChangeLog(database, max_kept_ms=5000, clock=lambda: now[0])
+    log.keep_changes(True)
+    for _ in range(MIN_KEPT_CHANGES + 3):
+        now[0] += 3600
+        with database.transaction():
+            database.execute("INSERT OR REPLACE INTO reports VALUES ('r', 'b', 0)")
+            database.commit()
+    kept = [row[0] for row in database.query("SELECT sequence FROM changes ORDER BY sequence")]
+    assert kept == list(range(4, MIN_KEPT_CHANGES + 4))
     database.close()
