@@ -177,8 +177,8 @@ def _window_coverage(matches: TermMatches, weights: Scores, num_texts: int) -> S
     for shift in (0, WINDOW_CHARS // 2):
         windows = (matches.positions + shift) // WINDOW_CHARS
         num_windows = int(windows.max()) + 1
-        places = (matches.texts * num_windows + windows) * len(weights) + matches.terms
-        distinct = np.unique(places)
+        flat = (matches.texts * num_windows + windows) * len(weights) + matches.terms
+        distinct = np.unique(flat)
         totals = np.bincount(
             distinct // len(weights),
             weights[distinct % len(weights)],

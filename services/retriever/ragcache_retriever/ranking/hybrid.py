@@ -308,7 +308,7 @@ def _shown_scores(running: _HybridSearch, fused: FusedCandidates) -> Scores:
 def _without_duplicates(
     pool: CandidatePool, rows: Sequence[int], scores: Scores, wanted: int
 ) -> list[KeptHit]:
-    examined = rows[: 2 * wanted + _SPARE_HITS]
+    examined = rows[: wanted + wanted // 2 + _SPARE_HITS]
     pool.read_texts(examined)
     return without_duplicates(
         [

@@ -64,7 +64,7 @@ def test_a_text_contains_itself(text: str) -> None:
 
 @given(texts, texts)
 def test_shares_are_those_of_sets(one: str, other: str) -> None:
-    part, whole = set(shingles_of(one).tolist()), set(shingles_of(other).tolist())
+    part, whole = set(shingles_of(one)), set(shingles_of(other))
     expected = len(part & whole) / len(part) if part else 0.0
     assert contained_share(shingles_of(one), shingles_of(other)) == expected
 
