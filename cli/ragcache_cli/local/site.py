@@ -14,7 +14,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.site import Address, Endpoint
-from ragcache_operator.spec import ModelSource
+from ragcache_operator.spec import EmbedderSpec, ModelSource
 
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
@@ -99,6 +99,25 @@ class LocalSite:
     def data_dir(self, part: str) -> str:
         """Return a folder under ``data``."""
         return str(self._data / part)
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return a folder of this machine, or the source as it is."""
+        if embedder.claim:
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{embedder.source} is a volume, which only pods can mount",
+                "use path:FOLDER or hf:ORGANISATION/NAME on this machine",
+            )
+        if not embedder.local_folder:
+            return embedder.source
+        folder = Path(embedder.local_folder).expanduser().absolute()
+        if not (folder / "config.json").is_file():
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{folder} holds no model",
+                "name a folder with config.json, tokenizer.json and *.safetensors",
+            )
+        return f"path:{folder}"
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of this machine, or the hub's name."""

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue, FromField
-from ragcache_operator.spec import ModelSource, RagCache
+from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache
 
 PORT_NUMBERS: Final = {
     "http": 8000,
@@ -29,6 +29,7 @@ SIGNING_KEY_FILE: Final = "keys"
 _FULL: Final = "svc.cluster.local"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
+EMBEDDER_FOLDER: Final = "/embedder"
 """Mount path of the volume with the model."""
 
 
@@ -133,6 +134,14 @@ class Site(Protocol):
 
     def data_dir(self, workload: str) -> str:
         """Return the path of the workload's volume inside its container."""
+        ...
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return the embedder as the retriever's setting names it.
+
+        Raises:
+            InvalidInput: The retriever cannot read it here.
+        """
         ...
 
     def model(self, source: ModelSource) -> str:
@@ -251,6 +260,18 @@ class ClusterSite:
     def data_dir(self, workload: str) -> str:
         """Return the mount path of the volume."""
         return "/data"
+
+    def embedder(self, embedder: EmbedderSpec) -> str:
+        """Return a folder of a mounted volume, or the source as it is."""
+        if embedder.local_folder:
+            raise InvalidInput(
+                "spec.retriever.embedder.source",
+                f"{embedder.source} is a local folder, which pods cannot read",
+                "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME",
+            )
+        if embedder.claim:
+            return "/".join(filter(None, (f"path:{EMBEDDER_FOLDER}", embedder.claim_folder)))
+        return embedder.source
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of the image or of a mounted volume, or a name of the hub."""

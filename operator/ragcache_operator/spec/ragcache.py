@@ -17,8 +17,9 @@ from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, Te
 from ragcache_operator.spec.components.retriever import RetrieverSpec
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.values import (
-    RELATIVE_PATH,
-    SUBDOMAIN,
+    CLAIM_FOLDER,
+    HUB_NAME,
+    LOCAL_FOLDER,
     ByteQuantity,
     EngineName,
     ForeignName,
@@ -56,16 +57,13 @@ UnsafeArgument = Annotated[
         "write the flag's full name and its value as one item, like --model-impl=transformers",
     ),
 ]
-_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
-_CLAIM = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
 _IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
-_FOLDER = r"[^\n]+"
 _MODEL_SOURCE: Final = "|".join(
     [
         *(f"bundled:{name}" for name in BUNDLED_MODELS),
-        f"hf:{_HUB_NAME}",
-        f"path:{_FOLDER}",
-        f"pvc:{_CLAIM}",
+        f"hf:{HUB_NAME}",
+        f"path:{LOCAL_FOLDER}",
+        f"pvc:{CLAIM_FOLDER}",
         f"image:{_IMAGE}",
     ]
 )
@@ -90,16 +88,16 @@ class ModelSource:
                     f"no bundled model is named {value!r}",
                     f"use one of {', '.join(f'bundled:{name}' for name in BUNDLED_MODELS)}",
                 )
-            case "path" if re.fullmatch(_FOLDER, value):
+            case "path" if re.fullmatch(LOCAL_FOLDER, value):
                 return cls("path", value)
-            case "hf" if re.fullmatch(_HUB_NAME, value):
+            case "hf" if re.fullmatch(HUB_NAME, value):
                 return cls("hf", value)
             case "hf":
                 raise validation_error(
                     f"{value!r} is not a Hugging Face model name",
                     "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
                 )
-            case "pvc" if re.fullmatch(_CLAIM, value, re.ASCII):
+            case "pvc" if re.fullmatch(CLAIM_FOLDER, value, re.ASCII):
                 return cls("pvc", value)
             case "pvc":
                 raise validation_error(

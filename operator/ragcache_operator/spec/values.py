@@ -35,6 +35,10 @@ _SEGMENT = r"(\.?[^/.\s][^/\s]*)"
 _LABEL_TEXT = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
 RELATIVE_PATH = rf"{_SEGMENT}(/{_SEGMENT})*/?"
 # The pattern excludes a user and a password, because credentials belong in a Secret.
+HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
+CLAIM_FOLDER = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
+"""A volume claim, or a folder of it."""
+LOCAL_FOLDER = r"[^\n]+"
 HTTP_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 
 

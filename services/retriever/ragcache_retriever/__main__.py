@@ -58,6 +58,8 @@ from ragcache_wire.v1 import retriever_pb2_grpc
 log = logging.getLogger("ragcache_retriever")
 
 EXIT_MISCONFIGURED = 2
+CHECK_DELAY_S = 60.0
+"""Time after the start when the check for damage begins, which reads all documents."""
 SWITCH_INTERVAL_S = 0.001
 """Time after which a thread passes Python's lock on. A query needs it many times while documents
 are embedded, so Python's default of 5 ms would add up."""
@@ -125,6 +127,7 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     finally:
         log.info("stopping")
         stop_check.set()
+        checking.cancel()
         stopping.cancel()
         # Another replica can write from now on, while this one answers the calls that run.
         running.cancel()
@@ -138,7 +141,9 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
 
 def open_store(settings: RetrieverSettings) -> SqliteDocumentStore:
     """Open the documents. A damaged file is recovered, unless another replica has a whole one."""
-    return SqliteDocumentStore(settings.data_dir, repair=discard if settings.peers else recover)
+    return SqliteDocumentStore(
+        settings.data_dir, recover_file=discard if settings.peers else recover
+    )
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
@@ -153,6 +158,7 @@ async def _until_stopped_or(restart: asyncio.Event) -> None:
 async def _check(store: SqliteDocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
     """Check the documents for damage, and restart to recover them."""
     database = store.database
+    await asyncio.sleep(CHECK_DELAY_S)
     problem = await asyncio.to_thread(find_damage, database.path, stop)
     if problem is not None:
         database.mark_damaged(problem)

@@ -38,8 +38,10 @@ class ServedParts:
     ) -> None:
         self._settings = settings
         self._knowledge_base = knowledge_base
+        # PostgreSQL makes writes durable itself.
+        folder = None if settings.backend == "postgres" else settings.data_dir
         self._probe = StorageProbe(
-            settings.data_dir, functools.partial(knowledge_base.store.report, "readiness")
+            folder, functools.partial(knowledge_base.store.report, "readiness")
         )
         self._is_loaded = False
         self._replica = make_replica(settings, knowledge_base, self._is_fit, restart)

@@ -238,8 +238,10 @@ async def test_chunking_is_the_collections_own(platform: Platform) -> None:
     settings = (await platform.world.client.get("/v1/collections/docs")).json()
     assert settings["chunking"] == {"size_tokens": 32, "overlap_tokens": 4}
     assert settings["window"] == 2
-    finer = await platform.sync(config_map("faq"), chunking={"size": 16, "overlap": 0, "window": 0})
-    assert finer.chunks > settings["chunks"]
+    await platform.sync(config_map("faq"), chunking={"size": 16, "overlap": 0, "window": 0})
+    await platform.world.retriever._knowledge_base.wait_until_idle()  # it splits in the background
+    finer = (await platform.world.client.get("/v1/collections/docs")).json()
+    assert finer["chunks"] > settings["chunks"]
     # Unset settings are not changed, because another owner may have set them.
     await platform.sync(config_map("faq"))
     after = (await platform.world.client.get("/v1/collections/docs")).json()

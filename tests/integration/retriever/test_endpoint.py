@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import pytest
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.embedding import endpoint as embedding_endpoint
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.probe_sketch import PROBES
+from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -217,6 +221,29 @@ async def test_another_model_under_the_same_name_gets_another_identity(
         await endpoint.close()
     assert len(set(identities)) == 3
     assert caplog.text.count("another model under the same name") == 2
+
+
+async def test_only_another_model_embeds_the_documents_again(
+    server: Server, tmp_path: Path, tiny_model: Path
+) -> None:
+    async def embedded_texts(reply: Answer, document: pb.Document | None = None) -> int:
+        """Serve with an endpoint and return how many texts it embedded, probes left out."""
+        server.requests.clear()
+        server.answers = [reply] * 10
+        endpoint = EmbeddingEndpoint(server.url, "small")
+        knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=endpoint)
+        async with serving(knowledge_base) as client:
+            if document is not None:
+                await client.upsert_document(document)
+            await knowledge_base.wait_until_idle()
+        return sum(len(body["input"]) for _, _, body in server.requests) - len(PROBES)
+
+    page = pb.Document(
+        collection="default", id="d", text="It is.", content_type=pb.CONTENT_TYPE_TEXT
+    )
+    assert await embedded_texts(random_vectors(0), page) == 1
+    assert await embedded_texts(random_vectors(0, noise=0.01)) == 0
+    assert await embedded_texts(random_vectors(1)) == 1
 
 
 def random_vectors(seed: int, noise: float = 0.0) -> Answer:

@@ -1,8 +1,8 @@
 """How many vectors of a cell score above a threshold, estimated without reading them.
 
 A vector of a cell is its part along the centroid and a residual. The score of a query is the sum of
-both parts' scores. Over the vectors of a cell it is nearly normally distributed: the mean is the
-centroid's score times the mean cosine of the cell, and the variance is that of the residuals, which
+both parts' scores. Over the vectors of a cell it is nearly normally distributed. Its mean is the
+centroid's score times the mean cosine of the cell. Its variance is that of the residuals, which
 point into a limited number of directions.
 """
 

@@ -25,13 +25,16 @@ from ragcache_core.retrieval.finality.features import (
     StageFeatures,
     model_inputs,
 )
-from ragcache_core.retrieval.finality.logistic import Calibration, fit, logistic
+from ragcache_core.retrieval.finality.logistic import BinCalibration, fit, logistic
 from ragcache_core.retrieval.finality.recall_stopping import NO_CURVE, StoppingCurve, replay
 
 WINDOW_SEARCHES: Final = 256
 """Complete searches that the models are fitted to, the latest ones."""
 
-_SEARCHES_PER_FIT: Final = 16
+_FIRST_FITS: Final = 16
+_LATER_FITS: Final = 64
+"""Searches between two fits, the second once that many were learned. A fit takes milliseconds."""
+
 _MAX_CHECKPOINTS: Final = 64
 _PRIOR_STRENGTH: Final = 4.0
 _VERSION: Final = 1
@@ -44,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class _Model:
     weights: Floats
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: BinCalibration = field(default_factory=BinCalibration)
 
     def predict(self, inputs: Floats) -> float:
         """Return the calibrated prediction for inputs of shape (NUM_INPUTS + 1,)."""
@@ -56,7 +59,7 @@ class _Model:
     def fitted(self, inputs: Floats, targets: Floats) -> _Model:
         """Return this model after observations, inputs of shape (n, NUM_INPUTS + 1)."""
         weights = fit(inputs, targets, self.weights, _PRIOR_STRENGTH)
-        return _Model(weights, Calibration.of(logistic(inputs @ weights), targets))
+        return _Model(weights, BinCalibration.of(logistic(inputs @ weights), targets))
 
     def to_values(self) -> dict[str, list[float]]:
         return {
@@ -68,11 +71,11 @@ class _Model:
     def from_values(cls, values: Any) -> _Model:
         weights = np.array([float(weight) for weight in values["weights"]])
         corrections = tuple(float(one) for one in values["corrections"])
-        if len(weights) != NUM_INPUTS + 1 or len(corrections) != len(Calibration().corrections):
+        if len(weights) != NUM_INPUTS + 1 or len(corrections) != len(BinCalibration().corrections):
             raise ValueError("a model has another number of weights or bins")
         if not (np.isfinite(weights).all() and np.isfinite(corrections).all()):
             raise ValueError("a model has a weight that is not a number")
-        return cls(weights, Calibration(corrections))
+        return cls(weights, BinCalibration(corrections))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,8 @@ class FinalityEstimator:
         )
         searches = (*self._searches, search)[-WINDOW_SEARCHES:]
         learned = replace(self, _searches=searches, _num_unfitted=self._num_unfitted + 1)
-        return learned._fitted() if learned._num_unfitted >= _SEARCHES_PER_FIT else learned
+        interval = _FIRST_FITS if len(searches) <= _LATER_FITS else _LATER_FITS
+        return learned._fitted() if learned._num_unfitted >= interval else learned
 
     def _fitted(self) -> FinalityEstimator:
         inputs = np.concatenate([one.inputs for one in self._searches])
@@ -182,15 +186,15 @@ class FinalityEstimator:
         try:
             values = json.loads(text)
             if values["version"] != _VERSION:
-                raise ValueError(f"the estimator has version {values['version']}, not {_VERSION}")
+                raise ValueError(f"it has version {values['version']}, not {_VERSION}")
             means = tuple(float(mean) for mean in values["lower_means"])
             if len(means) != len(NO_CURVE.lower_means) or not np.isfinite(means).all():
-                raise ValueError("the curve has another number of thresholds")
+                raise ValueError("its curve has another number of thresholds")
             curve = StoppingCurve(means, int(values["num_searches"]))
             final = _Model.from_values(values["final"])
             recall = _Model.from_values(values["recall"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the text is not an estimator: {error!r}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the text is no estimator: {error!r}") from error
         return cls(curve, final, recall, final, recall)
 
 

@@ -113,3 +113,5 @@ def model_inputs(features: StageFeatures) -> list[float]:
 
 
 NUM_INPUTS: Final = 14
+NUM_FLAGS: Final = 2
+"""The last inputs are 0 or 1."""

@@ -64,7 +64,7 @@ def _loss(
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class BinCalibration:
     """Corrections of predictions, by bins of equal width.
 
     Attributes:
@@ -75,7 +75,7 @@ class Calibration:
     corrections: tuple[float, ...] = (0.0,) * NUM_BINS
 
     @classmethod
-    def of(cls, predicted: Floats, observed: Floats) -> Calibration:
+    def of(cls, predicted: Floats, observed: Floats) -> BinCalibration:
         """Compare predictions with what was observed."""
         bins = np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         excess = np.bincount(bins, weights=observed - predicted, minlength=NUM_BINS)

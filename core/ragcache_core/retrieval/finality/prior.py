@@ -1,10 +1,75 @@
-"""What the models know before they have seen a search. See bench/support/finality_prior.py."""
+"""What the models know at first. bench/support/staged/finality_prior.py fits it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-MEANS: Final = (0.0,) * 14
-DEVIATIONS: Final = (1.0,) * 14
-FINAL_WEIGHTS: Final = (0.0,) * 15
-RECALL_WEIGHTS: Final = (0.0,) * 15
+MEANS: Final = (
+    -1.6981,
+    -0.50771,
+    0.63761,
+    -2.1053,
+    0.10006,
+    0.59941,
+    0.13214,
+    -0.26893,
+    0.39728,
+    -2.378,
+    -2.8863,
+    1.5812,
+    0.0,
+    0.0,
+)
+
+DEVIATIONS: Final = (
+    1.1466,
+    0.67439,
+    0.34183,
+    1.4539,
+    0.27545,
+    0.13733,
+    0.15598,
+    0.20186,
+    0.13735,
+    3.8595,
+    3.5603,
+    0.82061,
+    1.0,
+    1.0,
+)
+
+FINAL_WEIGHTS: Final = (
+    3.2355,
+    0.3653,
+    -0.0099146,
+    0.73471,
+    -0.48539,
+    -0.012515,
+    1.6001,
+    0.47679,
+    -2.8165,
+    -0.08991,
+    -0.45785,
+    -1.0016,
+    -0.15927,
+    0.0,
+    3.2355,
+)
+
+RECALL_WEIGHTS: Final = (
+    3.517,
+    0.31327,
+    -0.073416,
+    0.42083,
+    -0.094161,
+    0.030398,
+    0.71644,
+    0.34275,
+    -1.7683,
+    -0.26408,
+    -0.90735,
+    -0.83741,
+    0.63404,
+    0.0,
+    3.517,
+)

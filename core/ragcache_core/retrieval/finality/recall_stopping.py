@@ -24,8 +24,8 @@ EXPLORATION: Final = 32
 """One search in so many runs to the end, so that learning goes on."""
 
 _THRESHOLDS: Final = np.concatenate([np.linspace(0.3, 0.9, 61), np.linspace(0.905, 1.0, 39)])
-_MARGIN_ERRORS: Final = 0.5
-"""The mean recall has to exceed the target by this many of its standard errors."""
+_MARGIN_ERRORS: Final = 1.0
+"""The mean recall has to exceed the target by so many of its standard errors."""
 
 
 @dataclass(frozen=True, slots=True)

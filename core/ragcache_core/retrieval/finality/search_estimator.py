@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Final
 
-from ragcache_core.retrieval.finality.estimator import FinalityEstimator
+from ragcache_core.retrieval.finality.estimator import WINDOW_SEARCHES, FinalityEstimator
 from ragcache_core.retrieval.finality.features import History, StageFeatures, observations
 from ragcache_core.retrieval.finality.recall_stopping import EXPLORATION, MIN_SEARCHES
+
+_ALL_LEARNED: Final = WINDOW_SEARCHES
+_LEARNED_STEP: Final = 16
 
 
 class SearchEstimator:
@@ -19,6 +23,7 @@ class SearchEstimator:
         self._state = state or FinalityEstimator()
         self._lock = threading.Lock()  # of the count, and of writers of the state
         self._num_declared = 0
+        self._num_offered = 0
 
     def probability(self, features: StageFeatures) -> float:
         """Return the calibrated probability that the hits are final, in the same order."""
@@ -37,6 +42,16 @@ class SearchEstimator:
             self._num_declared += 1
             explores = self._num_declared % EXPLORATION == 0
         return not explores and self._state.curve.num_searches >= MIN_SEARCHES
+
+    def wants_history(self) -> bool:
+        """Return whether to learn from the complete search that begins.
+
+        It counts: the first searches, and then one in 16, because learning costs as much as a scan
+        of 100,000 vectors.
+        """
+        with self._lock:
+            self._num_offered += 1
+            return self._num_offered <= _ALL_LEARNED or self._num_offered % _LEARNED_STEP == 0
 
     def should_stop(self, features: StageFeatures, recall: float) -> bool:
         """Return whether a search with a declared recall may stop at this checkpoint."""

@@ -16,12 +16,14 @@ from ragcache_operator.builders.pods.environment import (
     FromSecret,
     settings_environment,
 )
+from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
+from ragcache_operator.builders.site import EMBEDDER_FOLDER, PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import (
     BUNDLED_DIMENSION,
     BUNDLED_EMBEDDER,
+    EmbedderSpec,
     RagCache,
     RetrieverSpec,
 )
@@ -61,7 +63,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
         resources=resources(derived, retriever.resources),
         replicas=retriever.replicas,
-        mounts=model_mounts(model),
+        mounts=[*model_mounts(model), *_embedder_mounts(retriever.embedder)],
         storage=retriever.storage,
         service=object_name(cache, REPLICAS.workload),
         calls_api=is_replicated,
@@ -87,7 +89,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     is_replicated = len(peers) > 1
     return {
         **(site.pod_identity() if is_replicated else {}),
-        **model_environment(model),
+        **_hub_environment(cache),
         **settings_environment(
             RetrieverSettings,
             cache,
@@ -95,6 +97,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             health_listen=str(site.bind_address(HEALTH)),
             data_dir=site.data_dir(COMPONENT),
             model=site.model(model.parsed_source),
+            embedder=site.embedder(retriever.embedder),
             backend=retriever.backend.kind,
             backend_url=None if url is None else FromSecret.of(url),
             peers=",".join(peers) if is_replicated else None,
@@ -102,6 +105,22 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             lease=site.lease(WRITER_LEASE) if is_replicated else None,
         ),
     }
+
+
+def _hub_environment(cache: RagCache) -> dict[str, EnvValue]:
+    """Return variables for the Hugging Face libraries, which two models may need."""
+    found = dict(model_environment(cache.spec.model))
+    if cache.spec.retriever.embedder.hub_name:
+        found.pop("HF_HUB_OFFLINE", None)
+    return found
+
+
+def _embedder_mounts(embedder: EmbedderSpec) -> list[Mount]:
+    """Return the read-only mount of an embedder on a volume."""
+    if not embedder.claim:
+        return []
+    volume = {"persistentVolumeClaim": {"claimName": embedder.claim, "readOnly": True}}
+    return [Mount("embedder", EMBEDDER_FOLDER, volume, read_only=True)]
 
 
 def _memory_bytes(retriever: RetrieverSpec) -> int:

@@ -20,7 +20,7 @@ from ragcache_operator.builders.labels import (
 )
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.site import PORT_NUMBERS, Site
-from ragcache_operator.spec import BUNDLED_EMBEDDER, COMPONENTS, RagCache, RetrieverSpec
+from ragcache_operator.spec import COMPONENTS, RagCache, RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
 
@@ -148,8 +148,10 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
 
 def _retriever_egress(retriever: RetrieverSpec, site: Site) -> list[Object]:
     rules: list[Object] = []
-    if retriever.embedder.source != BUNDLED_EMBEDDER:
+    if retriever.embedder.is_endpoint:
         rules += _to_url(retriever.embedder.source, site)
+    if retriever.embedder.hub_name:
+        rules.append({"ports": _ports(_HTTPS)})
     if retriever.reranker.source.startswith("http"):
         rules += _to_url(retriever.reranker.source, site)
     if retriever.backend.kind != "embedded":

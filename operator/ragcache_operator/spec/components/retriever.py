@@ -8,7 +8,10 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from ragcache_operator.spec.values import (
+    CLAIM_FOLDER,
     HTTP_URL,
+    HUB_NAME,
+    LOCAL_FOLDER,
     ApiKeySecret,
     ByteQuantity,
     ChunkingSpec,
@@ -34,19 +37,52 @@ class EmbedderSpec(ManifestModel):
         str,
         Field(max_length=2048),
         StringPattern(
-            rf"{re.escape(BUNDLED_EMBEDDER)}|{HTTP_URL}",
+            rf"{re.escape(BUNDLED_EMBEDDER)}|hf:{HUB_NAME}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
+            rf"|{HTTP_URL}",
             "embedder",
-            f"use {BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint, "
-            "like http://embeddings:8080/v1",
+            f"use {BUNDLED_EMBEDDER}, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
+            "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1",
         ),
     ] = BUNDLED_EMBEDDER
-    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. A URL is the base
-    URL of an OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
+    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. So does a model in
+    the form of sentence-transformers, for which the retriever needs more memory. hf: names a model
+    of the Hugging Face hub, pvc: a folder on a volume, and path: a folder of this machine for
+    `ragcache up`. A URL is the base URL of an OpenAI-compatible embeddings endpoint, like
+    http://embeddings:8080/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Model name that the retriever sends to the endpoint. A URL requires it, and the bundled
-    embedder does not allow it."""
+    """Model name that the retriever sends to the endpoint. A URL requires it, and other sources do
+    not allow it."""
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether another service embeds."""
+        return self.source.startswith("http")
+
+    @property
+    def claim(self) -> str:
+        """Name of the volume claim of a ``pvc:`` source. Empty for other sources."""
+        return self._value("pvc").partition("/")[0]
+
+    @property
+    def claim_folder(self) -> str:
+        """Folder of a ``pvc:`` source within its volume. Empty means the volume's root."""
+        return self._value("pvc").partition("/")[2].rstrip("/")
+
+    @property
+    def local_folder(self) -> str:
+        """Folder of a ``path:`` source. Empty for other sources."""
+        return self._value("path")
+
+    @property
+    def hub_name(self) -> str:
+        """Name of an ``hf:`` source. Empty for other sources."""
+        return self._value("hf")
+
+    def _value(self, kind: str) -> str:
+        found, _, value = self.source.partition(":")
+        return value if found == kind else ""
 
 
 class RerankerSpec(ManifestModel):

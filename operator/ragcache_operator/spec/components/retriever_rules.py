@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ragcache_operator.spec.components.retriever import (
-    BUNDLED_EMBEDDER,
     BackendSpec,
     EmbedderSpec,
     RerankerSpec,
@@ -12,26 +11,26 @@ from ragcache_operator.spec.components.retriever import (
 from ragcache_operator.spec.validation import CelRule, Rule, Violation
 
 
-def _no_model_when_bundled(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source != BUNDLED_EMBEDDER or embedder.model is None:
+def _no_model_without_a_url(embedder: EmbedderSpec) -> Violation | None:
+    if embedder.is_endpoint or embedder.model is None:
         return None
     return Violation(
-        "is set, but the bundled embedder has only one model",
+        "is set, but only an endpoint has more than one model",
         "leave it out, or set source to the URL of an endpoint",
     )
 
 
 def _model_with_a_url(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source == BUNDLED_EMBEDDER or embedder.model is not None:
+    if not embedder.is_endpoint or embedder.model is not None:
         return None
     return Violation("is missing: an endpoint serves many models", "name one of them")
 
 
-def _no_key_when_bundled(embedder: EmbedderSpec) -> Violation | None:
-    if embedder.source != BUNDLED_EMBEDDER or embedder.key_secret is None:
+def _no_key_without_a_url(embedder: EmbedderSpec) -> Violation | None:
+    if embedder.is_endpoint or embedder.key_secret is None:
         return None
     return Violation(
-        "is set, but the bundled embedder needs no key",
+        "is set, but only an endpoint takes a key",
         "leave it out, or set source to the URL of an endpoint",
     )
 
@@ -75,13 +74,13 @@ def _replicas_fit_the_backend(retriever: RetrieverSpec) -> Violation | None:
 
 RETRIEVER_RULES: tuple[Rule, ...] = (
     Rule(
-        "no model name for the bundled embedder",
+        "no model name without an embeddings endpoint",
         EmbedderSpec,
         "model",
-        _no_model_when_bundled,
+        _no_model_without_a_url,
         CelRule(
-            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.model)",
-            "is set, but the bundled embedder has only one model; leave it out, or set source to "
+            "self.source.startsWith('http') || !has(self.model)",
+            "is set, but only an endpoint has more than one model; leave it out, or set source to "
             "the URL of an endpoint",
         ),
     ),
@@ -91,19 +90,19 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "model",
         _model_with_a_url,
         CelRule(
-            f"self.source == '{BUNDLED_EMBEDDER}' || has(self.model)",
+            "!self.source.startsWith('http') || has(self.model)",
             "is missing: an endpoint serves many models; name one of them",
         ),
     ),
     Rule(
-        "no API key for the bundled embedder",
+        "no API key without an embeddings endpoint",
         EmbedderSpec,
         "keySecret",
-        _no_key_when_bundled,
+        _no_key_without_a_url,
         CelRule(
-            f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.keySecret)",
-            "is set, but the bundled embedder needs no key; leave it out, or set source to the URL "
-            "of an endpoint",
+            "self.source.startsWith('http') || !has(self.keySecret)",
+            "is set, but only an endpoint takes a key; leave it out, or set source to the URL of "
+            "an endpoint",
         ),
     ),
     Rule(
@@ -113,8 +112,8 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         _model_fits_the_reranker,
         CelRule(
             "(self.source in ['none', 'bundled']) != has(self.model)",
-            "does not fit source: cross-encoder and a URL need a model, none and bundled allow none; "
-            "name one, or leave it out",
+            "does not fit source: cross-encoder and a URL need a model, none and bundled allow "
+            "none; name one, or leave it out",
         ),
     ),
     Rule(

@@ -7,13 +7,18 @@ multiplication, and weights are packed once for the CPU's kernels.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from ragcache_core.errors import InvalidInput
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.embedding.text_encoder import Tokens
 
@@ -36,28 +41,51 @@ class _Layer(NamedTuple):
 
 
 class BertEncoder:
-    """Computes a BertModel of the transformers library.
+    """Computes a BERT from its files, without the transformers library, which takes seconds to
+    import.
 
     Args:
-        bert: The model on its device, in the dtype to compute in.
+        folder: Holds config.json and ``*.safetensors``.
         pooling: ``mean`` over the tokens of a text, or ``cls``, which is its first token.
-        before_layer: Called before each layer. It may wait.
+        device: As torch names it.
+        dtype: Number format to compute in.
+        before_step: Called twice in each layer. It may wait.
+
+    Raises:
+        InvalidInput: The files hold no BERT.
     """
 
-    def __init__(self, bert: Any, pooling: str, before_layer: Callable[[], None]) -> None:
-        self.dimension: int = bert.config.hidden_size
-        self._num_heads: int = bert.config.num_attention_heads
+    def __init__(
+        self,
+        folder: Path,
+        pooling: str,
+        device: str,
+        dtype: torch.dtype,
+        before_step: Callable[[], None],
+    ) -> None:
         self._pooling = pooling
-        self._before_layer = before_layer
-        self._device: torch.device = bert.device
-        embeddings = bert.embeddings
-        with torch.inference_mode():
-            # All tokens are of the first type.
-            token_type = embeddings.token_type_embeddings.weight[0]
-            self._words = embeddings.word_embeddings.weight + token_type
-            self._positions = embeddings.position_embeddings.weight.clone()
-            self._norm = _norm(embeddings.LayerNorm)
-            self._layers = [_layer(layer) for layer in bert.encoder.layer]
+        self._before_step = before_step
+        self._device = torch.device(device)
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            self.dimension = int(config["hidden_size"])
+            self._num_heads = int(config["num_attention_heads"])
+            weights = _Weights(folder, self._device, dtype, config.get("layer_norm_eps", 1e-12))
+            with torch.inference_mode():
+                # All tokens are of the first type.
+                token_type = weights.tensor("embeddings.token_type_embeddings.weight")[0]
+                self._words = weights.tensor("embeddings.word_embeddings.weight") + token_type
+                self._positions = weights.tensor("embeddings.position_embeddings.weight")
+                self._norm = weights.norm("embeddings.LayerNorm")
+                self._layers = [
+                    weights.layer(f"encoder.layer.{i}") for i in range(config["num_hidden_layers"])
+                ]
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            raise InvalidInput(
+                "RAGCACHE_EMBEDDER",
+                f"{folder} cannot be loaded: {error}",
+                "restore the model's folder",
+            ) from error
 
     def embed(self, batch: Sequence[Tokens]) -> Vectors:
         """See TextEncoder.embed."""
@@ -68,11 +96,13 @@ class BertEncoder:
                 F.embedding(rows.ids, self._words) + F.embedding(rows.positions, self._positions)
             )
             for layer in self._layers:
-                self._before_layer()
-                states = self._compute(layer, states, rows)
+                self._before_step()
+                states = self._attend(layer, states, rows)
+                self._before_step()
+                states = layer.output_norm(states + layer.output(layer.intermediate(states)))
             return rows.pooled(states, self._pooling)
 
-    def _compute(self, layer: _Layer, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    def _attend(self, layer: _Layer, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
         projected = rows.to_rectangle(layer.query_key_value(states))
         count, width = projected.shape[:2]
         query, key, value = projected.view(count, width, 3, self._num_heads, -1).permute(
@@ -80,8 +110,7 @@ class BertEncoder:
         )
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=rows.mask)
         attended = rows.from_rectangle(attended.transpose(1, 2).reshape(count, width, -1))
-        states = layer.attention_norm(states + layer.attention_output(attended))
-        return layer.output_norm(states + layer.output(layer.intermediate(states)))
+        return layer.attention_norm(states + layer.attention_output(attended))
 
 
 class _Rows:
@@ -149,17 +178,51 @@ class _Rows:
         return means
 
 
-def _layer(layer: Any) -> _Layer:
-    attention = layer.attention
-    parts = [attention.self.query, attention.self.key, attention.self.value]
-    return _Layer(
-        _linear(torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts])),
-        _linear(attention.output.dense.weight, attention.output.dense.bias),
-        _norm(attention.output.LayerNorm),
-        _linear(layer.intermediate.dense.weight, layer.intermediate.dense.bias, gelu=True),
-        _linear(layer.output.dense.weight, layer.output.dense.bias),
-        _norm(layer.output.LayerNorm),
-    )
+class _Weights:
+    """Tensors of a BERT by the names that the transformers library gives them."""
+
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, epsilon: float
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        for path in folder.glob("*.safetensors"):
+            # Models with a head have the BERT under a prefix.
+            for name, tensor in load_file(path).items():
+                self._tensors[name.removeprefix("bert.")] = tensor.to(device, dtype)
+        self._epsilon = epsilon
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor. Raises KeyError if there is none."""
+        return self._tensors[name]
+
+    def layer(self, name: str) -> _Layer:
+        """Return the functions of a layer."""
+        attention = f"{name}.attention"
+        parts = [f"{attention}.self.{part}" for part in ("query", "key", "value")]
+        return _Layer(
+            _linear(
+                torch.cat([self.tensor(f"{part}.weight") for part in parts]),
+                torch.cat([self.tensor(f"{part}.bias") for part in parts]),
+            ),
+            self._linear(f"{attention}.output.dense"),
+            self.norm(f"{attention}.output.LayerNorm"),
+            self._linear(f"{name}.intermediate.dense", gelu=True),
+            self._linear(f"{name}.output.dense"),
+            self.norm(f"{name}.output.LayerNorm"),
+        )
+
+    def norm(self, name: str) -> Project:
+        """Return a layer normalization."""
+        # Checkpoints of the first version name them as the paper does.
+        weight = self._tensors.get(f"{name}.weight", self._tensors.get(f"{name}.gamma"))
+        bias = self._tensors.get(f"{name}.bias", self._tensors.get(f"{name}.beta"))
+        if weight is None or bias is None:
+            raise KeyError(name)
+        epsilon = self._epsilon
+        return lambda rows: F.layer_norm(rows, weight.shape, weight, bias, epsilon)
+
+    def _linear(self, name: str, *, gelu: bool = False) -> Project:
+        return _linear(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias"), gelu=gelu)
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool = False) -> Project:
@@ -172,15 +235,9 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool = False) -> 
         and hasattr(kernels, "_linear_pointwise")
         and hasattr(kernels, "_reorder_linear_weight")
     ):
-        packed = kernels._reorder_linear_weight(weight.detach(), ROW_STEP)
+        packed = kernels._reorder_linear_weight(weight, ROW_STEP)
         function, algorithm = ("gelu", "none") if gelu else ("none", "")
-        offset = bias.detach().clone()
-        return lambda rows: kernels._linear_pointwise(rows, packed, offset, function, [], algorithm)
+        return lambda rows: kernels._linear_pointwise(rows, packed, bias, function, [], algorithm)
     if gelu:
         return lambda rows: F.gelu(F.linear(rows, weight, bias))
     return lambda rows: F.linear(rows, weight, bias)
-
-
-def _norm(module: Any) -> Project:
-    shape, weight, bias, epsilon = module.normalized_shape, module.weight, module.bias, module.eps
-    return lambda rows: F.layer_norm(rows, shape, weight, bias, epsilon)

@@ -22,9 +22,9 @@ from ragcache_retriever.embedding.text_encoder import (
     best_precision,
 )
 
-BATCH_TOKENS = 512
-"""Most tokens of a batch on a CPU. Two texts keep a core busy. Larger batches are hardly faster,
-and a query waits longer until the batch is between two layers."""
+BATCH_TOKENS = 256
+"""Most tokens of a batch on a CPU. Larger batches are no faster, and a query waits longer until the
+batch is between two steps."""
 QUERY_BATCH_TOKENS = 256
 """Most tokens of a batch of queries on a CPU. Larger ones are no faster, only later."""
 GPU_BATCH_TOKENS = 1 << 14
@@ -151,22 +151,7 @@ class LocalModel:
         if files.pooling is None:
             max_tokens = self._max_tokens or files.max_tokens
             return SentenceEncoder(files.folder, device, dtype, max_tokens, self._wait_for_queries)
-        from transformers import BertModel  # noqa: PLC0415
-        from transformers.utils import logging  # noqa: PLC0415
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        try:
-            bert = BertModel.from_pretrained(
-                files.folder, dtype=dtype, add_pooling_layer=False, local_files_only=True
-            )
-        except Exception as error:  # the library's own, and those of safetensors
-            raise InvalidInput(
-                "RAGCACHE_EMBEDDER",
-                f"{files.folder} cannot be loaded: {error}",
-                "restore the model's folder",
-            ) from error
-        return BertEncoder(bert.eval().to(device), files.pooling, self._wait_for_queries)
+        return BertEncoder(files.folder, files.pooling, device, dtype, self._wait_for_queries)
 
     def _wait_for_queries(self) -> None:
         # Without threads, the encoder is tried out while it is loaded.

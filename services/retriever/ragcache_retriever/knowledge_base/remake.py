@@ -14,7 +14,7 @@ import logging
 
 import numpy as np
 
-from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
 from ragcache_retriever.concurrency.bounded import for_each
 from ragcache_retriever.knowledge_base.collections import REMOVED_AT_ONCE, CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
@@ -36,6 +36,7 @@ PAGE_SIZE = 256
 """Documents that are listed at a time."""
 RETIRED_AT_ONCE = 32
 """Documents whose old chunks one transaction removes. Writes wait for it meanwhile."""
+FAILURE_PAUSE_S = 10.0
 PAUSE_S = 0.01
 """Time between two of these transactions, in which the writes that wait go first."""
 
@@ -85,10 +86,18 @@ class Remake:
             try:
                 for stored in self._collections.all():
                     await self._work_on(stored.name)
+            except NotFound:  # a collection was deleted meanwhile
+                await asyncio.sleep(PAUSE_S)
+                continue
             except RagCacheError as error:
                 retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else 10.0
                 log.warning("remake: interrupted error=%s", error)
                 await asyncio.sleep(retry_after_s)
+                continue
+            except Exception:
+                # A defect must not end the task for the life of the process.
+                log.exception("remake: failed")
+                await asyncio.sleep(FAILURE_PAUSE_S)
                 continue
             if not self._has_work.is_set():
                 self._is_idle.set()
@@ -103,7 +112,7 @@ class Remake:
             return
         stored = await self._threads.write(self._choose_generations, name)
         for generation in stored.generations:
-            await self._fill(stored, generation)
+            await self._fill(name, generation)
         if stored.building is not None and not await self._threads.write(self._switch, name):
             self._has_work.set()  # a document came between
             return
@@ -132,19 +141,22 @@ class Remake:
             log.info("remake: generations changed collection=%s", name)
         return self._collections.get(name)
 
-    async def _fill(self, stored: StoredCollection, generation: Generation) -> None:
+    async def _fill(self, name: str, generation: Generation) -> None:
         """Prepare the documents that a generation lacks."""
+        stored = await self._threads.read(self._store.collection, name)
+        if stored is None or _is_complete(stored, generation.row):
+            return  # without a look at each document
         after = ""
         while True:
             ids = await self._threads.read(
-                self._store.unprepared, stored.name, generation.row, after, PAGE_SIZE
+                self._store.unprepared, name, generation.row, after, PAGE_SIZE
             )
             if not ids:
                 return
             after = ids[-1]
 
             async def prepare(document_id: str) -> None:
-                await self._prepare(stored.name, document_id, generation)
+                await self._prepare(name, document_id, generation)
 
             await for_each(ids, prepare, at_once=NUM_REMAKES)
 
@@ -219,3 +231,11 @@ class Remake:
                 log.info("collections: deleted collection=%s", name)
             self._store.commit()
         return step.num_documents
+
+
+def _is_complete(stored: StoredCollection, generation: int) -> bool:
+    """Whether all documents are prepared in a generation, by the counters."""
+    return any(
+        one.row == generation and one.num_documents == stored.num_documents
+        for one in stored.generations
+    )

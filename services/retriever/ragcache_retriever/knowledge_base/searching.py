@@ -18,6 +18,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.filter_cache import FilterCache
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import document_not_found
 from ragcache_retriever.knowledge_base.results import (
@@ -66,6 +67,7 @@ class Searching:
         self._store = store
         self._collections = collections
         self._indexes = indexes
+        self._filters = FilterCache(store, indexes)
         self._threads = threads
         self._embedder = embedder
         self._preparer = preparer
@@ -158,7 +160,7 @@ class Searching:
         window = self._collections.window(query.collection)
         allowed = None
         if query.filter is not None:
-            allowed = self._store.allowed_rows(generation, query.filter)
+            allowed = self._filters.allowed_rows(generation, query.filter)
         known: dict[int, Neighbourhood] = {}
         with contextlib.ExitStack() as stack:
             index = None

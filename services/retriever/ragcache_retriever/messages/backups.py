@@ -13,10 +13,17 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 async def sent_backup(copies: Copies | None) -> AsyncIterator[pb.BackupPart]:
     """Yield the parts of a copy of all documents."""
     parts = _checked(copies).backup()
+    reading = None
     try:
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        while True:
+            reading = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+            part = await asyncio.shield(reading)
+            if part is None:
+                return
             yield pb.BackupPart(data=part)
     finally:
+        if reading is not None:
+            await asyncio.wait([reading])  # a thread cannot be cancelled
         await asyncio.to_thread(parts.close)
 
 

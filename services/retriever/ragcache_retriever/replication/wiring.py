@@ -37,7 +37,7 @@ def make_replica(
     if not settings.peers:
         return None
     store = knowledge_base.store
-    if not isinstance(store, SqliteDocumentStore):
+    if settings.backend != "embedded" or not isinstance(store, SqliteDocumentStore):
         raise InvalidInput(
             "RAGCACHE_PEERS", f"backend {settings.backend} has no replicas", "remove the peers"
         )

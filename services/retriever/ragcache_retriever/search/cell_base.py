@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.retrieval.finality.cell_geometry import CellShapes
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.files.base_files import DamagedIndex, OpenedBase
 from ragcache_retriever.search.files.stored_vectors import (
@@ -24,6 +25,7 @@ from ragcache_retriever.search.files.stored_vectors import (
     StoredVectors,
     from_arrays,
 )
+from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _ROUNDING: Final = 1e-6
@@ -53,12 +55,14 @@ class CellPlan:
         scanned: Vectors after each cell, ascending.
         centroid_scores: Inner product of the query and the centroid of each cell.
         bounds: The highest score that a vector in this cell or a later one can have.
+        shapes: How vectors lie in the cells.
     """
 
     cells: npt.NDArray[np.int64]
     scanned: npt.NDArray[np.int64]
     centroid_scores: npt.NDArray[np.float32]
     bounds: npt.NDArray[np.float32]
+    shapes: CellShapes
 
     @property
     def total(self) -> int:
@@ -73,10 +77,12 @@ class CellBase:
         centroids: Shape (cells, dimension), of length 1.
         offsets: First position of each cell, and the number of vectors; shape (cells + 1,).
         widths: Largest angle between a centroid and a vector of its cell, in radians.
+        shapes: How vectors lie in the cells.
         longest: Largest length of a stored vector. Quantized ones differ from 1.
         rows: Row of each position.
         order: Positions, sorted by their rows.
         trained_for: Number of vectors when the centroids were trained.
+        graph: Links between the positions, if the kind is HNSW.
     """
 
     def __init__(
@@ -85,19 +91,23 @@ class CellBase:
         centroids: Vectors,
         offsets: Positions,
         widths: Vectors,
+        shapes: CellShapes,
         longest: float,
         rows: Rows,
         order: Positions,
         vectors: StoredVectors,
         trained_for: int,
+        graph: HnswGraph | None = None,
     ) -> None:
         self.kind = kind
         self.rows = rows
         self.vectors = vectors
         self.trained_for = trained_for
+        self.graph = graph
         self.centroids = centroids
         self.offsets = offsets
         self.longest = longest
+        self.shapes = shapes
         self._widths = widths
         self._order = order
         self._sizes = np.diff(offsets)
@@ -147,7 +157,8 @@ class CellBase:
         cells = ranked[:enough]
         bounds = self._bounds(cells, scores[cells])
         highest = np.maximum.accumulate(bounds[::-1])[::-1]
-        return CellPlan(cells, scanned[:enough], scores[cells], highest)
+        shapes = self.shapes.of(cells)
+        return CellPlan(cells, scanned[:enough], scores[cells], highest, shapes)
 
     def num_in_cells(self, mask: npt.NDArray[np.bool_]) -> Positions:
         """Return how many positions of each cell are True in a mask of shape (len(self),)."""
@@ -177,9 +188,13 @@ class CellBase:
             "centroids": self.centroids,
             "offsets": self.offsets,
             "widths": self._widths,
+            "mean_cosines": self.shapes.mean_cosines,
+            "cosine_variances": self.shapes.cosine_variances,
+            "alignments": self.shapes.alignments,
             "rows": self.rows,
             "order": self._order,
             **self.vectors.arrays(),
+            **({} if self.graph is None else self.graph.arrays()),
         }
 
 
@@ -196,15 +211,24 @@ def opened_cell_base(opened: OpenedBase) -> CellBase:
             arrays["centroids"],
             arrays["offsets"],
             arrays["widths"],
+            CellShapes(
+                np.diff(arrays["offsets"]),
+                arrays["mean_cosines"],
+                arrays["cosine_variances"],
+                arrays["alignments"],
+            ),
             float(facts["longest"]),
             arrays["rows"],
             arrays["order"],
             from_arrays(arrays),
             int(facts["trained_for"]),
+            HnswGraph.from_arrays(arrays) if facts["kind"] == IndexKind.HNSW else None,
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise DamagedIndex(f"{opened.folder} is no base of cells: {error!r}") from error
     sizes = {len(base), len(base.vectors), int(base.offsets[-1]), len(base.sorted_rows)}
+    if base.graph is not None:
+        sizes.add(len(base.graph))
     if len(sizes) > 1 or len(base.centroids) + 1 != len(base.offsets):
         raise DamagedIndex(f"the arrays of {opened.folder} do not fit each other")
     return base
@@ -214,11 +238,13 @@ def empty_cell_base(dimension: int) -> CellBase:
     """Return a base without vectors."""
     nothing = np.empty((0, dimension), np.float32)
     none = np.empty(0, np.int64)
+    no_cells = np.empty(0, np.float32)
     return CellBase(
         kind=IndexKind.FLAT,
         centroids=nothing,
         offsets=np.zeros(1, np.int64),
-        widths=np.empty(0, np.float32),
+        widths=no_cells,
+        shapes=CellShapes(none, no_cells, no_cells, no_cells),
         longest=1.0,
         rows=none,
         order=none,

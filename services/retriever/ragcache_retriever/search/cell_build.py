@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -11,6 +11,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.retrieval.finality.cell_geometry import CellShapes, residual_alignment
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.cell_base import CellBase, empty_cell_base, opened_cell_base
 from ragcache_retriever.search.files.base_files import BaseWriter
@@ -24,11 +25,15 @@ from ragcache_retriever.search.files.stored_vectors import (
     StoredVectors,
     blocks,
 )
+from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _TRAINING_VECTORS_PER_CELL: Final = 64
 _TRAINING_ROUNDS: Final = 10
 _ROUNDING: Final = 1e-6
+_ALIGNMENT_VECTORS: Final = 64
+"""Vectors of a cell from which the directions of its residuals are counted."""
+_GRAPH_BLOCK: Final = 1 << 10
 _BLOCK: Final = 1 << 14
 """Vectors that are assigned or copied at a time."""
 
@@ -56,7 +61,7 @@ class BuildOptions:
     """What base to build.
 
     Attributes:
-        kind: FLAT or IVF.
+        kind: FLAT, IVF or HNSW, which has one cell and a graph.
         cells_of: Take its cells instead of training new ones, and its ranges of quantized values.
             Vectors that come from it then keep their codes.
         is_aborted: Asked between blocks of vectors.
@@ -89,16 +94,19 @@ def build_cell_base(
     block = _SortedBlock(centroids, cells, by_cell)
     vectors = _sorted_vectors(source, dimension, options, block, writer)
     rows = source.rows[by_cell]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(cells, minlength=len(centroids)))])
     base = CellBase(
         kind=options.kind,
         centroids=centroids,
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(cells, minlength=len(centroids)))]),
+        offsets=offsets,
         widths=block.widths,
+        shapes=block.shapes(_alignments(vectors, centroids, offsets)),
         longest=block.longest,
         rows=rows,
         order=np.argsort(rows, kind="stable"),
         vectors=vectors,
         trained_for=len(source) if before is None else before.trained_for,
+        graph=_graph(vectors, dimension, options) if options.kind is IndexKind.HNSW else None,
     )
     return _finished(base, writer, vectors.arrays())
 
@@ -111,6 +119,16 @@ def _finished(base: CellBase, writer: BaseWriter | None, written: Container[str]
         if name not in written:
             writer.put(name, array)
     return opened_cell_base(writer.finish(base.facts()))
+
+
+def _graph(vectors: StoredVectors, dimension: int, options: BuildOptions) -> HnswGraph:
+    def batches() -> Iterator[Vectors]:
+        for begin, end in blocks(len(vectors), _GRAPH_BLOCK):
+            if options.is_aborted():
+                raise BuildAborted
+            yield vectors.gather(np.arange(begin, end))
+
+    return HnswGraph.build(batches(), dimension)
 
 
 def _centroids(source: VectorSource, dimension: int, kind: IndexKind) -> Vectors:
@@ -154,6 +172,7 @@ class _SortedBlock:
         self.by_cell = by_cell
         self.widths = np.zeros(len(centroids), np.float32)
         self.longest = 0.0
+        self._sums = np.zeros((2, len(centroids)))  # of cosines, and of their squares
         self._centroids = centroids
         self._cells = cells[by_cell]
 
@@ -167,6 +186,29 @@ class _SortedBlock:
         angles = 2 * np.arcsin(np.minimum(distances / 2 + _ROUNDING, 1))
         np.maximum.at(self.widths, cells, angles.astype(np.float32))
         self.longest = max(self.longest, float(lengths.max()))
+        cosines = np.cos(angles.astype(np.float64))
+        for i, values in enumerate((cosines, cosines * cosines)):
+            self._sums[i] += np.bincount(cells, weights=values, minlength=len(self._centroids))
+
+    def shapes(self, alignments: Vectors) -> CellShapes:
+        """Return how vectors lie in the cells, after all of them were measured."""
+        sizes = np.bincount(self._cells, minlength=len(alignments))
+        means, squares = self._sums / np.maximum(sizes, 1)
+        variances = np.maximum(squares - means * means, 0)
+        return CellShapes(sizes, means.astype(np.float32), variances.astype(np.float32), alignments)
+
+
+def _alignments(vectors: StoredVectors, centroids: Vectors, offsets: Positions) -> Vectors:
+    """Return the alignment of each cell's residuals, that of a typical cell if it is small."""
+    found = [
+        residual_alignment(
+            vectors.gather(np.arange(first, min(last, first + _ALIGNMENT_VECTORS))), centroid
+        )
+        for centroid, first, last in zip(centroids, offsets[:-1], offsets[1:], strict=True)
+    ]
+    known = [one for one in found if one is not None]
+    typical = float(np.median(known)) if known else 1.0
+    return np.array([typical if one is None else one for one in found], np.float32)
 
 
 def _sorted_vectors(

@@ -9,30 +9,34 @@ Source: RAGCache section 5.3.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from ragcache_core.retrieval.finality.cell_geometry import expected_above
 from ragcache_core.retrieval.finality.features import StageFeatures
+from ragcache_core.retrieval.finality.running_search import RunningSearch
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.files.stored_vectors import Positions
 from ragcache_retriever.search.index_view import IndexView
-from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+from ragcache_retriever.search.vector_index import IndexStage, Vectors
 
 STAGE_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Share of the scan at the end of each stage. After 13 % of the scan, 95 % of searches have their
 final hits (RAGCache Fig. 8)."""
 
-CHECKPOINT_SHARE: Final = 1 / 32
-"""Least share of the scan between two checkpoints."""
+CHECKPOINT_GROWTH: Final = 1.2
+"""Each checkpoint comes after so many times the vectors of the one before, and at least one cell.
+Most searches need a few cells only, so that the first ones are checked singly."""
 
 TAIL: Final = -1
 """Stands for the cell of the rows that were added after the base was built."""
 
-_SPARE_HITS: Final = 8
+SPARE_HITS: Final = 8
 """Hits beyond the wanted ones whose exact score is computed, because products are rounded."""
 
 
@@ -49,14 +53,6 @@ class Query:
     allowed: Positions | None
     recall: float | None
     cancelled: Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The hits at one moment of a search."""
-
-    features: StageFeatures
-    rows: tuple[int, ...]
 
 
 class CellScan:
@@ -79,7 +75,6 @@ class CellScan:
         self.query = query
         self.is_done = False
         self._emit = emit
-        self._estimator = estimator
         self._live = view.live_mask(query.allowed)
         in_cells = None
         if query.allowed is not None and self._live is not None:
@@ -87,16 +82,14 @@ class CellScan:
         self._plan = view.base.plan(query.vector, probing, in_cells)
         self._ends = checkpoints(self._plan.scanned)
         self._stage_ends = stage_ends(self._plan.scanned, self._ends)
-        self._may_stop = query.recall is not None and estimator.may_stop()
-        self._wanted = query.top_k + _SPARE_HITS
+        self._search = RunningSearch(estimator, query.recall)
+        self._wanted = query.top_k + SPARE_HITS
         self._found: dict[int, list[tuple[Positions, Vectors]]] = {}  # by cell
         self.threshold = -np.inf
         self._best_positions = np.empty(0, np.int64)
         self._best_scores = np.empty(0, np.float32)
         self._num_scored = 0
         self._next = 0  # checkpoint
-        self._changed_at = 0.0
-        self._history: list[Checkpoint] = []
 
     @property
     def cells(self) -> Positions:
@@ -138,45 +131,51 @@ class CellScan:
 
     def checkpoint(self) -> None:
         """Rank the hits so far, then end the stage or the search if it is time."""
-        before = self._rows()
-        self._rank()
-        rows = self._rows()
         is_last = self._next == len(self._ends) - 1
         progress = 1.0 if is_last else self._progress()
-        if rows != before:
-            self._changed_at = progress
-        features = self._features(progress, before, rows)
-        self._history.append(Checkpoint(features, rows))
-        stops = (
-            not is_last
-            and self._may_stop
-            and self._estimator.should_stop(features, self.query.recall or 1.0)
-        )
-        if is_last or stops or self._ends[self._next] in self._stage_ends:
-            is_final = is_last or stops
-            probability = 1.0 if is_final else self._estimator.probability(features)
-            self._emit(
-                IndexStage(
-                    rows, self._hit_scores(), progress, is_final, probability, self._num_scored
-                )
-            )
-        self.is_done = is_last or stops
+        self._update_rows(progress)
+        ends_stage = is_last or self._ends[self._next] in self._stage_ends
+        if ends_stage or self._search.needs_features:
+            features = self._features(progress)
+            stops = not is_last and self._search.may_stop_at(features)
+            self.is_done = is_last or stops
+            if ends_stage or stops:
+                probability = 1.0 if self.is_done else self._search.probability(features)
+                self._emit(self._stage(progress, probability))
+            if is_last:
+                self._search.complete(features)
         self._next += 1
-        if is_last and not self._may_stop:
-            self._estimator.learn([(one.features, one.rows) for one in self._history])
+
+    def _stage(self, progress: float, probability: float) -> IndexStage:
+        return IndexStage(
+            rows=self._search.rows,
+            scores=tuple(self._best_scores[: self.query.top_k].tolist()),
+            progress=progress,
+            final=self.is_done,
+            final_probability=probability,
+            num_scored=self._num_scored,
+        )
+
+    def _update_rows(self, progress: float) -> None:
+        """Rank what was found, and note what has changed since the last checkpoint."""
+        rows = self._search.rows
+        if self._rank():
+            best = self._best_positions[: self.query.top_k]
+            rows = tuple(self.view.rows_at(best).tolist())
+        self._search.update(rows, progress)
 
     def _progress(self) -> float:
         return float(self._plan.scanned[self._ends[self._next] - 1]) / self._plan.total
 
-    def _rank(self) -> None:
-        """Merge what the cells before this checkpoint have found into the best hits."""
+    def _rank(self) -> bool:
+        """Merge what the cells before this checkpoint have found. Return whether they found any."""
         if not self._found:
-            return
+            return False
         found = self._found.pop(TAIL, [])
         for cell in self.next_cells().tolist():
             found += self._found.pop(cell, ())
         if not found:
-            return
+            return False
         positions = np.concatenate([one for one, _ in found])
         scores = np.concatenate([one for _, one in found])
         if len(positions) > self._wanted:
@@ -190,29 +189,25 @@ class CellScan:
         self._best_positions, self._best_scores = positions[best], exact[best]
         if len(best) == self._wanted:
             self.threshold = max(self.threshold, float(self._best_scores[-1]) - _ROUNDING)
+        return True
 
-    def _rows(self) -> tuple[int, ...]:
-        best: Rows = self.view.rows_at(self._best_positions[: self.query.top_k])
-        return tuple(best.tolist())
-
-    def _hit_scores(self) -> tuple[float, ...]:
-        return tuple(self._best_scores[: self.query.top_k].tolist())
-
-    def _features(
-        self, progress: float, before: Sequence[int], rows: Sequence[int]
-    ) -> StageFeatures:
+    def _features(self, progress: float) -> StageFeatures:
         scores = self._best_scores[: self.query.top_k]
         end = self._ends[self._next]
         has_more = end < len(self._plan.cells)
+        kth_score = float(scores[-1]) if len(scores) == self.query.top_k else -1.0
+        expected = expected_above(kth_score, self._plan.centroid_scores, self._plan.shapes)
         return StageFeatures(
             progress=progress,
             top_k=self.query.top_k,
-            kth_score=float(scores[-1]) if len(scores) == self.query.top_k else -1.0,
+            kth_score=kth_score,
             best_score=float(scores[0]) if len(scores) else -1.0,
             next_bound=float(self._plan.bounds[end]) if has_more else -1.0,
             next_centroid_score=float(self._plan.centroid_scores[end]) if has_more else -1.0,
-            unchanged=progress - self._changed_at,
-            num_changes=len(set(rows) - set(before)),
+            unchanged=self._search.unchanged_share(progress),
+            num_changes=self._search.num_changes,
+            expected_better=float(expected[end:].sum()),
+            expected_found=float(expected[:end].sum()),
         )
 
 
@@ -228,10 +223,14 @@ def checkpoints(scanned: Positions) -> list[int]:
     """
     if not len(scanned):
         return [0]
-    total = int(scanned[-1])
-    shares = np.arange(CHECKPOINT_SHARE, 1, CHECKPOINT_SHARE)
-    ends = set((np.searchsorted(scanned, shares * total) + 1).tolist())
-    return sorted({end for end in ends if end < len(scanned)} | {len(scanned)})
+    totals = scanned.tolist()
+    ends: list[int] = []
+    num_scanned = 0
+    while not ends or ends[-1] < len(totals):
+        end = bisect.bisect_left(totals, CHECKPOINT_GROWTH * num_scanned) + 1
+        ends.append(min(max(end, ends[-1] + 1 if ends else 1), len(totals)))
+        num_scanned = totals[ends[-1] - 1]
+    return ends
 
 
 def stage_ends(scanned: Positions, ends: Sequence[int]) -> set[int]:

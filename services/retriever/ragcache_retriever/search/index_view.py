@@ -109,6 +109,8 @@ class IndexView:
 
     def rows_at(self, positions: Positions) -> Rows:
         """Return the rows at positions."""
+        if not self.tail.count:
+            return self.base.rows[positions]
         in_tail = positions >= len(self.base)
         rows = np.empty(len(positions), np.int64)
         rows[~in_tail] = self.base.rows[positions[~in_tail]]
@@ -117,6 +119,8 @@ class IndexView:
 
     def scores_at(self, positions: Positions, query: Vectors) -> Vectors:
         """Return exact scores at positions, see ``exact_scores``."""
+        if not self.tail.count:
+            return exact_scores(self.base.vectors.gather(positions), query)
         in_tail = positions >= len(self.base)
         scores = np.empty(len(positions), np.float32)
         scores[~in_tail] = exact_scores(self.base.vectors.gather(positions[~in_tail]), query)

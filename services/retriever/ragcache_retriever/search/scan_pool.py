@@ -7,33 +7,30 @@ is alone is scanned as soon as a thread is free.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import threadpool_limits
 
 from ragcache_retriever.search.cell_scan import TAIL, CellScan
 from ragcache_retriever.search.files.stored_vectors import blocks
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
+
+log = logging.getLogger(__name__)
 
 MAX_SHARED: Final = 16
 """Most searches of one scan. Each waits for the stages of the others."""
 _BUILD_NICENESS: Final = 15
 BLOCK_VECTORS: Final = 4096
 """Vectors of one product. A cancelled search ends after at most one, about a millisecond."""
-
-Members = npt.NDArray[np.int64]
-"""Numbers of searches of a group."""
-Flags = npt.NDArray[np.bool_]
-"""One flag for each search of a group."""
 
 
 class ScanPool:
@@ -146,14 +143,42 @@ class StageQueue:
             if isinstance(found, BaseException):
                 raise found
             yield found
+            if found.final:
+                return  # without waiting for what the thread does next
 
 
 def scan_together(scans: Sequence[CellScan]) -> None:
     """Scan for several searches of one view, until each has ended or was cancelled."""
+    if len(scans) == 1:
+        _scan_alone(scans[0])
+        return
     shared = _SharedScan(scans)
     shared.scan_tail()
     while shared.is_running:
         shared.advance()
+
+
+def _scan_alone(scan: CellScan) -> None:
+    """Scan for one search. It does the same as a shared scan, with less work for each cell."""
+    view, query = scan.view, scan.query.vector[np.newaxis]
+    base, tail = view.base, view.tail
+    for begin, end in blocks(tail.count, BLOCK_VECTORS):
+        if scan.query.cancelled():
+            return
+        scan.count(end - begin)
+        scan.take(TAIL, len(base) + begin, tail.vectors[begin:end] @ query[0])
+    while not scan.is_done:
+        for cell in np.sort(scan.next_cells()).tolist():
+            first, last = int(base.offsets[cell]), int(base.offsets[cell + 1])
+            for begin in range(first, last, BLOCK_VECTORS):
+                if scan.query.cancelled():
+                    return
+                end = min(begin + BLOCK_VECTORS, last)
+                scores = base.vectors.scores(begin, end, query)[:, 0]
+                scan.count(len(scores))
+                if scores.max() >= scan.threshold:
+                    scan.take(cell, begin, scores)
+        scan.checkpoint()
 
 
 class _SharedScan:
@@ -166,59 +191,66 @@ class _SharedScan:
         self._view = scans[0].view
         self._scans = scans
         self._queries = np.stack([scan.query.vector for scan in scans])
-        self._running = np.array([not scan.query.cancelled() for scan in scans])
-        self._wanted = np.zeros((len(scans), len(self._view.base.centroids)), bool)
+        self._running = {i for i, scan in enumerate(scans) if not scan.query.cancelled()}
+        self._wanted_by: dict[int, list[int]] = {}  # cell that was not scanned -> searches
         for i, scan in enumerate(scans):
-            self._wanted[i, scan.cells] = True
+            for cell in scan.cells.tolist():
+                self._wanted_by.setdefault(cell, []).append(i)
 
     @property
     def is_running(self) -> bool:
         """Whether a search has neither ended nor was cancelled."""
-        return bool(self._running.any())
+        return bool(self._running)
 
     def scan_tail(self) -> None:
         """Scan the rows that were added after the base was built."""
         tail, first = self._view.tail, len(self._view.base)
-        members = np.flatnonzero(self._running)
         for begin, end in blocks(tail.count, BLOCK_VECTORS):
+            members = sorted(self._running)
+            if not members:
+                return
             scores = tail.vectors[begin:end] @ self._queries[members].T
             self._give(members, TAIL, first + begin, scores, self._running)
-            if not self._running[members].any():
-                return
 
     def advance(self) -> None:
         """Bring each search to its next checkpoint."""
-        due = np.zeros_like(self._wanted)
-        for i in np.flatnonzero(self._running):
-            due[i, self._scans[i].next_cells()] = True
-        # In the order of the file.
-        for cell in np.flatnonzero((due & self._wanted).any(axis=0)).tolist():
-            members = np.flatnonzero(self._wanted[:, cell] & self._running)
-            if len(members):
-                self._scan_cell(cell, members, due[:, cell])
-        for i in np.flatnonzero(self._running):
+        needed_by: dict[int, set[int]] = {}
+        for i in self._running:
+            for cell in self._scans[i].next_cells().tolist():
+                if cell in self._wanted_by:
+                    needed_by.setdefault(cell, set()).add(i)
+        for cell in sorted(needed_by):  # in the order of the file
+            self._scan_cell(cell, self._wanted_by.pop(cell), needed_by[cell])
+        for i in sorted(self._running):
             self._scans[i].checkpoint()
-            self._running[i] = not self._scans[i].is_done
+            if self._scans[i].is_done:
+                self._running.remove(i)
 
-    def _scan_cell(self, cell: int, members: Members, due: Flags) -> None:
+    def _scan_cell(self, cell: int, members: Sequence[int], due: Collection[int]) -> None:
         base = self._view.base
-        queries = self._queries[members]
         first, last = int(base.offsets[cell]), int(base.offsets[cell + 1])
         for begin in range(first, last, BLOCK_VECTORS):
-            end = min(begin + BLOCK_VECTORS, last)
-            self._give(members, cell, begin, base.vectors.scores(begin, end, queries), due)
-            if not self._running[members].any():
+            members = [i for i in members if i in self._running]
+            if not members:
                 return
-        self._wanted[members, cell] = False
+            end = min(begin + BLOCK_VECTORS, last)
+            scores = base.vectors.scores(begin, end, self._queries[members])
+            self._give(members, cell, begin, scores, due)
 
-    def _give(self, members: Members, cell: int, begin: int, scores: Vectors, due: Flags) -> None:
+    def _give(
+        self,
+        members: Sequence[int],
+        cell: int,
+        begin: int,
+        scores: Vectors,
+        due: Collection[int],
+    ) -> None:
         """Give scores of shape (n, len(members)) to searches. Those that were cancelled end."""
-        thresholds = np.array([self._scans[i].threshold for i in members], np.float32)
-        has_hits = scores.max(axis=0) >= thresholds
-        for column, i in enumerate(members.tolist()):
+        highest = scores.max(axis=0).tolist()
+        for column, i in enumerate(members):
             scan = self._scans[i]
             scan.count(len(scores))
-            if has_hits[column]:
-                scan.take(cell, begin, scores[:, column], is_due=bool(due[i]))
+            if highest[column] >= scan.threshold:
+                scan.take(cell, begin, scores[:, column], is_due=i in due)
             if scan.query.cancelled():
-                self._running[i] = False
+                self._running.remove(i)

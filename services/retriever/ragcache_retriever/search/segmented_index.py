@@ -46,6 +46,7 @@ from ragcache_retriever.search.files.base_files import (
 )
 from ragcache_retriever.search.files.spool import Spool
 from ragcache_retriever.search.files.stored_vectors import Positions, Precision, blocks
+from ragcache_retriever.search.hnsw_scan import HnswScan
 from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
 from ragcache_retriever.search.scan_pool import IndexThreads, StageQueue
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
@@ -80,6 +81,7 @@ class IndexOptions:
     """How the vectors of a collection are searched.
 
     Attributes:
+        effort: Candidates that a walk over a graph keeps (efSearch).
         recall: Searches stop when this recall is expected, unless they say otherwise. None: they
             scan all planned cells.
     """
@@ -88,6 +90,7 @@ class IndexOptions:
     precision: Precision = "float32"
     recall: float | None = None
     probing: Probing = field(default_factory=Probing)
+    effort: int = 128
 
 
 class SegmentedIndex:
@@ -127,12 +130,13 @@ class SegmentedIndex:
     ) -> SegmentedIndex:
         """Open the index of a folder, or an empty one. Damaged files count as none.
 
-        A damaged base is removed, so that the owner finds no rows and adds all of them again.
+        A base that is damaged, or of another precision or dimension, is removed. The owner then
+        finds no rows and adds all of them again.
         """
         found = None
         if folder is not None:
             try:
-                found = _opened(folder, dimension)
+                found = _opened(folder, dimension, options.precision)
             except DamagedIndex as error:
                 log.warning("index: built again from the documents error=%s", error)
                 remove_base(folder)
@@ -141,6 +145,7 @@ class SegmentedIndex:
         opened, base = found
         index = cls(folder, dimension, options, threads, base)
         threads.background.submit(index._verify, opened)
+        index.set_kind(options.kind)
         return index
 
     def __len__(self) -> int:
@@ -215,6 +220,11 @@ class SegmentedIndex:
             yield from _compared(view, vector, top_k, positions, is_cancelled)
             return
         wanted = Query(vector, top_k, positions, recall or self._options.recall, is_cancelled)
+        graph = view.base.graph
+        if graph is not None:
+            effort = self._options.effort
+            yield from HnswScan(view, graph, wanted, effort, self._estimator).stages()
+            return
         stages = StageQueue()
         scan = CellScan(view, wanted, self._options.probing, self._estimator, stages.put)
         self._threads.scans.submit(scan, stages)
@@ -339,14 +349,16 @@ def _chosen(kind: IndexKind, num_vectors: int) -> IndexKind:
     return kind
 
 
-def _opened(folder: Path, dimension: int) -> tuple[OpenedBase, CellBase] | None:
+def _opened(
+    folder: Path, dimension: int, precision: Precision
+) -> tuple[OpenedBase, CellBase] | None:
     """Return the base of a folder, None if it has none. Raises DamagedIndex."""
     opened = open_base(folder)
     if opened is None:
         return None
     base = opened_cell_base(opened)
-    if base.centroids.shape[1] != dimension:
-        raise DamagedIndex(f"{opened.folder} has vectors of {base.centroids.shape[1]} dimensions")
+    if (base.centroids.shape[1], base.vectors.precision) != (dimension, precision):
+        raise DamagedIndex(f"{opened.folder} has vectors of another dimension or precision")
     return opened, base
 
 

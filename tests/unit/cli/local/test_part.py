@@ -19,7 +19,7 @@ from ragcache_cli.local.site import LocalSite
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import ModelSource
+from ragcache_operator.spec import EmbedderSpec, ModelSource
 from ragcache_operator.spec.manifest import parse_manifest
 
 
@@ -171,6 +171,22 @@ def test_a_bundled_model_is_in_the_checkout_or_in_the_user_s_cache(
 def test_a_volume_of_a_cluster_is_refused_here(source: ModelSource) -> None:
     with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):
         site().model(source)
+
+
+def test_an_embedder_of_this_machine_is_found_from_anywhere(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert site().embedder(EmbedderSpec(source="path:model")) == f"path:{model}"
+    for source in ("bundled:all-minilm-l6-v2", "hf:a/b", "http://e/v1"):
+        assert site().embedder(EmbedderSpec(source=source, model=None)) == source
+
+
+def test_an_embedder_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"^spec\.retriever\.embedder\.source: .* no model;"):
+        site().embedder(EmbedderSpec(source=f"path:{tmp_path}"))
+    with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):
+        site().embedder(EmbedderSpec(source="pvc:models/e5"))
 
 
 def test_a_socket_that_no_kernel_would_take_is_left_out() -> None:

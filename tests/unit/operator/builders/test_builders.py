@@ -457,6 +457,37 @@ def test_an_endpoints_key_stays_in_its_secret() -> None:
     assert secret == ("RAGCACHE_EMBEDDER_API_KEY", "keys", "embeddings")
 
 
+@pytest.mark.parametrize(
+    ("source", "folder"),
+    [("pvc:models/e5/small/", "path:/embedder/e5/small"), ("pvc:models", "path:/embedder")],
+)
+def test_an_embedder_on_a_volume_is_mounted_in_the_retriever_alone(
+    source: str, folder: str
+) -> None:
+    children = build(retriever={"embedder": {"source": source}})
+    claim = {"claimName": "models", "readOnly": True}
+    volume = {"name": "embedder", "persistentVolumeClaim": claim}
+    mount = {"name": "embedder", "mountPath": "/embedder", "readOnly": True}
+    assert volume in pod_of(children, "retriever")["volumes"]
+    assert mount in container_of(children, "retriever")["volumeMounts"]
+    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == folder
+    assert volume not in pod_of(children, "gateway")["volumes"]
+
+
+def test_only_the_retriever_asks_the_hub_for_an_embedder() -> None:
+    children = build(retriever={"embedder": {"source": "hf:intfloat/e5-small-v2"}})
+    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == "hf:intfloat/e5-small-v2"
+    assert "HF_HUB_OFFLINE" not in env_of(children, "retriever")
+    assert env_of(children, "gateway")["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_local_embedder_is_rejected_in_a_cluster() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^spec\.retriever\.embedder\.source: path:/m is a local folder"
+    ):
+        build(retriever={"embedder": {"source": "path:/m"}})
+
+
 def test_one_retriever_calls_no_api_server_and_knows_no_peers() -> None:
     children = build()
     assert not kinds_of(children, "Role")

@@ -158,6 +158,14 @@ def test_only_the_retriever_may_connect_to_the_embedder(
         assert not may_talk(policies, pod, *missed)
 
 
+def test_only_the_retriever_may_connect_to_the_hub_for_its_embedder() -> None:
+    children = build(retriever={"embedder": {"source": "hf:intfloat/e5-small-v2"}})
+    policies = kinds_of(children, "NetworkPolicy")
+    for pod in pods_of(children):
+        assert may_talk(policies, pod, WORLD, 443) == (pod.name == "retriever")
+        assert not may_talk(policies, pod, WORLD, 80)
+
+
 def test_an_embedder_with_an_ipv6_address() -> None:
     children = build(retriever=embedder("http://[2001:db8::7]:8080/v1"))
     policies = kinds_of(children, "NetworkPolicy")

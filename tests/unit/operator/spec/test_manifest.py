@@ -169,12 +169,14 @@ BAD_SPECS = {
     "spec.model.maxLength: 5000 is above the context length of bundled:tinyrag, 4096 tokens; "
     "use 4096 or less": {"model": {"source": "bundled:tinyrag", "maxLength": 5000}},
     "spec.retriever.embedder.source: 'ftp://x' is not a valid embedder; "
-    "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
-    "like http://embeddings:8080/v1": {"retriever": {"embedder": {"source": "ftp://x"}}},
+    "use bundled:all-minilm-l6-v2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
+    "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1": {
+        "retriever": {"embedder": {"source": "ftp://x"}}
+    },
     "spec.retriever.embedder.model: is missing: an endpoint serves many models; name one of them": {
         "retriever": {"embedder": {"source": "http://e/v1"}}
     },
-    "spec.retriever.embedder.model: is set, but the bundled embedder has only one model; "
+    "spec.retriever.embedder.model: is set, but only an endpoint has more than one model; "
     "leave it out, or set source to the URL of an endpoint": {
         "retriever": {"embedder": {"model": "x"}}
     },

@@ -57,7 +57,7 @@ class Database:
     """The SQLite file of one data folder, which no other process may use.
 
     Args:
-        repair: Replaces a damaged file in a folder, by default by what can be read of it.
+        recover_file: Replaces a damaged file in a folder, by default by what can be read of it.
 
     Raises:
         InvalidInput: The folder cannot be used.
@@ -68,9 +68,9 @@ class Database:
         self,
         folder: Path,
         reserve: DiskReserve | None = None,
-        repair: Callable[[Path], object] = recover,
+        recover_file: Callable[[Path], object] = recover,
     ) -> None:
-        self._repair = repair
+        self._recover_file = recover_file
         self.folder = folder
         self.path = folder / FILE_NAME
         self._lock_file = lock_folder(folder)
@@ -109,7 +109,7 @@ class Database:
             except DatabaseDamaged as error:
                 self._close_connections()
                 self.mark_damaged(str(error))
-        self._repair(self.folder)
+        self._recover_file(self.folder)
         marker.unlink()
         return self._opened()
 
@@ -120,7 +120,7 @@ class Database:
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
             writer.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
-            # What a delete removes is overwritten, whatever the build's default.
+            # What a delete removes is overwritten. The default depends on the build of SQLite.
             writer.execute("PRAGMA secure_delete = ON")
             if not is_present:
                 writer.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")

@@ -41,7 +41,7 @@ class SqliteDocumentStore:
     """Documents in one SQLite file, which no other process may use.
 
     Args:
-        repair: Replaces a damaged file in a folder, by default by what can be read of it.
+        recover_file: Replaces a damaged file in a folder, by default by what can be read of it.
 
     Raises:
         InvalidInput: The folder cannot be used.
@@ -52,9 +52,9 @@ class SqliteDocumentStore:
         self,
         folder: Path,
         reserve: DiskReserve | None = None,
-        repair: Callable[[Path], object] = recover,
+        recover_file: Callable[[Path], object] = recover,
     ) -> None:
-        self.database = Database(folder, reserve, repair)
+        self.database = Database(folder, reserve, recover_file)
         self.changes = SqliteChangeLog(self.database)
         self._lexical = LexicalTables(self.database)
         self._collections = CollectionTables(self.database, self._lexical)

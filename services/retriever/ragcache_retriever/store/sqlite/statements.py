@@ -64,7 +64,7 @@ class StatementLog:
 
 def decode(content: bytes) -> StatementLog:
     """Return an encoded log. Raises ValueError if the content is not one."""
-    reader = _Reader(content)
+    reader = _StatementReader(content)
     if reader.take(len(_MAGIC)) != _MAGIC:
         raise ValueError("not an encoded transaction")
     log = StatementLog(has_other_collections=reader.take(1) != b"\0")
@@ -106,7 +106,7 @@ def _encode_value(value: Value) -> Iterable[bytes]:
             return b"b", *_encode_bytes(bytes(value))
 
 
-class _Reader:
+class _StatementReader:
     def __init__(self, content: bytes) -> None:
         self._content = content
         self._at = 0

@@ -220,3 +220,20 @@ def test_the_last_changes_are_kept_whatever_their_age() -> None:
     kept = [row[0] for row in database.query("SELECT sequence FROM changes ORDER BY sequence")]
     assert kept == list(range(4, MIN_KEPT_CHANGES + 4))
     database.close()
+
+
+def test_a_replica_that_is_not_the_writer_repeats_and_writes_nothing_else(
+    writer: SqliteDocumentStore, follower: SqliteDocumentStore
+) -> None:
+    generation = add_collection(writer, "c")
+    follower.database.may_write = lambda: False
+    with pytest.raises(Unavailable, match="not the writer"):
+        add_collection(follower, "c")
+    catch_up(follower, writer)
+    assert follower.collections() == writer.collections()
+    answers = [True, False]
+    writer.database.may_write = lambda: answers.pop(0)
+    with pytest.raises(Unavailable, match="no longer the writer"):
+        put(writer, "late", ["a"])
+    assert writer.get("c", "late") is None
+    assert len(writer.rows(generation)) == 0

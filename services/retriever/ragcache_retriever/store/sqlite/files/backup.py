@@ -103,7 +103,13 @@ class IncomingCopy:
     def __init__(self, folder: Path, ready_name: str = RESTORE_READY) -> None:
         self._part = folder / _INCOMING_PART
         self._ready = folder / ready_name
-        self._file = self._part.open("wb")
+        self._is_finished = False
+        try:
+            self._file = self._part.open("xb")
+        except FileExistsError as error:
+            raise Unavailable("retriever", "another copy is being received", 10.0) from error
+        except OSError as error:
+            raise Unavailable("retriever", f"the backup cannot be stored: {error}") from error
 
     def write(self, data: bytes) -> None:
         """Append a part. Raises Unavailable if the disk refuses it."""
@@ -118,18 +124,24 @@ class IncomingCopy:
         Raises:
             InvalidInput: It is no backup of a retriever, or damaged.
         """
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        num_documents = check_copy(self._part)
-        os.replace(self._part, self._ready)
-        sync_folder(self._ready.parent)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            num_documents = check_copy(self._part)
+            os.replace(self._part, self._ready)
+            sync_folder(self._ready.parent)
+        except OSError as error:
+            raise Unavailable("retriever", f"the backup cannot be stored: {error}") from error
+        self._is_finished = True
         return num_documents
 
     def abort(self) -> None:
         """Forget what was received, unless it is finished."""
-        self._file.close()
-        self._part.unlink(missing_ok=True)
+        if not self._is_finished:
+            with contextlib.suppress(OSError):  # what is left to write has no reader
+                self._file.close()
+            self._part.unlink(missing_ok=True)
 
 
 def check_copy(path: Path) -> int:

@@ -179,3 +179,17 @@ def test_a_backup_needs_disk_space(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(Unavailable, match="bytes of free disk space, and 1 are free"):
         next(SqliteCopies(store.database.folder).backup())
+
+
+def test_one_copy_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: Path) -> None:
+    put(store, "d", ["a"])
+    first = IncomingCopy(tmp_path)
+    with pytest.raises(Unavailable, match="another copy"):
+        IncomingCopy(tmp_path)
+    first.write(copy_of(store))
+    assert first.finish() == 1
+    second = IncomingCopy(tmp_path)
+    first.abort()  # it is finished, and takes nothing from the other one
+    second.write(b"no backup")
+    second.abort()
+    assert names(tmp_path) == {"source", RESTORE_READY}

@@ -1,0 +1,70 @@
+"""A process that is killed while it merges leaves an index that opens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search import segmented_index
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from tests.helpers.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
+
+NUM_KILLS = 10
+NUM_VECTORS = 20_000
+BATCH = 100
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.integration.retriever.test_index_kills import add_and_merge
+add_and_merge(Path(sys.argv[1]))
+"""
+
+
+def opened(folder: Path, threads: IndexThreads) -> SegmentedIndex:
+    options = IndexOptions(IndexKind.IVF, probing=EVERYTHING)
+    return SegmentedIndex.open(folder, DIMENSION, options, threads)
+
+
+def add_and_merge(folder: Path) -> None:
+    """Add vectors where the folder's index ends, and merge all the time, until killed."""
+    segmented_index.MIN_TAIL = BATCH  # type: ignore[misc]
+    segmented_index.TAIL_SHARE = 0  # type: ignore[misc]
+    vectors = clustered(NUM_VECTORS, seed=1)
+    with running_threads(1) as threads:
+        index = opened(folder, threads)
+        print("started", flush=True)
+        while True:
+            begin = int(index.rows().max(initial=-1)) + 1
+            end = min(begin + BATCH, NUM_VECTORS)
+            index.apply(range(begin - 5, begin), range(begin, end), vectors[begin:end])
+            while index.is_building:
+                time.sleep(0.001)
+
+
+def test_an_index_survives_kills_while_it_merges(tmp_path: Path) -> None:
+    vectors = clustered(NUM_VECTORS, seed=1)
+    rng = np.random.default_rng(1)
+    sizes = []
+    for _ in range(NUM_KILLS):
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "index")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"started\n"
+            time.sleep(rng.uniform(0.05, 0.4))
+            process.kill()
+        with running_threads(1) as threads:
+            index = opened(tmp_path / "index", threads)
+            rows = index.rows()
+            sizes.append(len(rows))
+            query = vectors[rng.integers(NUM_VECTORS)]
+            assert final(index, query, 10).rows == nearest(rows, vectors[rows], query, 10)
+            index.close()
+    assert sizes == sorted(sizes), "a base that was complete is gone"
+    assert sizes[-1] > 0, "nothing was merged between the kills"

@@ -1,0 +1,163 @@
+"""Searches wait for no disk, end with their reader, and share the rows of filters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from ragcache_core.retrieval.filters import In
+from ragcache_retriever import __main__ as process
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.knowledge_base.filter_cache import FilterCache
+from ragcache_retriever.knowledge_base.results import SearchQuery
+from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, RankedStage
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.records import Document
+from ragcache_retriever.store.sqlite.database import DAMAGE_MARKER
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from ragcache_retriever.store.sqlite.schema import FILE_NAME
+from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.helpers.stored_documents import add_collection, delete, put
+
+PAGE_BYTES = 4096
+
+
+@pytest_asyncio.fixture
+async def knowledge_base(tmp_path: Path, tiny_model: Path) -> AsyncIterator[KnowledgeBase]:
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    await knowledge_base.load()
+    yield knowledge_base
+    await knowledge_base.close()
+
+
+def a_document(document_id: str, text: str) -> Document:
+    return Document(document_id, document_id, text, 1, {})
+
+
+async def found(knowledge_base: KnowledgeBase, text: str) -> list[str]:
+    stages = [stage async for stage in knowledge_base.search(SearchQuery("default", text, 10))]
+    return [hit.neighbourhood.chunk.text for hit in stages[-1].hits]
+
+
+async def test_searches_go_on_while_a_commit_waits_for_the_disk(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    commit = knowledge_base.store.commit
+    waiting, disk = threading.Event(), threading.Event()
+
+    def slow_commit() -> None:
+        waiting.set()
+        disk.wait()
+        commit()
+
+    monkeypatch.setattr(knowledge_base.store, "commit", slow_commit)
+    write = asyncio.create_task(knowledge_base.upsert("default", a_document("d", "Pear.")))
+    await asyncio.to_thread(waiting.wait)
+    for _ in range(3):
+        assert await found(knowledge_base, "apple") == ["Apple."]
+    disk.set()
+    await write
+    assert await found(knowledge_base, "apple") == ["Pear."]
+
+
+async def test_a_search_ends_when_nobody_reads_it(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    class EndlessRanking:
+        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+            while not search.cancelled():
+                yield RankedStage((), 0.5, False, 0.0)
+            ended.set()
+
+    monkeypatch.setattr(knowledge_base._searching, "_ranking", EndlessRanking())
+    stages = knowledge_base.search(SearchQuery("default", "text", 1))
+    await anext(stages)
+    await stages.aclose()  # type: ignore[attr-defined]
+    assert await asyncio.to_thread(ended.wait, 30)
+
+
+async def test_a_search_whose_hit_was_replaced_runs_again(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    loop = asyncio.get_running_loop()
+    ranking = knowledge_base._searching._ranking
+    num_runs = 0
+
+    class InterruptedRanking:
+        """Replaces the document after the first search has found it."""
+
+        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+            nonlocal num_runs
+            num_runs += 1
+            stages = list(ranking.stages(search, store))
+            if num_runs == 1:
+                change = knowledge_base.upsert("default", a_document("d", "Pear."))
+                asyncio.run_coroutine_threadsafe(change, loop).result(60)
+            yield from stages
+
+    monkeypatch.setattr(knowledge_base._searching, "_ranking", InterruptedRanking())
+    assert await found(knowledge_base, "fruit") == ["Pear."]
+    assert num_runs == 2
+
+
+async def test_a_hit_that_never_comes_back_is_left_out(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StaleRanking:
+        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+            yield RankedStage((RankedRow(10**9, 1.0),), 1.0, True, 1.0)
+
+    monkeypatch.setattr(knowledge_base._searching, "_ranking", StaleRanking())
+    monkeypatch.setattr("ragcache_retriever.knowledge_base.searching.CHANGE_WAIT_S", 0.01)
+    assert await found(knowledge_base, "fruit") == []
+
+
+class CountedPublications:
+    num_published = 0
+
+
+def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
+    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    generation = add_collection(store, "c")
+    for i in range(4):
+        put(store, f"d{i}", ["text"], metadata={"n": str(i)})
+    published = CountedPublications()
+    cache = FilterCache(store, published, max_bytes=16)  # type: ignore[arg-type]
+    first = cache.allowed_rows(generation, In("n", ("1", "2")))
+    assert cache.allowed_rows(generation, In("n", ("1", "2"))) is first
+    cache.allowed_rows(generation, In("n", ("3",)))  # exceeds the bound
+    assert cache.allowed_rows(generation, In("n", ("1", "2"))) is not first
+    delete(store, "d1")
+    published.num_published += 1
+    assert cache.allowed_rows(generation, In("n", ("1", "2"))).tolist() == first[1:].tolist()
+    store.close()
+
+
+async def test_damage_that_the_check_finds_asks_for_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "CHECK_DELAY_S", 0)
+    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    add_collection(store, "c")
+    put(store, "d", ["text " * 4000])
+    restart = asyncio.Event()
+    await process._check(store, threading.Event(), restart)
+    assert not restart.is_set()
+    store.database.query("PRAGMA wal_checkpoint(TRUNCATE)")
+    with (tmp_path / FILE_NAME).open("r+b") as file:
+        file.seek(20 * PAGE_BYTES)
+        file.write(bytes(range(256)) * 2 * PAGE_BYTES)
+    await process._check(store, threading.Event(), restart)
+    assert restart.is_set()
+    assert (tmp_path / DAMAGE_MARKER).exists()
+    store.close()

@@ -1,0 +1,144 @@
+"""Searches of a segmented index over its graph."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search import segmented_index
+from ragcache_retriever.search.files.stored_vectors import Precision
+from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from tests.helpers.vectors import (
+    DIMENSION,
+    NONE,
+    add,
+    clustered,
+    final,
+    nearest,
+    running_threads,
+)
+
+NUM_VECTORS = 3000
+VECTORS = clustered(NUM_VECTORS, seed=1)
+QUERIES = clustered(40, seed=2)
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[IndexThreads]:
+    with running_threads(1) as started:
+        yield started
+
+
+def opened(
+    threads: IndexThreads, folder: Path | None = None, precision: Precision = "float32"
+) -> SegmentedIndex:
+    options = IndexOptions(IndexKind.HNSW, precision=precision)
+    return SegmentedIndex.open(folder, DIMENSION, options, threads)
+
+
+@pytest.fixture(scope="module")
+def changed(threads: IndexThreads) -> SegmentedIndex:
+    """An index with rows in base and tail, of which some were removed."""
+    index = opened(threads)
+    index.load([(np.arange(2500), VECTORS[:2500])])
+    add(index, range(2500, NUM_VECTORS), VECTORS[2500:])
+    index.apply(range(0, NUM_VECTORS, 7), (), NONE)
+    return index
+
+
+LIVE = np.array([row for row in range(NUM_VECTORS) if row % 7])
+
+
+def recall(index: SegmentedIndex, rows: np.ndarray, allowed: np.ndarray | None = None) -> float:
+    found = [set(final(index, query, 10, allowed).rows) for query in QUERIES]
+    assert all(hits <= set(rows.tolist()) for hits in found)
+    plain = [set(nearest(rows, VECTORS[rows], query, 10)) for query in QUERIES]
+    return sum(len(a & b) for a, b in zip(found, plain, strict=True)) / (10 * len(QUERIES))
+
+
+def test_nearly_all_hits_are_found_in_base_and_tail(changed: SegmentedIndex) -> None:
+    assert changed.kind is IndexKind.HNSW
+    assert recall(changed, LIVE) >= 0.99
+
+
+def test_only_allowed_rows_are_found(
+    changed: SegmentedIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segmented_index, "FEW_ALLOWED", 100)
+    allowed = LIVE[LIVE % 5 == 0]
+    assert recall(changed, allowed, allowed) >= 0.99
+
+
+def test_stages_advance_and_score_a_small_part(changed: SegmentedIndex) -> None:
+    for query in QUERIES:
+        stages = list(changed.search(query, 10))
+        assert 2 <= len(stages) <= 4
+        assert [stage.final for stage in stages] == [False] * (len(stages) - 1) + [True]
+        for before, after in itertools.pairwise(stages):
+            assert before.progress < after.progress
+            assert before.num_scored <= after.num_scored
+        assert stages[-1].num_scored < NUM_VECTORS
+        assert all(0 <= stage.final_probability <= 1 for stage in stages)
+
+
+def test_a_cancelled_walk_ends_without_a_final_stage(changed: SegmentedIndex) -> None:
+    asked = itertools.count()
+    stages = list(changed.search(QUERIES[0], 10, cancelled=lambda: next(asked) > 20))
+    assert not any(stage.final for stage in stages)
+    assert next(asked) <= 23, "the walk went on"
+
+
+def test_a_declared_recall_saves_computations_once_searches_are_known(
+    threads: IndexThreads,
+) -> None:
+    index = opened(threads)
+    index.load([(np.arange(NUM_VECTORS), VECTORS)])
+    for query in clustered(300, seed=3):
+        final(index, query, 10)
+    found, num_scored, num_full = [], 0, 0
+    for query in QUERIES:
+        stage = list(index.search(query, 10, recall=0.9))[-1]
+        full = final(index, query, 10)
+        num_scored, num_full = num_scored + stage.num_scored, num_full + full.num_scored
+        found.append(len(set(stage.rows) & set(full.rows)) / 10)
+    assert num_scored < num_full
+    assert np.mean(found) >= 0.85
+
+
+@pytest.mark.parametrize("precision", ["float32", "sq8"])
+def test_a_reopened_graph_gives_the_same_hits(
+    threads: IndexThreads, tmp_path: Path, precision: Precision
+) -> None:
+    index = opened(threads, tmp_path, precision)
+    index.load([(np.arange(NUM_VECTORS), VECTORS)])
+    before = [final(index, query, 10).rows for query in QUERIES]
+    index.close()
+    again = opened(threads, tmp_path, precision)
+    assert again.kind is IndexKind.HNSW
+    assert [final(again, query, 10).rows for query in QUERIES] == before
+    again.close()
+
+
+def test_an_empty_graph_has_no_hits(threads: IndexThreads) -> None:
+    index = opened(threads)
+    assert final(index, QUERIES[0], 3).rows == ()
+    add(index, [4], VECTORS[:1])
+    assert final(index, QUERIES[0], 3).rows == (4,)
+
+
+def test_a_graph_takes_over_in_the_background(threads: IndexThreads) -> None:
+    options = IndexOptions(IndexKind.FLAT)
+    index = SegmentedIndex.open(None, DIMENSION, options, threads)
+    index.load([(np.arange(NUM_VECTORS), VECTORS)])
+    index.set_kind(IndexKind.HNSW)
+    while index.is_building:
+        threading.Event().wait(0.01)
+    assert index.kind is IndexKind.HNSW
+    assert recall(index, np.arange(NUM_VECTORS)) >= 0.99
