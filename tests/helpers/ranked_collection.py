@@ -95,7 +95,7 @@ def ranked_collection(
 ) -> RankedCollection:
     """Return a collection with one document for each text. Later ones are newer."""
     generation = add_collection(store, "c")
-    rows = []
+    rows: list[int] = []
     for i, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         document = a_document(f"d{i}", text)
         chunks = ChunkSet(

@@ -124,8 +124,8 @@ def lambdas(scores: Floats, grades: Floats) -> tuple[Floats, Floats]:
     doubt = 1.0 / (1.0 + np.exp(scores[better] - scores[worse]))
     first, second = change * doubt, change * doubt * (1.0 - doubt)
     count = len(scores)
-    gradients = np.bincount(better, first, count) - np.bincount(worse, first, count)
-    weights = np.bincount(better, second, count) + np.bincount(worse, second, count)
+    gradients: Floats = np.bincount(better, first, count) - np.bincount(worse, first, count)
+    weights: Floats = np.bincount(better, second, count) + np.bincount(worse, second, count)
     return gradients, weights
 
 

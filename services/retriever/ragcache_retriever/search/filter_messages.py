@@ -82,8 +82,8 @@ def _test(message: pb.FieldFilter, path: str) -> Filter:
 
 def _range(name: str, message: pb.Range, path: str) -> InRange:
     bounds: dict[str, float] = {}
-    for bound, value in message.ListFields():
-        bounds[bound.name] = value
+    for descriptor, value in message.ListFields():
+        bounds[descriptor.name] = value
     if not bounds:
         raise InvalidInput(path, "has no bound", "set gt, gte, lt or lte")
     for bound, value in bounds.items():

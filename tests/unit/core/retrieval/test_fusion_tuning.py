@@ -35,12 +35,13 @@ def searches(
         relevance = np.zeros(NUM_HITS)
         relevance[0] = 1.0
         rows = np.arange(NUM_HITS)
-        legs = []
-        for noise in (dense_noise, lexical_noise):
-            scores = 2.0 + relevance + noise * random.normal(size=NUM_HITS)
-            order = np.argsort(-scores)
-            legs += [rows[order], scores[order]]
-        found.append(JudgedSearch(merged_legs(*legs), {0: 1}))
+        dense, lexical = (
+            2.0 + relevance + noise * random.normal(size=NUM_HITS)
+            for noise in (dense_noise, lexical_noise)
+        )
+        by_dense, by_lexical = np.argsort(-dense), np.argsort(-lexical)
+        merged = merged_legs(rows[by_dense], dense[by_dense], rows[by_lexical], lexical[by_lexical])
+        found.append(JudgedSearch(merged, {0: 1}))
     return found
 
 
@@ -112,6 +113,8 @@ def test_a_ranker_that_changes_nothing_does_not_help(quality: list[float]) -> No
 def test_a_ranker_helps_if_it_gains_more_than_noise() -> None:
     random = np.random.default_rng(0)
     fused = random.random(100)
-    assert ranker_helps(fused, fused + 0.02 + 0.05 * random.normal(size=100))
-    assert not ranker_helps(fused, fused + 0.05 * random.normal(size=100) - 0.02)
+    better = fused + 0.02 + 0.05 * random.normal(size=100)
+    worse = fused - 0.02 + 0.05 * random.normal(size=100)
+    assert ranker_helps(fused.tolist(), better.tolist())
+    assert not ranker_helps(fused.tolist(), worse.tolist())
     assert not ranker_helps([0.0] * (MIN_QUESTIONS - 1), [1.0] * (MIN_QUESTIONS - 1))

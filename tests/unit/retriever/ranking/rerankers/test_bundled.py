@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_a_text_with_the_words_of_the_question_gains() -> None:
 
 def test_its_file_names_what_it_was_trained_on() -> None:
     trees = trees_from_text(
-        (bundled.files("ragcache_retriever.ranking.rerankers") / bundled.FILE_NAME).read_text()
+        (files("ragcache_retriever.ranking.rerankers") / bundled.FILE_NAME).read_text()
     )
     assert "MuSiQue" in trees.provenance["collection"]
     assert trees.provenance["tool"] == "tools/train_ranker.py"
@@ -33,7 +34,7 @@ def test_its_file_names_what_it_was_trained_on() -> None:
 
 def test_trees_of_other_features_are_refused() -> None:
     trees = trees_from_text(
-        (bundled.files("ragcache_retriever.ranking.rerankers") / bundled.FILE_NAME).read_text()
+        (files("ragcache_retriever.ranking.rerankers") / bundled.FILE_NAME).read_text()
     )
     with pytest.raises(InvalidInput):
         BundledRanker(replace(trees, feature_names=trees.feature_names[::-1]))
