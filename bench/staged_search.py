@@ -69,7 +69,7 @@ class Sizes:
 
 
 FULL = Sizes(vectors=500_000, learned=256, measured=300, graph_vectors=50_000, searches=320)
-QUICK = Sizes(vectors=30_000, learned=192, measured=150, graph_vectors=4_000, searches=64)
+QUICK = Sizes(vectors=30_000, learned=256, measured=200, graph_vectors=4_000, searches=64)
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
     queries = draw_queries(clusters, vectors, sizes.learned + sizes.measured, draw)
     learned, measured = queries[: sizes.learned], queries[sizes.learned :]
     # The quick run has too few vectors for the default limit of complete scans.
-    probing = Probing() if num_vectors >= FULL.vectors else Probing(0, 1 / 4)
+    probing = Probing() if num_vectors > 4 * Probing().exact_limit else Probing(0, 1 / 4)
     results: dict[str, Any] = {"vectors": num_vectors, "queries": len(measured)}
     base = build(vectors)
     faiss.omp_set_num_threads(1)  # a search runs on one thread

@@ -184,7 +184,9 @@ async def run(
     ):
         started = time.monotonic()
         with IngestProgress(console, len(files)) as progress:
-            done = await ingest(gateway, COLLECTION, files, progress.advance)
+            done = await ingest(
+                gateway, COLLECTION, files, lambda result: progress.advance(result.new_chunks)
+            )
         ingest_s = time.monotonic() - started
         console.print(
             f"{done.written} documents, {done.chunks:,} chunks in {ingest_s:.0f} s "

@@ -25,7 +25,7 @@ except ImportError:
 CHECK
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
-extras="gateway,retriever,cachestore,engine-$device,operator,install,dev"
+extras="gateway,office,retriever,cachestore,engine-$device,operator,install,dev"
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
@@ -60,7 +60,8 @@ if [ "${1:-}" = --part ]; then
     part=${2:-}
     case $part in
         core) extras=dev ;;
-        operator|gateway|cachestore) extras="$part,dev" ;;
+        operator|cachestore) extras="$part,dev" ;;
+        gateway) extras="gateway,office,dev" ;;
         retriever) extras="retriever-base,dev" ;;
         cli) extras="install,dev" ;;
         *) echo "setup: PART=$part is unknown; use core, operator, gateway, retriever, cachestore or cli" >&2; exit 1 ;;

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ from ragcache_cli.commands import doctor as doctor_checks
 from ragcache_cli.commands import model as models
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, Sampling, ask, render_citations, render_timing
-from ragcache_cli.commands.ingest import Ingested, ingest
-from ragcache_cli.commands.progress import IngestProgress
 from ragcache_cli.commands.quality import (
     DEFAULT_SHARES,
     Measurement,
@@ -37,13 +34,16 @@ from ragcache_cli.commands.quality import (
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.sample_questions import read_questions
 from ragcache_cli.commands.status import describe_cache, parts_table
+from ragcache_cli.documents.backup import backup_command, restore_command
+from ragcache_cli.documents.collections import collection_app
+from ragcache_cli.documents.gateway_option import CollectionOption, GatewayOption, gateway_url
+from ragcache_cli.documents.ingest_command import ingest_command
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.signals import run_until_stopped
 from ragcache_cli.local.state_file import ROOT, find_data, recorded
 from ragcache_cli.output.console import make_console
 from ragcache_cli.output.logs import LogLines, read_words
-from ragcache_cli.sources.documents import Selection, select
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_core.quality.report import QualityReport
@@ -53,7 +53,6 @@ from ragcache_operator.spec import API_VERSION, KIND, RagCache
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 
 FAILED, MISTAKE = 1, 2
-_GATEWAY_VARIABLE = "RAGCACHE_GATEWAY"
 
 
 class _ErrorEdge(TyperGroup):
@@ -83,16 +82,6 @@ DataOption = Annotated[
     Path | None,
     typer.Option("--data", metavar="DIR", help="Data folder.", show_default=".ragcache/NAME"),
 ]
-GatewayOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gateway",
-        metavar="URL",
-        envvar=_GATEWAY_VARIABLE,
-        help="Gateway to talk to.",
-        show_default="the one that `ragcache up` runs here",
-    ),
-]
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
@@ -115,7 +104,6 @@ NameArgument = Annotated[
     str | None,
     typer.Argument(metavar="[NAME]", help="A RagCache.", show_default="the only one"),
 ]
-CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Collection.")]
 
 
 @app.command()
@@ -256,31 +244,7 @@ def install(
     print(f"\n{done.notes.strip()}")
 
 
-@app.command(name="ingest")
-def ingest_command(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
-    collection: CollectionOption = "default",
-    gateway: GatewayOption = None,
-) -> None:
-    """Ingest Markdown and text files into a collection; unchanged ones are skipped."""
-    selection = select(paths)
-    if not selection.files and not selection.refused:
-        raise InvalidInput("PATH", "holds no .md, .markdown or .txt file", "name another folder")
-    console = make_console(stderr=True)
-    begun = time.monotonic()
-    done = asyncio.run(_ingest(_gateway_url(gateway), collection, selection, console))
-    if done.chunks and console.is_terminal:
-        rate = done.chunks / (time.monotonic() - begun)
-        console.print(f"{done.chunks:,} chunks, {rate:.0f} chunks/s")
-    refused = (*selection.refused, *done.refused)
-    for error in refused:
-        console.print(Text(f"skipped {error}", style="yellow"))
-    print(
-        f"{done.written} written, {done.unchanged} unchanged, {len(refused)} skipped "
-        f"in collection {collection!r}"
-    )
-    if refused:
-        raise typer.Exit(FAILED)
+app.command(name="ingest")(ingest_command)
 
 
 @app.command(name="ask")
@@ -331,7 +295,7 @@ def ask_command(
     given = {name: value for name, value in options.items() if value is not None}
     console = None if as_json else make_console()
     sampling = Sampling(temperature, max_tokens)
-    reply = asyncio.run(_ask(_gateway_url(gateway), question, given, sampling, console))
+    reply = asyncio.run(_ask(gateway_url(gateway), question, given, sampling, console))
     if console is None:
         print(json.dumps(reply.to_json(), ensure_ascii=False, indent=2))
         return
@@ -384,7 +348,7 @@ def quality_command(
     given = None if questions is None else read_questions(questions)[:count]
     console = make_console(stderr=as_json)
     report, state = asyncio.run(
-        _quality(_gateway_url(gateway), given, count, seed, options, console)
+        _quality(gateway_url(gateway), given, count, seed, options, console)
     )
     body = {**report.to_json(), "verdict": state["verdict"]}
     if out is not None:
@@ -400,6 +364,9 @@ def quality_command(
 
 
 app.command(name="sync")(sync_command)
+app.command(name="backup")(backup_command)
+app.command(name="restore")(restore_command)
+app.add_typer(collection_app, name="collection")
 
 model_app = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
 app.add_typer(model_app, name="model")
@@ -513,16 +480,6 @@ def _smallest() -> RagCache:
     return parse_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}})
 
 
-def _gateway_url(given: str | None) -> str:
-    """Return the gateway URL: from the option or variable, else of the local platform."""
-    if given is None:
-        return find_data(None)[1].gateway_url
-    if not given.startswith(("http://", "https://")):
-        where = _GATEWAY_VARIABLE if os.environ.get(_GATEWAY_VARIABLE) == given else "--gateway"
-        raise InvalidInput(where, f"{given!r} is no URL", "write it like http://127.0.0.1:8080")
-    return given.rstrip("/")
-
-
 async def _ready_problem(url: str) -> str | None:
     async with GatewayApiClient(url) as client:
         return await client.ready_problem()
@@ -536,12 +493,6 @@ async def _cache(url: str) -> str:
             return str(error)
         except (KeyError, TypeError) as error:
             return f"{url} does not answer as a gateway does ({error!r})"
-
-
-async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:
-    async with GatewayApiClient(url) as client:
-        with IngestProgress(console, len(selection.files)) as progress:
-            return await ingest(client, collection, selection.files, progress.advance)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -49,6 +49,8 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
         heading_path=["Handbook", document],
         ordinal=ordinal,
         text=text or f"Chunk {ordinal} of {document}.",
+        content_hash=f"hash of {document}",
+        updated_unix_ms=1_700_000_000_000,
     )
 
 
@@ -73,6 +75,11 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         self.reports: dict[str, bytes] = {}
         self.similar: dict[str, list[float]] = {}  # scores, by document
         self.searches: list[retriever_pb2.SearchRequest] = []
+        self.copy = [b"first part", b"second part"]  # of a backup
+        self.upserts = 0
+        self.most_upserts = 0
+        self.hold_upserts: asyncio.Event | None = None
+        self.restored: list[bytes] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -94,6 +101,16 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
     async def UpsertDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = request.document
+        self.upserts += 1
+        self.most_upserts = max(self.most_upserts, self.upserts)
+        try:
+            return await self._upsert(document)
+        finally:
+            self.upserts -= 1
+
+    async def _upsert(self, document: retriever_pb2.Document) -> Any:
+        if self.hold_upserts is not None:
+            await self.hold_upserts.wait()
         if not document.id or not document.text.strip():
             raise InvalidInput("document.text" if document.id else "document.id", "is empty", "fix")
         self._known(document.collection)
@@ -189,6 +206,26 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     async def GetCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._known(request.name)
         return self.collections[request.name]
+
+    async def DeleteCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._known(request.name)
+        del self.collections[request.name]
+        count = len(self.documents)
+        deletes = []
+        for name, document in self.documents.items():
+            digests = [self.token_digest(document.text)]
+            deletes += self._add_to_outbox(request.name, name, digests, True)
+        self.documents.clear()
+        return retriever_pb2.DeleteCollectionReply(documents=count, deletes=deletes)
+
+    async def Backup(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        for part in self.copy:
+            yield retriever_pb2.BackupPart(data=part)
+
+    async def Restore(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        parts = [part.data async for part in requests]
+        self.restored = parts
+        return retriever_pb2.RestoreReply(documents=7)
 
     async def ListCollections(self, request: Any, context: Any) -> Any:  # noqa: N802
         return retriever_pb2.ListCollectionsReply(collections=self.collections.values())

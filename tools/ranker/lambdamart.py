@@ -124,9 +124,9 @@ def lambdas(scores: Floats, grades: Floats) -> tuple[Floats, Floats]:
     doubt = 1.0 / (1.0 + np.exp(scores[better] - scores[worse]))
     first, second = change * doubt, change * doubt * (1.0 - doubt)
     count = len(scores)
-    gradients: Floats = np.bincount(better, first, count) - np.bincount(worse, first, count)
-    weights: Floats = np.bincount(better, second, count) + np.bincount(worse, second, count)
-    return gradients, weights
+    gradients = np.bincount(better, first, count) - np.bincount(worse, first, count)
+    weights = np.bincount(better, second, count) + np.bincount(worse, second, count)
+    return gradients.astype(np.float64), weights.astype(np.float64)
 
 
 def _borders(features: Floats, num_bins: int) -> list[Floats]:

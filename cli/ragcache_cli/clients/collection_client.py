@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,26 @@ import httpx
 from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
 from ragcache_core.errors import Unavailable
 
+_DOCUMENTS = "/v1/documents"
 _PAGE = 1000
 _CONNECT_S = 5.0
 _REPLY_S = 900.0
 """A slow CPU embeds the largest document for minutes, without a byte of response meanwhile."""
 _SHORTEST_WAIT_S = 1.0
 """Lower bound of the retry interval, also when the gateway suggests a shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentContent:
+    """What a document consists of.
+
+    Args:
+        fields: Fields of the document in the REST API, without its id and its collection.
+        file: Its bytes, unless the fields have its text.
+    """
+
+    fields: Mapping[str, Any]
+    file: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +92,26 @@ class CollectionClient(GatewayApiClient):
                 return
             after = page["next"]
 
-    async def put(self, document: Mapping[str, Any]) -> int:
-        """Insert or replace a document and return the number of its chunks."""
-        body = {"collection": self._collection, **document}
-        return int((await self._patiently("POST", "/v1/documents", body))["chunks"])
+    async def put(
+        self, document_id: str, content: DocumentContent, metadata: Mapping[str, str]
+    ) -> int:
+        """Insert or replace a document and return the number of its chunks.
+
+        Args:
+            metadata: Of the caller. It goes before that of the document.
+        """
+        fields = {
+            **content.fields,
+            "collection": self._collection,
+            "id": document_id,
+            "metadata": {**content.fields.get("metadata", {}), **metadata},
+        }
+        if content.file is None:
+            reply = await self._patiently("POST", _DOCUMENTS, fields)
+        else:
+            fields["metadata"] = json.dumps(fields["metadata"])
+            reply = await self._patiently("POST", _DOCUMENTS, fields, content.file)
+        return int(reply["chunks"])
 
     async def delete(self, document_id: str) -> None:
         """Delete a document if it exists."""
@@ -104,12 +135,16 @@ class CollectionClient(GatewayApiClient):
             raise
 
     async def _patiently(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        file: bytes | None = None,
     ) -> dict[str, Any]:
         began = self._clock()
         while True:
             try:
-                return await self._call(method, path, body)
+                return await self._call(method, path, body, file)
             except (TryLater, Unavailable) as error:
                 wait_s = max(_SHORTEST_WAIT_S, error.retry_after_s)
                 if self._clock() - began + wait_s > self._patience_s:

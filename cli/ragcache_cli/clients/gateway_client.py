@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +17,8 @@ from ragcache_core.errors import RagCacheError, Unavailable
 _CONNECT_S = 5.0
 _REPLY_S = 120.0
 """Longest wait between two parts of a response: the engine may first serve a full queue."""
+_COPY_TIMEOUT = httpx.Timeout(600.0, connect=_CONNECT_S)
+"""Before the first and after the last byte of a backup the retriever copies and checks it."""
 _EVENT_PREFIX = "data:"
 _END = "[DONE]"
 
@@ -38,11 +40,17 @@ class TryLater(RequestRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentWrite:
-    """The result of writing a document: whether it changed, and its number of chunks."""
+class BatchFile:
+    """A file of a batch: a document, or a line of JSON with one.
 
-    changed: bool
-    num_chunks: int
+    Args:
+        id: Of the document; empty if the content names it.
+        content_type: Media type of the content.
+    """
+
+    id: str
+    content_type: str
+    content: bytes
 
 
 class GatewayApiClient:
@@ -82,14 +90,63 @@ class GatewayApiClient:
             raise
         return True
 
-    async def put_collection(self, name: str) -> None:
-        """Create a collection with the platform's default settings."""
-        await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", {})
+    async def collections(self) -> list[dict[str, Any]]:
+        """Return settings and counts of all collections."""
+        return list((await self._call("GET", "/v1/collections"))["data"])
 
-    async def put_document(self, document: Mapping[str, Any]) -> DocumentWrite:
-        """Insert or replace a document, unless an identical one exists."""
-        reply = await self._call("POST", "/v1/documents", document)
-        return DocumentWrite(bool(reply["changed"]), int(reply.get("chunks", 0)))
+    async def collection(self, name: str) -> dict[str, Any]:
+        """Return settings and counts of a collection."""
+        return await self._call("GET", f"/v1/collections/{quote(name, safe='')}")
+
+    async def put_collection(
+        self, name: str, settings: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Create or change a collection; settings left out are the platform's defaults."""
+        return await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", settings or {})
+
+    async def delete_collection(self, name: str) -> dict[str, Any]:
+        """Delete a collection with all its documents."""
+        return await self._call("DELETE", f"/v1/collections/{quote(name, safe='')}")
+
+    async def put_batch(
+        self, collection: str, files: Sequence[BatchFile]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Insert or replace documents; yield the events of the batch, and its summary.
+
+        Closing early stops the batch.
+        """
+        path = f"/v1/documents:batch?collection={quote(collection, safe='')}"
+        form: list[tuple[str, Any]] = []
+        for file in files:
+            if file.id:
+                form.append(("id", (None, file.id)))
+            form.append(("content_type", (None, file.content_type)))
+            form.append(("file", ("file", file.content)))
+        request = self._http.build_request("POST", path, files=form)
+        async for event in self._events(request):
+            yield event
+
+    async def backup(self) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of a file with all documents."""
+        request = self._http.build_request("GET", "/v1/backup", timeout=_COPY_TIMEOUT)
+        async with self._translated():
+            reply = await self._http.send(request, stream=True)
+            try:
+                if reply.is_error:
+                    await reply.aread()
+                    raise _refusal(reply)
+                async for part in reply.aiter_raw():
+                    yield part
+            finally:
+                await reply.aclose()
+
+    async def restore(self, parts: AsyncIterator[bytes]) -> int:
+        """Replace all documents by a backup, and return their number."""
+        async with self._translated():
+            reply = await self._http.post("/v1/restore", content=parts, timeout=_COPY_TIMEOUT)
+            if reply.is_error:
+                raise _refusal(reply)
+            return int(reply.json()["documents"])
 
     async def cache(self) -> dict[str, Any]:
         """Return the content of the cache store and its hit rate."""
@@ -129,9 +186,17 @@ class GatewayApiClient:
             return str(error)
         return None
 
-    async def chat(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def chat(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a streamed chat completion; closing early cancels the request."""
         request = self._http.build_request("POST", "/v1/chat/completions", json=body)
+        async for chunk in self._events(request):
+            if "error" in chunk:
+                message = str(chunk["error"]["message"])
+                raise TryLater(httpx.codes.SERVICE_UNAVAILABLE, message)
+            yield chunk
+
+    async def _events(self, request: httpx.Request) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the server-sent events of a response, which are JSON objects."""
         async with self._translated():
             reply = await self._http.send(request, stream=True)
             try:
@@ -140,21 +205,25 @@ class GatewayApiClient:
                     raise _refusal(reply)
                 async for line in reply.aiter_lines():
                     data = line.removeprefix(_EVENT_PREFIX).strip()
-                    if not line.startswith(_EVENT_PREFIX) or data == _END:
-                        continue
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        message = str(chunk["error"]["message"])
-                        raise TryLater(httpx.codes.SERVICE_UNAVAILABLE, message)
-                    yield chunk
+                    if line.startswith(_EVENT_PREFIX) and data != _END:
+                        yield json.loads(data)
             finally:
                 await reply.aclose()
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        file: bytes | None = None,
     ) -> dict[str, Any]:
+        """Send a request with a JSON object, or with a file and the fields of a form."""
         async with self._translated():
-            reply = await self._http.request(method, path, json=body)
+            if file is None:
+                reply = await self._http.request(method, path, json=body)
+            else:
+                form = {"file": ("file", file)}
+                reply = await self._http.request(method, path, data=body, files=form)
             if reply.is_error:
                 raise _refusal(reply)
             value = reply.json() if reply.content else {}

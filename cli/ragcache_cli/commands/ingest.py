@@ -1,25 +1,53 @@
-"""Ingests files into a collection."""
+"""Ingests files into a collection, in batches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, Final
 
-from ragcache_cli.clients.gateway_client import (
-    DocumentWrite,
-    GatewayApiClient,
-    RequestRefused,
-    TryLater,
-)
-from ragcache_cli.sources.documents import DocumentFile, read_text
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_cli.clients.gateway_client import BatchFile, GatewayApiClient, TryLater
+from ragcache_cli.sources.documents import DocumentFile, documents_in, read_content
+from ragcache_core.documents.formats import DocumentFormat
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 
-CONCURRENCY = 8
-"""Documents in flight: enough that reading, sending and storing overlap, and that the embedder has
-texts of several documents to batch."""
+CONCURRENCY: Final = 8
+"""Documents of a batch that the gateway has in work at once."""
 
-_ATTEMPTS = 5
+_BATCHES: Final = 2
+"""Batches at once: the next one is read and sent while the gateway works on the one before."""
+
+_BATCH_DOCUMENTS: Final = 2 * CONCURRENCY
+_BATCH_BYTES: Final = 4 << 20
+"""Size of a batch that has several documents. A batch is sent before its first event is read."""
+
+_ATTEMPTS: Final = 5
+_RETRY_S: Final = 1.0
+_RETRYABLE: Final = ("service_unavailable_error", "rate_limit_error")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentResult:
+    """What has become of one document.
+
+    Args:
+        id: Of the document, or where it is if it has none.
+        error: Why it was refused; None: it is in the collection.
+        changed: False: the same document was stored already.
+        chunks: Chunks of the document.
+    """
+
+    id: str
+    error: RagCacheError | None = None
+    changed: bool = False
+    chunks: int = 0
+
+    @property
+    def new_chunks(self) -> int:
+        """Chunks that were written."""
+        return self.chunks if self.changed else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +65,14 @@ async def ingest(
     gateway: GatewayApiClient,
     collection: str,
     files: Sequence[DocumentFile],
-    on_done: Callable[[int], None],
+    on_done: Callable[[DocumentResult], None],
 ) -> Ingested:
     """Write files into the collection, and create it if it does not exist.
 
-    A refused file does not stop the others.
+    A refused document does not stop the others. A repetition writes only what has changed.
 
     Args:
-        on_done: Called after each file, also after a refused one, with the number of chunks that
-            were written.
+        on_done: Called after each document.
 
     Raises:
         Unavailable: The gateway stopped answering.
@@ -54,49 +81,131 @@ async def ingest(
     """
     if not await gateway.has_collection(collection):
         await gateway.put_collection(collection)
-    waiting = iter(files)
-    writes: list[DocumentWrite] = []
-    refused: list[RagCacheError] = []
+    results: list[DocumentResult] = []
+
+    def add(result: DocumentResult) -> None:
+        results.append(result)
+        on_done(result)
+
+    waiting = _batches(documents_in(files))
 
     async def work() -> None:
         # All workers share one iterator, so that no list of tasks grows with the files.
-        for file in waiting:
-            num_chunks = 0
-            try:
-                write = await _write(gateway, collection, file)
-                writes.append(write)
-                num_chunks = write.num_chunks if write.changed else 0
-            except InvalidInput as error:
-                refused.append(error)
-            except TryLater:
-                raise
-            except RequestRefused as error:
-                refused.append(RagCacheError(f"{file.path}: {error}"))
-            on_done(num_chunks)
+        for batch in waiting:
+            await _FileBatch(gateway, collection, add).write(batch)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(CONCURRENCY):
+            for _ in range(_BATCHES):
                 group.create_task(work())
     except* RagCacheError as errors:
         raise errors.exceptions[0] from None
-    changed = [write for write in writes if write.changed]
-    chunks = sum(write.num_chunks for write in changed)
-    return Ingested(len(changed), len(writes) - len(changed), tuple(refused), chunks)
+    written = [one for one in results if one.error is None and one.changed]
+    refused = tuple(one.error for one in results if one.error is not None)
+    return Ingested(
+        written=len(written),
+        unchanged=len(results) - len(written) - len(refused),
+        refused=refused,
+        chunks=sum(one.chunks for one in written),
+    )
 
 
-async def _write(gateway: GatewayApiClient, collection: str, file: DocumentFile) -> DocumentWrite:
-    document = {
-        "collection": collection,
-        "id": file.id,
-        "text": await asyncio.to_thread(read_text, file),
-        "content_type": file.content_type,
-    }
-    for attempt in range(1, _ATTEMPTS + 1):
+class _FileBatch:
+    """Writes one batch, and what failed for the moment again."""
+
+    def __init__(
+        self,
+        gateway: GatewayApiClient,
+        collection: str,
+        on_done: Callable[[DocumentResult], None],
+    ) -> None:
+        self._gateway = gateway
+        self._collection = collection
+        self._on_done = on_done
+        self._delay = TryLater(503, "the gateway is busy", _RETRY_S)
+
+    async def write(self, files: Sequence[DocumentFile]) -> None:
+        """Write the documents of a batch. Raises TryLater or another error of the gateway."""
+        waiting, unreadable = await asyncio.to_thread(_read, files)
+        for result in unreadable:
+            self._on_done(result)
+        for attempt in range(_ATTEMPTS):
+            if not waiting:
+                return
+            if attempt:
+                await asyncio.sleep(self._delay.retry_after_s)
+            try:
+                waiting = await self._send(waiting)
+            except TryLater as error:
+                self._delay = error
+        if waiting:
+            raise self._delay
+
+    async def _send(
+        self, batch: Sequence[tuple[DocumentFile, BatchFile]]
+    ) -> list[tuple[DocumentFile, BatchFile]]:
+        """Send documents; return those to send again."""
+        left = dict(enumerate(batch))
+        sent = self._gateway.put_batch(self._collection, [content for _, content in batch])
+        async with aclosing(sent) as events:
+            async for event in events:
+                if event["object"] == "batch.summary":
+                    return list(left.values())
+                if event["state"] != "accepted" and not self._is_to_repeat(event):
+                    file, _ = left.pop(event["index"])
+                    self._on_done(_result(file, event))
+        raise Unavailable("gateway", "it ended a batch early")
+
+    def _is_to_repeat(self, event: dict[str, Any]) -> bool:
+        error = event.get("error") or {}
+        if error.get("type") not in _RETRYABLE:
+            return False
+        self._delay = TryLater(503, str(error["message"]), _RETRY_S)
+        return True
+
+
+def _read(
+    files: Sequence[DocumentFile],
+) -> tuple[list[tuple[DocumentFile, BatchFile]], list[DocumentResult]]:
+    """Read files; return those with their content, and the results of unreadable ones."""
+    found, unreadable = [], []
+    for file in files:
         try:
-            return await gateway.put_document(document)
-        except TryLater as error:
-            if attempt == _ATTEMPTS:
-                raise
-            await asyncio.sleep(error.retry_after_s)
-    raise AssertionError("unreachable")
+            content = read_content(file)
+        except InvalidInput as error:
+            unreadable.append(DocumentResult(file.id, error))
+        else:
+            name = "" if file.kind is DocumentFormat.JSON_LINES else file.id
+            found.append((file, BatchFile(name, file.kind.media_type, content)))
+    return found, unreadable
+
+
+def _result(file: DocumentFile, event: dict[str, Any]) -> DocumentResult:
+    name = event["id"] or file.where
+    if event["state"] == "failed":
+        return DocumentResult(name, RagCacheError(f"{file.where}: {event['error']['message']}"))
+    return DocumentResult(name, None, bool(event["changed"]), int(event["chunks"]))
+
+
+def _batches(files: Iterator[DocumentFile]) -> Iterator[list[DocumentFile]]:
+    """Yield files in groups of bounded number and size."""
+    batch: list[DocumentFile] = []
+    num_bytes = 0
+    for file in files:
+        size = _size(file)
+        if batch and (len(batch) == _BATCH_DOCUMENTS or num_bytes + size > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(file)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def _size(file: DocumentFile) -> int:
+    if file.line is not None:
+        return file.line.size
+    try:
+        return file.path.stat().st_size
+    except OSError:
+        return 0  # reading it says why

@@ -32,6 +32,9 @@ _SHOWN = {
     ProcessPhase.STOPPED: "stopped",
 }
 
+LINE_S = 10.0
+"""Time between two lines of an ingest's progress."""
+
 
 class ProgressLines:
     """Prints one line per change of a part."""
@@ -69,15 +72,20 @@ class ProgressLines:
 
 
 class IngestProgress:
-    """A bar of documents with the rate of chunks, on a terminal; nothing elsewhere.
+    """A bar of documents with the rate of chunks, on a terminal; elsewhere a line now and then.
 
     A context manager.
 
     Args:
-        total: Number of files.
+        total: Number of documents.
+        line_s: Time between two lines.
     """
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, line_s: float = LINE_S) -> None:
+        self._console = console
+        self._total = total
+        self._line_s = line_s
+        self._done = 0
         self._bar = Progress(
             TextColumn("ingesting"),
             BarColumn(),
@@ -91,11 +99,11 @@ class IngestProgress:
             transient=True,
         )
         self._task = self._bar.add_task("ingesting", total=total, chunks=0, rate=0.0)
-        self._begun = time.monotonic()
+        self._begun = self._line_at = time.monotonic()
         self._chunks = 0
 
     def __enter__(self) -> Self:
-        self._begun = time.monotonic()
+        self._begun = self._line_at = time.monotonic()
         self._bar.start()
         return self
 
@@ -110,7 +118,15 @@ class IngestProgress:
     def advance(self, num_chunks: int) -> None:
         """Count one document and its chunks."""
         self._chunks += num_chunks
+        self._done += 1
         self._bar.update(self._task, advance=1, chunks=self._chunks, rate=self.chunks_per_s)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._line_at >= self._line_s:
+            self._line_at = now
+            self._console.print(
+                f"{self._done:,} of {self._total:,} documents, {self._chunks:,} chunks, "
+                f"{self.chunks_per_s:.0f} chunks/s"
+            )
 
     @property
     def chunks_per_s(self) -> float:

@@ -24,9 +24,9 @@ from ragcache_cli.sources.reading import (
     SourceContents,
     checked_number,
     is_hidden,
-    suffix_of,
 )
 from ragcache_cli.sources.scratch import Scratch
+from ragcache_core.documents.formats import suffix_of
 from ragcache_core.errors import InvalidInput, TooLarge
 
 MOST_MEMBERS = 200_000

@@ -1,30 +1,52 @@
-"""Selects the files to ingest, with their document ids and their text."""
+"""Selects the files to ingest, with their document ids and their content."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat, suffix_of
 from ragcache_core.errors import InvalidInput, TooLarge
 
-CONTENT_TYPES = {".md": "text/markdown", ".markdown": "text/markdown", ".txt": "text/plain"}
 LARGEST_BYTES = 8 << 20
-"""The gateway's limit for one request."""
+"""The gateway's limit for one document."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpan:
+    """The bytes of one line of a file. ``number`` counts from 1."""
+
+    number: int
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """One file to ingest. ``id`` is its path relative to the given folder."""
+    """One document to ingest.
+
+    Args:
+        id: Path of the file relative to the given folder, or the id that a line of JSON has.
+        line: The line that has the document; None: the whole file.
+    """
 
     id: str
     path: Path
+    line: LineSpan | None = None
 
     @property
-    def content_type(self) -> str:
-        """Return the media type by the file's suffix."""
-        return CONTENT_TYPES[self.path.suffix.lower()]
+    def kind(self) -> DocumentFormat:
+        """The format by the file's suffix."""
+        return FORMAT_OF_SUFFIX[self.path.suffix.lower()]
+
+    @property
+    def where(self) -> str:
+        """Where the document is, for messages."""
+        return str(self.path) if self.line is None else f"{self.path}:{self.line.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +58,7 @@ class Selection:
 
 
 def select(paths: Iterable[Path]) -> Selection:
-    """Select text and Markdown files at and below the paths, by id, without hidden ones.
+    """Select files of known formats at and below the paths, by id, without hidden ones.
 
     Other files of a folder are ignored. A named file of another kind is refused, and so are two
     files with the same id.
@@ -52,10 +74,10 @@ def select(paths: Iterable[Path]) -> Selection:
         elif not path.exists():
             raise InvalidInput("PATH", f"{path} does not exist", "name files or folders")
         # Reading a pipe or a device might never end.
-        elif path.is_file() and path.suffix.lower() in CONTENT_TYPES:
+        elif path.is_file() and suffix_of(path.name):
             found = iter([DocumentFile(path.name, path)])
         else:
-            fix = f"convert it to one of {', '.join(CONTENT_TYPES)}"
+            fix = f"convert it to one of {', '.join(FORMAT_OF_SUFFIX)}"
             refused.append(InvalidInput(str(path), "is of another kind", fix))
             continue
         for file in found:
@@ -67,31 +89,93 @@ def select(paths: Iterable[Path]) -> Selection:
     return Selection(tuple(chosen[key] for key in sorted(chosen)), tuple(refused))
 
 
+def documents_in(files: Iterable[DocumentFile]) -> Iterator[DocumentFile]:
+    """Yield each document of the files: a file of JSON lines has one per line.
+
+    A file that cannot be read is yielded as it is; reading its content then says why.
+    """
+    for file in files:
+        if file.kind is not DocumentFormat.JSON_LINES:
+            yield file
+            continue
+        try:
+            for span in _lines(file.path):
+                yield DocumentFile(file.id, file.path, span)
+        except OSError:
+            yield file
+
+
+def num_documents(files: Iterable[DocumentFile]) -> int:
+    """Return how many documents the files have."""
+    return sum(1 for _ in documents_in(files))
+
+
+def read_content(file: DocumentFile) -> bytes:
+    """Read the bytes of a document.
+
+    Raises:
+        InvalidInput: The file cannot be read, or exceeds the size limit.
+    """
+    span = file.line
+    limit_bytes = LARGEST_BYTES + 1 if span is None else min(span.size, LARGEST_BYTES + 1)
+    try:
+        with file.path.open("rb") as opened:
+            opened.seek(0 if span is None else span.start)
+            content = opened.read(limit_bytes)
+    except OSError as error:
+        raise InvalidInput(
+            file.where, f"cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    if len(content) > LARGEST_BYTES:
+        raise TooLarge(file.where, f"is over {LARGEST_BYTES >> 20} MiB", "split it")
+    return content
+
+
 def read_text(file: DocumentFile) -> str:
-    """Read the text of a document.
+    """Read a document that is text.
 
     Raises:
         InvalidInput: The file is not readable text within the size limit.
     """
     try:
-        with file.path.open("rb") as opened:
-            data = opened.read(LARGEST_BYTES + 1)
-    except OSError as error:
-        raise InvalidInput(
-            str(file.path), f"cannot be read: {error.strerror}", "check its permissions"
-        ) from error
-    if len(data) > LARGEST_BYTES:
-        raise TooLarge(str(file.path), f"is over {LARGEST_BYTES >> 20} MiB", "split it")
-    try:
-        text = data.decode("utf-8-sig")
+        text = read_content(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text (byte {error.start})"
-        raise InvalidInput(str(file.path), problem, "convert it to text in UTF-8") from error
+        raise InvalidInput(file.where, problem, "convert it to text in UTF-8") from error
     if "\0" in text:
-        raise InvalidInput(str(file.path), "is binary", "convert it to text in UTF-8")
+        raise InvalidInput(file.where, "is binary", "convert it to text in UTF-8")
     if not text.strip():
-        raise InvalidInput(str(file.path), "is empty", "write something, or leave it out")
+        raise InvalidInput(file.where, "is empty", "write something, or leave it out")
     return text
+
+
+def read_fields(file: DocumentFile) -> dict[str, Any]:
+    """Read the fields of a document that is a line of JSON. Raises InvalidInput."""
+    try:
+        fields = json.loads(read_content(file))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(file.where, "is no JSON", "write one JSON object per line") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("id"), str):
+        raise InvalidInput(file.where, "has no id", 'write {"id": ..., "text": ...} on each line')
+    return fields
+
+
+def _lines(path: Path) -> Iterator[LineSpan]:
+    """Yield the lines of a file that are not empty. Raises OSError."""
+    start = 0
+    with path.open("rb") as opened:
+        # A line over the limit is read in pieces, so that memory stays bounded.
+        number, size, has_text = 1, 0, False
+        while piece := opened.readline(LARGEST_BYTES):
+            size += len(piece)
+            has_text = has_text or bool(piece.strip())
+            if piece.endswith(b"\n"):
+                if has_text:
+                    yield LineSpan(number, start, size)
+                start += size
+                number, size, has_text = number + 1, 0, False
+        if has_text:
+            yield LineSpan(number, start, size)
 
 
 def _below(folder: Path) -> Iterator[DocumentFile]:
@@ -99,6 +183,5 @@ def _below(folder: Path) -> Iterator[DocumentFile]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
-            is_document = not name.startswith(".") and path.suffix.lower() in CONTENT_TYPES
-            if is_document and path.is_file():
+            if not name.startswith(".") and suffix_of(name) and path.is_file():
                 yield DocumentFile(path.relative_to(folder).as_posix(), path)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragcache_cli.sources.documents import DocumentFile
-from ragcache_cli.sources.reading import RejectedDocument, SourceContents, checked_number, suffix_of
+from ragcache_cli.sources.reading import RejectedDocument, SourceContents, checked_number
+from ragcache_core.documents.formats import suffix_of
 from ragcache_core.errors import InvalidInput
 
 
 def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
-    """Read Markdown and text files at and below ``root/path``, without hidden ones.
+    """Read files of known formats at and below ``root/path``, without hidden ones.
 
     A ConfigMap's files are links into a hidden folder, so links are followed. A link that leads
     out of ``root`` is not: a writer to the volume must not read other files of this machine.

@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 
 from ragcache_cli.sources.folder import read_folder
 from ragcache_cli.sources.git import read_git
-from ragcache_cli.sources.reading import SourceContents
+from ragcache_cli.sources.reading import SourceContents, with_lines
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
+from ragcache_core.documents.formats import FORMAT_OF_SUFFIX
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.collections.mounts import mount_name, token_variable
 from ragcache_operator.spec import SecretKey, SourceSpec
@@ -67,11 +68,13 @@ def read_source(index: int, source: SourceSpec, here: Surroundings) -> SourceCon
         Unavailable: Its host does not answer.
     """
     what = origin_of(source)
-    reading = _read(index, source, what, here)
+    reading = with_lines(what, _read(index, source, what, here))
     if not reading.files and not reading.refused:
         # An empty source is more likely a wrong path, and a sync would delete every document.
         raise InvalidInput(
-            what, "holds no .md, .markdown or .txt file", "correct its path, or take the source out"
+            what,
+            f"holds no file of {', '.join(FORMAT_OF_SUFFIX)}",
+            "correct its path, or take the source out",
         )
     return reading
 

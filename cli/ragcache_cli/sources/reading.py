@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ragcache_cli.sources.documents import CONTENT_TYPES, DocumentFile
+from ragcache_cli.sources.documents import DocumentFile, documents_in, read_fields
+from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput
 
 MOST_DOCUMENTS = 50_000
@@ -32,15 +33,31 @@ class SourceContents:
     revision: str = ""
 
 
-def suffix_of(name: str) -> str | None:
-    """Return the document suffix of a name in lower case, or None for another kind of file."""
-    ending = f".{name.rpartition('.')[2].lower()}" if "." in name else ""
-    return ending if ending in CONTENT_TYPES else None
-
-
 def is_hidden(parts: tuple[str, ...]) -> bool:
     """Return whether a file or one of its parent folders is hidden."""
     return any(part.startswith(".") for part in parts)
+
+
+def with_lines(what: str, reading: SourceContents) -> SourceContents:
+    """Return the contents with a document for each line of JSON, under the id that it names.
+
+    Raises:
+        InvalidInput: A line cannot be read. The source is then invalid as a whole: the id of the
+            document is unknown, and a sync would delete it.
+    """
+    files: list[DocumentFile] = []
+    for file in documents_in(reading.files):
+        if file.kind is DocumentFormat.JSON_LINES:
+            try:
+                files.append(replace(file, id=read_fields(file)["id"]))
+            except InvalidInput as error:
+                number = 0 if file.line is None else file.line.number
+                problem = f"line {number} of {file.id} {error.problem}"
+                raise InvalidInput(what, problem, error.fix) from error
+        else:
+            files.append(file)
+        checked_number(what, len(files))
+    return replace(reading, files=tuple(files))
 
 
 def checked_number(what: str, number: int) -> None:

@@ -20,10 +20,10 @@ import typer
 from ragcache_cli.clients.collection_client import CollectionClient
 from ragcache_cli.clients.gateway_client import RequestRefused, TryLater
 from ragcache_cli.local.signals import interruptible, run_until_stopped
-from ragcache_cli.sources.documents import read_text
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Scratch
+from ragcache_cli.sources.sync_content import read_document
 from ragcache_cli.sources.sync_plan import (
     DIGEST,
     ORIGIN,
@@ -117,8 +117,7 @@ class Sync:
     async def _write(self, document: Wanted) -> None:
         """Write a document unless the collection has an identical one."""
         try:
-            text = read_text(document.file)
-            digest = _digest(text, document.file.content_type)
+            content, digest = read_document(document.file)
             self._digests.update(f"{document.id}\0{digest}\0".encode())
             there = self._held.get(document.id)
             if there is not None and there.owner != self._owner:
@@ -127,13 +126,7 @@ class Sync:
                 self._unchanged += 1
                 return
             metadata = {OWNER: self._owner, ORIGIN: document.origin, DIGEST: digest}
-            body = {
-                "id": document.id,
-                "text": text,
-                "content_type": document.file.content_type,
-                "metadata": metadata,
-            }
-            chunks = await self._client.put(body)
+            chunks = await self._client.put(document.id, content, metadata)
         except TryLater:
             raise
         except (InvalidInput, RequestRefused) as error:
@@ -270,7 +263,3 @@ def _taken(owner: str) -> tuple[str, str]:
     if owner:
         return f"belongs to the RagCollection {owner}", "rename it, or use another collection"
     return "is in the collection already, and not from here", "delete it there, or rename it"
-
-
-def _digest(text: str, content_type: str) -> str:
-    return hashlib.blake2b(f"{content_type}\0{text}".encode(), digest_size=16).hexdigest()

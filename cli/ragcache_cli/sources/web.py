@@ -10,8 +10,15 @@ import httpx
 
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
 from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
-from ragcache_cli.sources.reading import SourceContents, suffix_of
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_core.documents.formats import (
+    FORMAT_OF_MEDIA_TYPE,
+    FORMAT_OF_SUFFIX,
+    DocumentFormat,
+    format_of_type,
+    suffix_of,
+)
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 
 MOST_REDIRECTS = 5
@@ -21,9 +28,9 @@ _SILENCE_S = 30.0
 
 _Unpack = Callable[[str, Path, Scratch], SourceContents]
 _UNPACK: dict[str, _Unpack] = {".tar.gz": read_tar_gz, ".tgz": read_tar_gz, ".zip": read_zip}
+_SUFFIX_OF = {kind: suffix for suffix, kind in reversed(list(FORMAT_OF_SUFFIX.items()))}
 _ENDING_OF = {
-    "text/markdown": ".md",
-    "text/plain": ".txt",
+    **{media_type: _SUFFIX_OF[kind] for media_type, kind in FORMAT_OF_MEDIA_TYPE.items()},
     "application/zip": ".zip",
     "application/gzip": ".tar.gz",
     "application/x-gzip": ".tar.gz",
@@ -145,9 +152,12 @@ def _ending(what: str, url: str, reply: httpx.Response) -> str:
         raise InvalidInput(
             what,
             f"is of another kind ({kind or 'no content type'})",
-            "name a .md, .txt, .tar.gz, .tgz or .zip",
+            f"name one of {', '.join((*FORMAT_OF_SUFFIX, *_UNPACK))}",
         )
-    if ending not in _UNPACK and (encoding != "identity" or kind == "text/html"):
-        problem = "is a web page" if kind == "text/html" else f"is encoded as {encoding}"
-        raise InvalidInput(what, problem, "name the file itself")
+    is_page = format_of_type(kind) is DocumentFormat.HTML
+    if is_page and FORMAT_OF_SUFFIX.get(ending) is not DocumentFormat.HTML:
+        # Behind the name of another file it is a login page or an error.
+        raise InvalidInput(what, "is a web page", "name the file itself")
+    if ending not in _UNPACK and encoding != "identity":
+        raise InvalidInput(what, f"is encoded as {encoding}", "name the file itself")
     return ending

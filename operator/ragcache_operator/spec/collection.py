@@ -89,7 +89,7 @@ class HttpSource(ManifestModel):
             rf"{HTTP_URL}(\?[^\s#]*)?", "URL", "write it like https://example.com/handbook.zip"
         ),
     ]
-    """URL of a text or Markdown file, or of a .tar.gz, .tgz or .zip archive of such files."""
+    """URL of a document, or of a .tar.gz, .tgz or .zip archive of such files."""
     bearer_secret: SecretKey | None = None
     """Token that the sync sends as "Authorization: Bearer". If unset, it sends no token."""
 

@@ -19,7 +19,6 @@ from starlette.middleware.cors import CORSMiddleware
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
 from ragcache_gateway.documents.retriever_errors import to_rest_error
-from ragcache_gateway.http import chat_routes, document_routes, status_routes
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.body_limit import BodyLimit
@@ -28,6 +27,14 @@ from ragcache_gateway.http.middleware.request_limit import RequestLimit
 from ragcache_gateway.http.middleware.request_pools import RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
 from ragcache_gateway.http.openapi import describe
+from ragcache_gateway.http.routes import (
+    backup_routes,
+    chat_routes,
+    collection_routes,
+    document_routes,
+    search_routes,
+    status_routes,
+)
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
@@ -35,6 +42,15 @@ from ragcache_gateway.wiring import connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.tracing import tracer
+
+_ROUTES: Final = (
+    chat_routes,
+    document_routes,
+    collection_routes,
+    search_routes,
+    backup_routes,
+    status_routes,
+)
 
 EXPOSED_HEADERS: Final = (
     chat_routes.QUALITY_HEADER,
@@ -70,8 +86,8 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
         redirect_slashes=False,
     )
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
-    for router in (chat_routes.router, document_routes.router, status_routes.router):
-        app.include_router(router)
+    for routes in _ROUTES:
+        app.include_router(routes.router)
     pools = RequestPools(settings, metrics)
     # The middleware added last is the outermost.
     app.add_middleware(

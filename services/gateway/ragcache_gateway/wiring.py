@@ -19,6 +19,7 @@ from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import EnginePool
+from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
@@ -84,6 +85,8 @@ async def connect_services(
         trials = _start_trials(tools, engines, idle, removals)
         gate = _start_gate(tools, template, clients, trials)
         writer = _document_writer(clients, removals, deletes, precomputer, trials)
+        extractor = TextExtractor()
+        stack.push_async_callback(extractor.close)
         await removals.start()
         stack.push_async_callback(removals.close)
         yield GatewayServices(
@@ -104,6 +107,7 @@ async def connect_services(
                 tracer=tracer,
             ),
             documents=writer,
+            extractor=extractor,
             retriever=clients.retriever,
             store=clients.store,
             parts_watch=_start_parts_watch(tools, engines, clients),

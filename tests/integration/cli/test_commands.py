@@ -14,6 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
+from ragcache_core.documents.formats import DocumentFormat
+from ragcache_gateway.documents.incoming import IncomingDocument
+from ragcache_gateway.http.batch_parser import batch_parser
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -52,9 +55,10 @@ class FakeGateway(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.collections = {"default"}
-        self.documents: dict[tuple[str, str], dict[str, Any]] = {}
+        self.documents: dict[tuple[str, str], IncomingDocument] = {}
         self.asked: list[dict[str, Any]] = []
         self.busy = 0  # answer this many requests with 503 first
+        self.busy_documents = 0  # fail this many documents of batches for the moment
         self.fails_midway = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -81,28 +85,45 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, f"collection {name!r} does not exist; create it")
 
     def do_PUT(self) -> None:
-        assert self._body() == {}
+        assert _json_object(self._raw_body()) == {}
         self.server.collections.add(self.path.removeprefix("/v1/collections/"))
         self._reply(200, {})
 
     def do_POST(self) -> None:
-        body = self._body()
+        raw = self._raw_body()
+        path, _, query = self.path.partition("?collection=")
         if self.server.busy:
             self.server.busy -= 1
             self._refuse(503, "the retriever is unavailable: it starts")
-        elif self.path == "/v1/documents":
-            self._put_document(body)
+        elif path == "/v1/documents:batch":
+            self._put_documents(query, raw)
         else:
-            self._chat(body)
+            self._chat(_json_object(raw))
 
-    def _put_document(self, body: dict[str, Any]) -> None:
-        if "forbidden" in body["text"]:
-            self._refuse(400, "text: says what it must not; write something else")
-            return
-        key = (body["collection"], body["id"])
-        changed = self.server.documents.get(key) != body
-        self.server.documents[key] = body
-        self._reply(200, {"changed": changed, "chunks": 2})
+    def _put_documents(self, collection: str, raw: bytes) -> None:
+        parser = batch_parser(self.headers["Content-Type"], collection, 8 << 20)
+        self.send_response(200)
+        self.end_headers()
+        for index, item in enumerate([*parser.feed(raw), *parser.close()]):
+            assert isinstance(item, IncomingDocument)
+            event = {"object": "batch.document", "index": index, "id": item.fields.id}
+            self._event({**event, "state": "accepted"})
+            self._event({**event, **self._put_document(item)})
+        self._event({"object": "batch.summary"})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _put_document(self, item: IncomingDocument) -> dict[str, Any]:
+        if self.server.busy_documents:
+            self.server.busy_documents -= 1
+            error = {"message": "the retriever starts", "type": "service_unavailable_error"}
+            return {"state": "failed", "error": error}
+        if b"forbidden" in item.content:
+            message = "text: says what it must not; write something else"
+            return {"state": "failed", "error": {"message": message, "type": "x"}}
+        key = (item.fields.collection, item.fields.id)
+        changed = self.server.documents.get(key) != item
+        self.server.documents[key] = item
+        return {"state": "done", "changed": changed, "chunks": 2}
 
     def _chat(self, body: dict[str, Any]) -> None:
         self.server.asked.append(body)
@@ -124,14 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _event(self, chunk: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
-    def _body(self) -> dict[str, Any]:
+    def _raw_body(self) -> bytes:
         size = int(self.headers["Content-Length"])
         raw = self.rfile.read(size)
         if len(raw) < size:
             raise ConnectionError("the client has left")
-        body = json.loads(raw)
-        assert isinstance(body, dict)
-        return body
+        return raw
 
     def _refuse(self, status: int, message: str) -> None:
         self._reply(status, {"error": {"message": message}})
@@ -144,6 +163,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    body = json.loads(raw)
+    assert isinstance(body, dict)
+    return body
 
 
 def _choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
@@ -184,12 +209,8 @@ def test_ingest_writes_what_is_new_and_skips_the_rest(gateway: FakeGateway, hand
     assert first.stdout == "3 written, 0 unchanged, 0 skipped in collection 'default'\n"
     ids = ["billing.md", "teams/B.MARKDOWN", "teams/core.txt"]
     assert sorted(gateway.documents) == [("default", name) for name in ids]
-    assert gateway.documents["default", "teams/core.txt"] == {
-        "collection": "default",
-        "id": "teams/core.txt",
-        "text": "The core team.",
-        "content_type": "text/plain",
-    }
+    core = gateway.documents["default", "teams/core.txt"]
+    assert (core.kind, core.content) == (DocumentFormat.TEXT, "\ufeffThe core team.".encode())
     (handbook / "billing.md").write_text("# Billing\n\nIt moved.")
     second = ragcache("ingest", handbook)
     assert second.stdout == "1 written, 2 unchanged, 0 skipped in collection 'default'\n"
@@ -204,28 +225,52 @@ def test_ingest_makes_the_collection(gateway: FakeGateway, handbook: Path) -> No
 def test_ingest_reports_what_it_cannot_read_and_goes_on(
     gateway: FakeGateway, handbook: Path
 ) -> None:
-    (handbook / "binary.md").write_bytes(b"a\0b")
-    (handbook / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    (handbook / "empty.txt").write_text(" \n")
     (handbook / "large.txt").write_bytes(b"x" * (9 << 20))
     (handbook / "refused.md").write_text("forbidden")
     result = ragcache("ingest", handbook, handbook / "logo.png")
     assert result.exit_code == 1
-    assert result.stdout == "3 written, 0 unchanged, 6 skipped in collection 'default'\n"
+    assert result.stdout == "3 written, 0 unchanged, 3 skipped in collection 'default'\n"
     for line in (
-        "logo.png: is of another kind; convert it to one of .md, .markdown, .txt",
-        "binary.md: is binary; convert it to text in UTF-8",
-        "latin.txt: is not UTF-8 text (byte 2); convert it to text in UTF-8",
-        "empty.txt: is empty; write something, or leave it out",
+        "logo.png: is of another kind; convert it to one of .txt, .md, .markdown, .html, .htm",
         "large.txt: is over 8 MiB; split it",
         "refused.md: text: says what it must not; write something else",
     ):
-        assert f"skipped {handbook}/{line}\n" in result.stderr
+        assert f"skipped {handbook}/{line}" in result.stderr
+
+
+def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
+    (handbook / "refused.md").write_text("forbidden")
+    result = ragcache("ingest", handbook, "--output", "json")
+    assert result.exit_code == 1
+    *lines, counts = [json.loads(line) for line in result.stdout.splitlines()]
+    assert counts == {
+        "collection": "default",
+        "written": 3,
+        "unchanged": 0,
+        "skipped": 1,
+        "chunks": 6,
+    }
+    by_id = {line.pop("id"): line for line in lines}
+    assert by_id["billing.md"] == {"state": "done", "changed": True, "chunks": 2}
+    assert by_id["refused.md"]["state"] == "failed"
+    assert "refused.md: text: says" in by_id["refused.md"]["error"]
+
+
+def test_ingest_takes_each_line_of_json_as_a_document(gateway: FakeGateway, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": f"d{i}", "text": f"Text {i}."}) for i in range(40)]
+    (tmp_path / "all.jsonl").write_text("\n\n".join(lines))
+    result = ragcache("ingest", tmp_path / "all.jsonl")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "40 written, 0 unchanged, 0 skipped in collection 'default'\n"
+    assert gateway.documents["default", "d39"].content == b"Text 39."
 
 
 def test_ingest_tries_again_while_a_part_starts(gateway: FakeGateway, handbook: Path) -> None:
     gateway.busy = 3
     assert ragcache("ingest", handbook / "billing.md").exit_code == 0
+    gateway.busy_documents = 3
+    assert ragcache("ingest", handbook).exit_code == 0
+    assert len(gateway.documents) == 3
     gateway.busy = 100
     result = ragcache("ingest", handbook)
     assert result.exit_code == 1
@@ -241,7 +286,7 @@ def test_ingest_of_nothing_is_a_mistake(tmp_path: Path) -> None:
     )
     empty = ragcache("ingest", tmp_path)
     assert empty.exit_code == 2
-    assert "PATH: holds no .md, .markdown or .txt file" in empty.stderr
+    assert "PATH: holds no file of .txt, .md" in empty.stderr
 
 
 def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:

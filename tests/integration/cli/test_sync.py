@@ -22,7 +22,9 @@ from ragcache_cli.sources.scratch import Scratch
 from ragcache_cli.sources.sync import Sync
 from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
+from tests.helpers.document_files import HTML, pdf
 from tests.helpers.gateway_fakes import CONFIG, World
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 from tests.helpers.sync_parts import Page, Repository, Web, serving_web, tar_gz
@@ -42,6 +44,7 @@ class Platform:
 
     world: World
     folder: Path
+    knowledge_base: KnowledgeBase
     progress: list[tuple[int, int]] = field(default_factory=list)
     slept_s: list[float] = field(default_factory=list)
 
@@ -115,7 +118,7 @@ async def platform(tiny_model: Path, tmp_path: Path) -> AsyncGenerator[Platform,
         world.retriever = RetrieverService(knowledge_base)  # type: ignore[assignment]
         await world.start(stack, tiny_model)
         await knowledge_base.load()
-        yield Platform(world, tmp_path)
+        yield Platform(world, tmp_path, knowledge_base)
 
 
 async def test_what_changes_is_written_and_what_is_gone_is_deleted(platform: Platform) -> None:
@@ -194,7 +197,28 @@ async def test_an_empty_source_deletes_nothing(platform: Platform) -> None:
     platform.write(0)
     done = await platform.sync(config_map("faq"))
     assert (done.deleted, done.documents) == (0, 1)
-    assert "holds no .md" in done.failures[0].problem
+    assert "holds no file of .txt, .md" in done.failures[0].problem
+
+
+async def test_documents_of_other_formats_are_followed(platform: Platform) -> None:
+    folder = platform.folder / "mounts" / "source-0"
+    platform.write(0, a_md="A")
+    (folder / "b.html").write_bytes(HTML)
+    (folder / "c.pdf").write_bytes(pdf(["Page one."], title="Report"))
+    (folder / "d.jsonl").write_text('{"id": "d1", "text": "D1", "metadata": {"team": "core"}}')
+    first = await platform.sync(config_map("faq"))
+    assert (first.written, first.failures) == (4, ())
+    held = await platform.documents()
+    assert held["c.pdf"]["title"] == "Report"
+    assert held["d1"]["metadata"]["team"] == "core"
+    assert held["d1"]["metadata"]["ragcache-source"] == "team/faq"
+    assert (await platform.text("b.html")).startswith("# Billing")
+    assert (await platform.sync(config_map("faq"))).unchanged == 4
+    (folder / "c.pdf").write_bytes(pdf(["Page two."]))
+    (folder / "d.jsonl").write_text('{"id": "d2", "text": "D2"}')
+    changed = await platform.sync(config_map("faq"))
+    assert (changed.written, changed.unchanged, changed.deleted) == (2, 2, 1)
+    assert set(await platform.documents()) == {"a.md", "b.html", "c.pdf", "d2"}
 
 
 async def test_a_document_that_fails_keeps_what_was_there(platform: Platform) -> None:
@@ -239,7 +263,7 @@ async def test_chunking_is_the_collections_own(platform: Platform) -> None:
     assert settings["chunking"] == {"size_tokens": 32, "overlap_tokens": 4}
     assert settings["window"] == 2
     await platform.sync(config_map("faq"), chunking={"size": 16, "overlap": 0, "window": 0})
-    await platform.world.retriever._knowledge_base.wait_until_idle()  # it splits in the background
+    await platform.knowledge_base.wait_until_idle()  # it splits in the background
     finer = (await platform.world.client.get("/v1/collections/docs")).json()
     assert finer["chunks"] > settings["chunks"]
     # Unset settings are not changed, because another owner may have set them.

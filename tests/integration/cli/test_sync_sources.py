@@ -16,6 +16,7 @@ from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_operator.collections.mounts import token_variable
 from ragcache_operator.spec import SourceSpec
@@ -64,7 +65,7 @@ def test_a_file_is_named_as_its_url_ends(web: Web, here: Surroundings) -> None:
     web.pages["/docs/guide.md"] = Page(b"# Guide")
     found = read_source(0, http(f"{web.url}/docs/guide.md"), here)
     assert texts(found) == {"guide.md": "# Guide"}
-    assert found.files[0].content_type == "text/markdown"
+    assert found.files[0].kind.media_type == "text/markdown"
 
 
 def test_a_type_tells_what_an_ending_does_not(web: Web, here: Surroundings) -> None:
@@ -72,7 +73,7 @@ def test_a_type_tells_what_an_ending_does_not(web: Web, here: Surroundings) -> N
     web.pages["/guide"] = Page(b"# Guide", headers=headers)
     web.pages["/all"] = Page(tar_gz({"a.md": b"A"}), headers={"Content-Type": "application/gzip"})
     found = read_source(0, http(f"{web.url}/guide"), here)
-    assert found.files[0].content_type == "text/markdown"
+    assert found.files[0].kind.media_type == "text/markdown"
     assert texts(read_source(0, http(f"{web.url}/all"), here)) == {"a.md": "A"}
 
 
@@ -116,9 +117,25 @@ def test_what_is_no_document_names_the_source(
 
 
 def test_another_kind_is_refused(web: Web, here: Surroundings) -> None:
-    web.pages["/a.pdf"] = Page(b"%PDF", headers={"Content-Type": "application/pdf"})
-    with pytest.raises(InvalidInput, match=r"is of another kind \(application/pdf\)"):
-        read_source(0, http(f"{web.url}/a.pdf"), here)
+    web.pages["/a.png"] = Page(b"PNG", headers={"Content-Type": "image/png"})
+    with pytest.raises(InvalidInput, match=r"is of another kind \(image/png\)"):
+        read_source(0, http(f"{web.url}/a.png"), here)
+
+
+def test_a_web_page_is_a_document(web: Web, here: Surroundings) -> None:
+    web.pages["/guide"] = Page(b"<p>x</p>", headers={"Content-Type": "text/html; charset=utf-8"})
+    (found,) = read_source(0, http(f"{web.url}/guide"), here).files
+    assert (found.id, found.kind) == ("guide", DocumentFormat.HTML)
+
+
+def test_each_line_of_json_is_a_document(web: Web, here: Surroundings) -> None:
+    lines = b'{"id": "a", "text": "A"}\n\n{"id": "b", "text": "B"}'
+    web.pages["/all.jsonl"] = Page(lines)
+    found = read_source(0, http(f"{web.url}/all.jsonl"), here).files
+    assert [(one.id, one.line and one.line.number) for one in found] == [("a", 1), ("b", 3)]
+    web.pages["/all.jsonl"] = Page(lines + b"\n[]")
+    with pytest.raises(InvalidInput, match=r"line 4 of all\.jsonl has no id"):
+        read_source(0, http(f"{web.url}/all.jsonl"), here)
 
 
 def test_a_download_past_the_scratch_folder_ends(web: Web, tmp_path: Path) -> None:
@@ -219,7 +236,7 @@ def test_nothing_of_a_repository_is_run(
         ({"ref": "0123456789" * 4}, "has no such commit"),
         ({"path": "nowhere"}, "has no folder 'nowhere'"),
         ({"path": "README.md"}, "has no folder 'README.md'"),
-        ({"path": "empty"}, "holds no .md, .markdown or .txt file"),
+        ({"path": "empty"}, "holds no file of .txt, .md"),
     ],
 )
 def test_what_a_repository_lacks_is_said(

@@ -54,6 +54,8 @@ async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: Wo
         "chunk": "billing.md#1",
         "heading_path": ["Handbook", "billing.md"],
         "score": 0.9,
+        "version": "hash of billing.md",
+        "updated": "2023-11-14T22:13:20.000Z",
         "text_preview": "Chunk 1 of billing.md.",
     }
     assert second["document_id"] == "search.md"

@@ -145,7 +145,8 @@ async def test_a_bad_form_names_the_field(gateway: World) -> None:
         ("a.txt", b"x", {"metadata": "[]"}, "metadata"),
         ("a.txt", b"x", {"metadata": '{"a": 1}'}, "metadata.a"),
         ("a.txt", b"x", {"colection": "x"}, "colection"),
-        ("a.txt", b"x", {"content_type": "pdf"}, "content_type"),
+        ("a.txt", b"x", {"content_type": "rtf"}, "content_type"),
+        ("a.rtf", b"x", {}, "file"),
     ]
     for name, content, fields, param in cases:
         response = await gateway.client.post(

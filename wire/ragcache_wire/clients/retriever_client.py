@@ -157,14 +157,19 @@ class RetrieverClient:
         request = pb.GetReportRequest(name=name)
         return await _call(self._stub.GetReport(request, timeout=QUERY_TIMEOUT_S))
 
-    async def search(
+    def search(
         self, collection: str, query: str, top_k: int
+    ) -> AsyncGenerator[pb.SearchStage, None]:
+        """Yield the stages of a search with the retriever's own settings."""
+        return self.search_stages(pb.SearchRequest(collection=collection, query=query, top_k=top_k))
+
+    async def search_stages(
+        self, request: pb.SearchRequest
     ) -> AsyncGenerator[pb.SearchStage, None]:
         """Yield the stages of one search as they arrive. The last one has ``final`` set.
 
         The call belongs to the trace of the caller's current span.
         """
-        request = pb.SearchRequest(collection=collection, query=query, top_k=top_k)
         call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=current_metadata())
         try:
             async for stage in call:

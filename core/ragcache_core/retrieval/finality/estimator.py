@@ -25,7 +25,7 @@ from ragcache_core.retrieval.finality.features import (
     StageFeatures,
     model_inputs,
 )
-from ragcache_core.retrieval.finality.logistic import BinCalibration, fit, logistic
+from ragcache_core.retrieval.finality.logistic import BinCalibration, fit, logistic, logistic_of
 from ragcache_core.retrieval.finality.recall_stopping import NO_CURVE, StoppingCurve, replay
 
 WINDOW_SEARCHES: Final = 256
@@ -38,6 +38,7 @@ _LATER_FITS: Final = 64
 _MAX_CHECKPOINTS: Final = 64
 _PRIOR_STRENGTH: Final = 4.0
 _VERSION: Final = 1
+_LARGEST_INPUT: Final = 8.0
 _MEANS: Final = np.array(prior.MEANS)
 _DEVIATIONS: Final = np.array(prior.DEVIATIONS)
 
@@ -51,7 +52,7 @@ class _Model:
 
     def predict(self, inputs: Floats) -> float:
         """Return the calibrated prediction for inputs of shape (NUM_INPUTS + 1,)."""
-        return self.calibration.apply(float(logistic(inputs @ self.weights)))
+        return self.calibration.apply(logistic_of(float(inputs @ self.weights)))
 
     def predict_all(self, inputs: Floats) -> Floats:
         return self.calibration.apply_all(logistic(inputs @ self.weights))
@@ -199,5 +200,12 @@ class FinalityEstimator:
 
 
 def _inputs(features: StageFeatures) -> Floats:
-    values = (np.array(model_inputs(features)) - _MEANS) / _DEVIATIONS
-    return np.concatenate([[1.0], np.clip(values, -8, 8)])
+    # A search asks at each stage, so that this avoids the slower functions of numpy.
+    values = np.ones(NUM_INPUTS + 1)
+    values[1:] = model_inputs(features)
+    standard = values[1:]
+    standard -= _MEANS
+    standard /= _DEVIATIONS
+    np.minimum(standard, _LARGEST_INPUT, out=standard)
+    np.maximum(standard, -_LARGEST_INPUT, out=standard)
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,11 @@ _BIN_PRIOR: Final = 64.0
 def logistic(logits: Floats) -> Floats:
     """Return probabilities for logits."""
     return np.asarray(1 / (1 + np.exp(-np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT))))
+
+
+def logistic_of(logit: float) -> float:
+    """Return the probability for one logit."""
+    return 1 / (1 + math.exp(-min(max(logit, -_LARGEST_LOGIT), _LARGEST_LOGIT)))
 
 
 def fit(inputs: Floats, targets: Floats, prior: Floats, strength: float) -> Floats:
@@ -85,7 +91,7 @@ class BinCalibration:
     def apply(self, predicted: float) -> float:
         """Return the corrected prediction, between the corrections of the two nearest bins."""
         position = predicted * NUM_BINS - 0.5
-        low = min(max(int(np.floor(position)), 0), NUM_BINS - 2)
+        low = min(max(math.floor(position), 0), NUM_BINS - 2)
         share = min(max(position - low, 0.0), 1.0)
         correction = (1 - share) * self.corrections[low] + share * self.corrections[low + 1]
         return min(max(predicted + correction, 0.0), 1.0)

@@ -35,7 +35,7 @@ def answer_timing(
     """Combine the times of retriever, gateway and engine; null where the engine has no record."""
     return AnswerTiming(
         retrieve=to_ms(search.retrieve_s),
-        stages=search.stages,
+        stages=search.num_stages,
         embed=to_ms(search.embed_s),
         search=to_ms(search.search_s),
         tokenize=to_ms(tokenize_s),

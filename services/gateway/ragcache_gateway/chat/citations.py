@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ragcache_gateway.chat.schema import Citation
+from ragcache_gateway.documents.search_schema import updated_text
 from ragcache_gateway.prompts.passages import Passage
 
 PREVIEW_CHARS = 200
@@ -21,6 +22,8 @@ def cite(passages: Iterable[Passage]) -> list[Citation]:
             chunk=passage.chunk.id,
             heading_path=list(passage.chunk.heading_path),
             score=round(passage.score or 0.0, 6),
+            version=passage.chunk.content_hash,
+            updated=updated_text(passage.chunk.updated_unix_ms),
             text_preview=preview(passage.chunk.text),
         )
         for passage in hits

@@ -53,6 +53,7 @@ from ragcache_gateway.chat.schema import (
 )
 from ragcache_gateway.chat.search import SearchResult, search_to_final_stage
 from ragcache_gateway.documents.retriever_errors import to_rest_error
+from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import (
     FIRST_TOKEN_LOGPROBS,
@@ -233,12 +234,9 @@ async def retrieve(services: ChatServices, question: Question) -> RetrievedQuest
     try:
         with services.tracer.start_child("retrieve") as span, span.current():
             search = await search_to_final_stage(
-                services.retriever,
-                options.collection,
-                question.conversation.question,
-                options.top_k,
+                services.retriever, options.to_search(question.conversation.question, "ragcache")
             )
-            span.set(stages=search.stages, hits=len(search.hits))
+            span.set(stages=search.num_stages, hits=len(search.hits))
     except RagCacheError as error:
         raise to_rest_error(error, _rest_fields(question.request)) from error
     return RetrievedQuestion(question, search)
@@ -395,8 +393,5 @@ def _report_record(
 
 
 def _rest_fields(request: ChatRequest) -> dict[str, str]:
-    return {
-        "query": f"messages[{len(request.messages) - 1}].content",
-        "collection": "ragcache.collection",
-        "top_k": "ragcache.top_k",
-    }
+    options = {name: f"ragcache.{name}" for name in SearchOptions.model_fields}
+    return {"query": f"messages[{len(request.messages) - 1}].content", **options}

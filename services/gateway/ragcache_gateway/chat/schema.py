@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
-from ragcache_gateway.documents.schema import MAX_TOP_K
+from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.engines.completion import Usage
 
@@ -120,15 +120,9 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
 
 
-class RagCacheOptions(BaseModel):
+class RagCacheOptions(SearchOptions):
     """Which documents the answer comes from, and which stored KV it may use."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    collection: Text = "default"
-    top_k: int = Field(
-        default=4, ge=1, le=MAX_TOP_K, strict=True, description="Chunks to retrieve."
-    )
     reuse: Literal["exact", "blend", "off"] | None = Field(
         default=None,
         description=(
@@ -256,7 +250,9 @@ class Citation(BaseModel):
     title: str
     chunk: str = Field(description="Id of the chunk: document id, '#', position in the document.")
     heading_path: list[str]
-    score: float = Field(description="Cosine similarity of question and chunk.")
+    score: float = Field(description="Cosine similarity, or the fused or reranked score.")
+    version: str = Field(description="`content_hash` of the document that the chunk is from.")
+    updated: str | None = Field(description="When that version was written (ISO 8601, UTC).")
     text_preview: str
 
 

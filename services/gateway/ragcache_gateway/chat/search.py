@@ -17,7 +17,8 @@ class SearchResult:
     """Hits of the final stage, best first.
 
     Args:
-        stages: How many stages the search streamed, the final one included.
+        num_stages: How many stages the search streamed, the final one included.
+        kept_stages: All stages, if the caller wanted them.
         asked_at_ms: Unix time before the search began. The hits may contain text of a document
             that was deleted after it.
         retrieve_s: Time of the whole search as the gateway measures it.
@@ -26,7 +27,8 @@ class SearchResult:
     """
 
     hits: Sequence[pb.Hit]
-    stages: int
+    num_stages: int
+    kept_stages: Sequence[pb.SearchStage]
     asked_at_ms: int
     retrieve_s: float
     embed_s: float
@@ -34,20 +36,26 @@ class SearchResult:
 
 
 async def search_to_final_stage(
-    retriever: RetrieverClient, collection: str, query: str, top_k: int
+    retriever: RetrieverClient, request: pb.SearchRequest, *, keeps_stages: bool = False
 ) -> SearchResult:
     """Search and wait for the final stage. Cancelling this cancels the search.
+
+    Args:
+        keeps_stages: Whether the result has every stage.
 
     Raises:
         RagCacheError: The retriever refused the search or failed.
     """
     asked_at_ms = time.time_ns() // 1_000_000
     start = time.perf_counter()
-    stages = 0
+    num_stages = 0
+    kept: list[pb.SearchStage] = []
     final: pb.SearchStage | None = None
-    async with aclosing(retriever.search(collection, query, top_k)) as search:
+    async with aclosing(retriever.search_stages(request)) as search:
         async for stage in search:
-            stages += 1
+            num_stages += 1
+            if keeps_stages:
+                kept.append(stage)
             if stage.final:
                 final = stage
                 break
@@ -55,7 +63,8 @@ async def search_to_final_stage(
         raise Unavailable("retriever", "the search ended before its final stage")
     return SearchResult(
         hits=final.hits,
-        stages=stages,
+        num_stages=num_stages,
+        kept_stages=kept,
         asked_at_ms=asked_at_ms,
         retrieve_s=time.perf_counter() - start,
         embed_s=final.embed_us / 1e6,

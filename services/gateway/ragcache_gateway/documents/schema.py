@@ -1,4 +1,4 @@
-"""Documents, collections and searches in the REST API.
+"""Documents and collections in the REST API.
 
 The retriever owns the rules of names and sizes. The gateway only refuses what the retriever's
 messages cannot carry.
@@ -6,19 +6,33 @@ messages cannot carry.
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-from typing import Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ragcache_gateway.documents.text_type import Text
+from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
+from ragcache_gateway.documents.text_type import Text, validation_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000
-MAX_TOP_K = 50
 
-MARKDOWN_SUFFIXES = (".md", ".markdown")
-TEXT_SUFFIXES = (".txt", *MARKDOWN_SUFFIXES)
+_UINT32_MAX: Final = 2**32 - 1
+_INT64_MAX: Final = 2**63 - 1
+
+IndexName = Literal["auto", "flat", "ivf", "hnsw"]
+INDEX_HELP: Final = (
+    "How chunks are searched: flat compares all, ivf those of the nearest clusters, hnsw follows a "
+    "graph; auto chooses by the number of chunks."
+)
+_INDEX_KINDS: Final[dict[IndexName, pb.IndexKind.ValueType]] = {
+    "auto": pb.INDEX_KIND_AUTO,
+    "flat": pb.INDEX_KIND_FLAT,
+    "ivf": pb.INDEX_KIND_IVF,
+    "hnsw": pb.INDEX_KIND_HNSW,
+}
+_INDEX_NAMES: Final[dict[pb.IndexKind.ValueType, IndexName]] = {
+    kind: name for name, kind in _INDEX_KINDS.items()
+}
 
 _CONTENT_TYPES: dict[int, Literal["text", "markdown"]] = {
     pb.CONTENT_TYPE_UNSPECIFIED: "text",
@@ -27,7 +41,37 @@ _CONTENT_TYPES: dict[int, Literal["text", "markdown"]] = {
 }
 
 
-class DocumentIn(BaseModel):
+def _known_type(value: str) -> str:
+    if format_of_type(value) is None:
+        known = ", ".join(DocumentFormat)
+        raise validation_error("is no known type", f"send one of {known}, or a media type")
+    return value
+
+
+class DocumentFields(BaseModel):
+    """What a client says of a document, apart from its content."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    collection: Text = "default"
+    id: Text
+    title: Text = Field(
+        default="", description="Empty: the document's own title, its first heading, else the id."
+    )
+    content_type: Annotated[str, AfterValidator(_known_type)] | None = Field(
+        default=None,
+        description="text, markdown, html or a media type. Left out: by the suffix of the id.",
+        examples=["markdown", "text/html"],
+    )
+    metadata: dict[Text, Text] = Field(default_factory=dict)
+
+    def format(self) -> DocumentFormat:
+        """Return the format that the client names, or else the one of the id."""
+        named = format_of_type(self.content_type) if self.content_type else None
+        return named or format_of_name(self.id) or DocumentFormat.TEXT
+
+
+class DocumentIn(DocumentFields):
     """A document to insert, or to replace the one with its id."""
 
     model_config = ConfigDict(
@@ -37,30 +81,7 @@ class DocumentIn(BaseModel):
         },
     )
 
-    collection: Text = "default"
-    id: Text
-    title: Text = Field(default="", description="Empty: the first heading, else the id.")
     text: Text
-    content_type: Literal["text", "markdown", "text/plain", "text/markdown"] | None = Field(
-        default=None, description="Left out: markdown if the id ends in .md or .markdown."
-    )
-    metadata: dict[Text, Text] = Field(default_factory=dict)
-
-    def to_message(self) -> pb.Document:
-        """Convert to the retriever's message."""
-        markdown = (
-            self.content_type in ("markdown", "text/markdown")
-            if self.content_type
-            else is_markdown(self.id)
-        )
-        return pb.Document(
-            collection=self.collection,
-            id=self.id,
-            title=self.title,
-            text=self.text,
-            content_type=pb.CONTENT_TYPE_MARKDOWN if markdown else pb.CONTENT_TYPE_TEXT,
-            metadata=self.metadata,
-        )
 
 
 class DocumentInfo(BaseModel):
@@ -124,6 +145,52 @@ class ChunkSizes(BaseModel):
     )
 
 
+class CollectionIn(BaseModel):
+    """Settings of a collection; the retriever has defaults for those left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chunking: ChunkSizes | None = None
+    window: int | None = Field(
+        default=None,
+        ge=0,
+        le=_UINT32_MAX,
+        strict=True,
+        description="Neighbouring chunks that are returned with a hit, on each side.",
+    )
+    index: IndexName | None = Field(default=None, description=INDEX_HELP)
+    max_documents: int | None = Field(
+        default=None, ge=0, le=_INT64_MAX, strict=True, description="Quota; 0: none."
+    )
+    max_text_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        le=_INT64_MAX,
+        strict=True,
+        description="Quota of all texts in UTF-8; 0: none.",
+    )
+
+    def to_message(self, name: str) -> pb.Collection:
+        """Convert to the retriever's message."""
+        chunking = self.chunking
+        return pb.Collection(
+            name=name,
+            chunking=None if chunking is None else pb.Chunking(**chunking.model_dump()),
+            window=self.window,
+            index=None if self.index is None else _INDEX_KINDS[self.index],
+            max_documents=self.max_documents,
+            max_text_bytes=self.max_text_bytes,
+        )
+
+
+class RemakeOut(BaseModel):
+    """Progress of preparing a collection's documents again; searches use the earlier chunks."""
+
+    documents_done: int
+    documents: int
+    reason: str = Field(description="What has changed: chunking, tokenizer or embedder.")
+
+
 class CollectionOut(BaseModel):
     """Settings and counts of a collection."""
 
@@ -131,8 +198,27 @@ class CollectionOut(BaseModel):
     name: str
     chunking: ChunkSizes
     window: int
+    index: IndexName = Field(description=INDEX_HELP)
+    max_documents: int = Field(description="Quota; 0: none.")
+    max_text_bytes: int = Field(description="Quota; 0: none.")
     documents: int
     chunks: int
+    text_bytes: int = Field(description="Size of all texts in UTF-8.")
+    remake: RemakeOut | None = Field(
+        description="Null unless documents are being prepared again in the background."
+    )
+
+
+class CollectionDeleted(BaseModel):
+    """A collection after its deletion."""
+
+    object: Literal["collection.deleted"] = "collection.deleted"
+    name: str
+    deleted: Literal[True] = True
+    documents: int = Field(description="Documents that were deleted with it.")
+    removed_variants: int | None = Field(
+        description="Variants deleted with its chunks; null: later, the cache store is away."
+    )
 
 
 class CollectionList(BaseModel):
@@ -140,61 +226,6 @@ class CollectionList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[CollectionOut]
-
-
-class SearchRequest(BaseModel):
-    """A search without an answer."""
-
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"query": "Where does billing run?"}]}
-    )
-
-    query: Text
-    collection: Text = "default"
-    top_k: int = Field(default=4, ge=1, le=MAX_TOP_K, strict=True)
-
-
-class ChunkOut(BaseModel):
-    """A chunk of a document."""
-
-    chunk: str
-    document_id: str
-    title: str
-    heading_path: list[str]
-    ordinal: int = Field(description="Position in the document, from 0.")
-    text: str
-
-
-class HitOut(ChunkOut):
-    """A ranked chunk with the window around it."""
-
-    score: float = Field(description="Cosine similarity.")
-    before: list[ChunkOut]
-    after: list[ChunkOut]
-
-
-class SearchTiming(BaseModel):
-    """Time of each step, in milliseconds."""
-
-    retrieve: float = Field(
-        description="The whole search as the gateway measures it, embedding included."
-    )
-    stages: int = Field(description="How many stages the search streamed (a count, no time).")
-    embed: float
-    search: float
-
-
-class SearchAnswer(BaseModel):
-    """Hits of the final stage, best first."""
-
-    object: Literal["list"] = "list"
-    data: list[HitOut]
-    timing_ms: SearchTiming
-
-
-def is_markdown(name: str) -> bool:
-    """Whether a file of this name is Markdown."""
-    return PurePosixPath(name).suffix.lower() in MARKDOWN_SUFFIXES
 
 
 def document_info(document: pb.Document) -> DocumentInfo:
@@ -221,28 +252,17 @@ def collection_out(collection: pb.Collection) -> CollectionOut:
             overlap_tokens=collection.chunking.overlap_tokens,
         ),
         window=collection.window,
+        index=_INDEX_NAMES.get(collection.index, "auto"),
+        max_documents=collection.max_documents,
+        max_text_bytes=collection.max_text_bytes,
         documents=collection.documents,
         chunks=collection.chunks,
+        text_bytes=collection.text_bytes,
+        remake=_remake_out(collection.remake) if collection.HasField("remake") else None,
     )
 
 
-def hit_out(hit: pb.Hit) -> HitOut:
-    """Convert a hit."""
-    return HitOut(
-        **chunk_out(hit.chunk).model_dump(),
-        score=round(hit.score, 6),
-        before=[chunk_out(chunk) for chunk in hit.before],
-        after=[chunk_out(chunk) for chunk in hit.after],
-    )
-
-
-def chunk_out(chunk: pb.Chunk) -> ChunkOut:
-    """Convert a chunk."""
-    return ChunkOut(
-        chunk=chunk.id,
-        document_id=chunk.document_id,
-        title=chunk.title,
-        heading_path=list(chunk.heading_path),
-        ordinal=chunk.ordinal,
-        text=chunk.text,
+def _remake_out(remake: pb.Remake) -> RemakeOut:
+    return RemakeOut(
+        documents_done=remake.documents_done, documents=remake.documents, reason=remake.reason
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
@@ -63,6 +63,27 @@ class DocumentWriter:
         reply = await self._retriever.delete_document(collection, document_id)
         _, removed = await asyncio.gather(self._catch_up(), self._deletes.send(reply.deletes))
         return removed
+
+    async def delete_collection(self, name: str) -> tuple[int, int | None]:
+        """Delete a collection with all its documents.
+
+        Returns:
+            The number of documents, and how many stored variants the change removed; None if they
+            are removed later.
+        """
+        reply = await self._retriever.delete_collection(name)
+        _, removed = await asyncio.gather(self._catch_up(), self._deletes.send(reply.deletes))
+        # A reply has as many deletes as fit into one message.
+        self._deletes.wake()
+        return reply.documents, removed
+
+    async def restore(self, parts: AsyncIterator[bytes]) -> int:
+        """Replace all documents by those of a backup, and return their number."""
+        try:
+            return await self._retriever.restore(parts)
+        finally:
+            self._deletes.wake()
+            await self._catch_up()
 
     async def put_collection(self, collection: pb.Collection) -> pb.Collection:
         """Create a collection or change it. The KV of chunks that it removes is deleted soon."""

@@ -15,6 +15,9 @@ from ragcache_gateway.http.errors import to_http
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""
 
+SIGN_OF_LIFE = b": waiting\n\n"
+"""A comment, which clients ignore."""
+
 
 async def answer_events(
     services: ChatServices, answer: Answer, *, include_usage: bool

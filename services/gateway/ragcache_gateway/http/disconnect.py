@@ -51,17 +51,24 @@ class EventStream(Response):
     Args:
         stack: Owns what the events come from.
         send_timeout_s: Time for the client to take one event.
+        watches: Whether to end when the client disconnects; else the events end by themselves.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], stack: AsyncExitStack, send_timeout_s: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        stack: AsyncExitStack,
+        send_timeout_s: float,
+        *,
+        watches: bool = True,
     ) -> None:
         super().__init__()
         self._events = events
         self._stack = stack
         self._send_timeout_s = send_timeout_s
+        self._watches = watches
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         # Without it, nginx and similar proxies buffer events.
@@ -70,7 +77,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ClientDisconnected."""
         async with self._stack:
-            await cancel_on_disconnect(receive, self._stream(send))
+            if self._watches:
+                await cancel_on_disconnect(receive, self._stream(send))
+            else:
+                await self._stream(send)
 
     async def _stream(self, send: Send) -> None:
         await send(

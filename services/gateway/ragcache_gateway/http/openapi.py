@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from ragcache_gateway.chat.schema import ChatCompletionChunk
 from ragcache_gateway.documents.schema import DocumentIn
+from ragcache_gateway.http.batch import BatchEvent, BatchSummary
 from ragcache_gateway.http.errors import ErrorBody
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -35,7 +36,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         )
         # FastAPI does not see the chunks of a stream, nor a body that a route reads itself.
         _, extra = models_json_schema(
-            [(ChatCompletionChunk, "serialization"), (DocumentIn, "validation")],
+            [
+                (ChatCompletionChunk, "serialization"),
+                (DocumentIn, "validation"),
+                (BatchEvent, "serialization"),
+                (BatchSummary, "serialization"),
+            ],
             ref_template="#/components/schemas/{model}",
         )
         schemas = schema["components"]["schemas"]

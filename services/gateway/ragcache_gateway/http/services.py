@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.writer import DocumentWriter
+from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
@@ -24,6 +25,7 @@ class GatewayServices:
     metrics: Metrics
     chat: ChatServices
     documents: DocumentWriter
+    extractor: TextExtractor
     retriever: RetrieverClient
     store: AsyncShardedStore
     parts_watch: PartsWatch

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from ragcache_core.documents.formats import (
+    FORMAT_OF_SUFFIX,
+    DocumentFormat,
+    format_of_name,
+    format_of_type,
+)
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.documents.schema import TEXT_SUFFIXES, DocumentIn
+from ragcache_gateway.documents.incoming import IncomingDocument, text_document
+from ragcache_gateway.documents.schema import DocumentFields, DocumentIn
 from ragcache_gateway.http.errors import from_validation
 
-_FIELDS = ("file", "collection", "id", "title", "content_type", "metadata")
+_MAX_FIELDS = len(DocumentFields.model_fields)
+
+M = TypeVar("M", bound=BaseModel)
 
 
-async def read_document(request: Request) -> DocumentIn:
+async def read_document(request: Request) -> IncomingDocument:
     """Read the document of a request. Raises InvalidInput naming the field."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return validate_document(form_fields(*await _read_form(request)))
+        return file_document(*await _read_form(request))
     if kind == "application/json":
-        return validate_document(json_object(await request.body()))
+        return json_document(json_object(await request.body()))
     raise InvalidInput(
         "Content-Type",
         f"is {kind!r}" if kind else "is missing",
@@ -32,10 +40,16 @@ async def read_document(request: Request) -> DocumentIn:
     )
 
 
-def validate_document(fields: dict[str, Any]) -> DocumentIn:
-    """Validate the fields of a document. Raises InvalidInput naming the field."""
+def json_document(fields: dict[str, Any]) -> IncomingDocument:
+    """Return the document of a JSON object. Raises InvalidInput naming the field."""
+    document = validate(DocumentIn, fields)
+    return text_document(document, document.text)
+
+
+def validate(model: type[M], fields: dict[str, Any]) -> M:
+    """Validate fields. Raises InvalidInput naming the first wrong one."""
     try:
-        return DocumentIn.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise from_validation([dict(e) for e in error.errors()]) from error
 
@@ -54,45 +68,46 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def form_fields(texts: dict[str, str], file_name: str, content: bytes) -> dict[str, Any]:
-    """Convert the fields of a form to those of a document. Raises InvalidInput naming the field."""
+def file_document(
+    texts: dict[str, str], file_name: str, media_type: str, content: bytes
+) -> IncomingDocument:
+    """Return the document of a file in a form.
+
+    Args:
+        texts: The other fields of the form.
+        media_type: What the form says of the file; it may be empty.
+
+    Raises:
+        InvalidInput: A field is wrong. The error names it.
+    """
     for name in texts:
-        if name not in _FIELDS:
-            raise InvalidInput(name, "is no field of this form", f"send {', '.join(_FIELDS)}")
-    if PurePosixPath(file_name).suffix.lower() not in TEXT_SUFFIXES:
-        raise InvalidInput(
-            "file", f"is named {file_name!r}", f"send a file of {', '.join(TEXT_SUFFIXES)}"
-        )
+        if name not in DocumentFields.model_fields:
+            known = ", ".join(("file", *DocumentFields.model_fields))
+            raise InvalidInput(name, "is no field of this form", f"send {known}")
     # A form sends an empty text for a field that is left out.
-    fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
-    if "metadata" in fields:
-        fields["metadata"] = _metadata(fields["metadata"])
-    # Without a type from the client the id decides it, and the id may have no suffix.
-    fields.setdefault("content_type", _type_of(file_name))
-    return {"id": file_name, **fields, "text": decode(content)}
+    values: dict[str, Any] = {name: text for name, text in texts.items() if text}
+    if "metadata" in values:
+        values["metadata"] = _metadata(values["metadata"])
+    fields = validate(DocumentFields, {"id": file_name, **values})
+    kind = _format(fields, file_name, media_type)
+    if kind is DocumentFormat.JSON_LINES:
+        raise InvalidInput("file", "has several documents", "send it to POST /v1/documents:batch")
+    return IncomingDocument(fields, kind, content, "file")
 
 
-def decode(content: bytes) -> str:
-    """Decode the text of a file. Raises InvalidInput if it is not text."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+def _format(fields: DocumentFields, file_name: str, media_type: str) -> DocumentFormat:
+    """Return the format of a file: what the client names, else by file name, else by media type."""
+    if fields.content_type is not None:
+        return fields.format()
+    # Browsers and curl know few types. They send application/octet-stream for the others.
+    kind = format_of_name(file_name) or format_of_type(media_type)
+    if kind is None:
         raise InvalidInput(
             "file",
-            f"is not UTF-8 text (byte {error.start})",
-            "send plain text or Markdown in UTF-8; convert other formats before",
-        ) from error
-    if "\0" in text:
-        raise InvalidInput(
-            "file", "is binary (it contains NUL bytes)", "send plain text or Markdown"
+            f"is named {file_name!r}",
+            f"send a file of {', '.join(FORMAT_OF_SUFFIX)}, or its content_type",
         )
-    if not text.strip():
-        raise InvalidInput("file", "is empty", "send a file with text")
-    return text
-
-
-def _type_of(file_name: str) -> str:
-    return "text" if file_name.lower().endswith(".txt") else "markdown"
+    return kind
 
 
 def _metadata(text: str) -> dict[str, Any]:
@@ -111,8 +126,8 @@ class _MemoryParser(MultiPartParser):
     spool_max_size = 0  # no file is written to disk
 
 
-async def _read_form(request: Request) -> tuple[dict[str, str], str, bytes]:
-    parser = _MemoryParser(request.headers, request.stream(), max_files=1, max_fields=len(_FIELDS))
+async def _read_form(request: Request) -> tuple[dict[str, str], str, str, bytes]:
+    parser = _MemoryParser(request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS)
     try:
         form = await parser.parse()
     except MultiPartException as error:
@@ -125,7 +140,7 @@ async def _read_form(request: Request) -> tuple[dict[str, str], str, bytes]:
         await form.close()
 
 
-async def _split_form(form: FormData) -> tuple[dict[str, str], str, bytes]:
+async def _split_form(form: FormData) -> tuple[dict[str, str], str, str, bytes]:
     texts = {}
     upload = None
     for name, value in form.multi_items():
@@ -136,5 +151,5 @@ async def _split_form(form: FormData) -> tuple[dict[str, str], str, bytes]:
         else:
             raise InvalidInput(name, "is a file", "send the file in the field named file")
     if upload is None:
-        raise InvalidInput("file", "is missing", "add a .txt, .md or .markdown file")
-    return texts, upload.filename or "", await upload.read()
+        raise InvalidInput("file", "is missing", "add a file")
+    return texts, upload.filename or "", upload.content_type or "", await upload.read()

@@ -29,7 +29,7 @@ class Metrics:
         )
         self.in_flight = Gauge(
             "ragcache_gateway_requests_in_flight",
-            "Requests being answered, by pool: question, document or status.",
+            "Requests being answered, by pool: question, document, batch, backup or status.",
             ("pool",),
             registry=self.registry,
         )

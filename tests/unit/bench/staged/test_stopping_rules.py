@@ -1,14 +1,18 @@
+from collections.abc import Callable, Iterator, Sequence
+
 import numpy as np
 import pytest
 
 from bench.support.staged.cell_traces import CellTrace, Outcome, computations_at, outcome
 from bench.support.staged.stopping_rules import Darth, fixed, oracle, patience
 
+Rule = Callable[[Sequence[CellTrace]], Iterator[Outcome]]
+
 TOP_K = 5
 NUM_CELLS = 12
 
 
-def make_traces(num, seed):
+def make_traces(num: int, seed: int) -> list[CellTrace]:
     """Searches that need between one cell and all of them."""
     draw = np.random.default_rng(seed)
     traces = []
@@ -26,7 +30,7 @@ def make_traces(num, seed):
 TRACES = make_traces(60, seed=0)
 
 
-def test_more_cells_find_and_compare_more():
+def test_more_cells_find_and_compare_more() -> None:
     outcomes = list(fixed(TRACES))
     assert len(outcomes) == NUM_CELLS
     assert [one.recall for one in outcomes] == sorted(one.recall for one in outcomes)
@@ -34,7 +38,7 @@ def test_more_cells_find_and_compare_more():
     assert outcomes[-1].computations == np.mean([one.scanned[-1] for one in TRACES])
 
 
-def test_a_search_scans_at_least_one_cell_and_at_most_all():
+def test_a_search_scans_at_least_one_cell_and_at_most_all() -> None:
     assert outcome(TRACES, [0] * len(TRACES)) == outcome(TRACES, [1] * len(TRACES))
     assert outcome(TRACES, [99] * len(TRACES)).recall == 1
 
@@ -42,23 +46,23 @@ def test_a_search_scans_at_least_one_cell_and_at_most_all():
 @pytest.mark.parametrize(
     "rule", [fixed, patience, lambda traces: Darth(make_traces(60, seed=1)).outcomes(traces)]
 )
-def test_no_rule_does_better_than_the_oracle(rule):
+def test_no_rule_does_better_than_the_oracle(rule: Rule) -> None:
     best = list(oracle(TRACES))
     for one in rule(TRACES):
         assert computations_at(best, one.recall) <= one.computations + 1e-6
 
 
-def test_patience_waits_for_cells_in_a_row_without_a_hit():
+def test_patience_waits_for_cells_in_a_row_without_a_hit() -> None:
     outcomes = list(patience(TRACES))
     assert outcomes[0].computations < outcomes[-1].computations
     assert outcomes[-1].recall == 1
 
 
-def test_a_rule_that_learned_saves_computations():
+def test_a_rule_that_learned_saves_computations() -> None:
     outcomes = list(Darth(make_traces(200, seed=1)).outcomes(TRACES))
     assert computations_at(outcomes, 0.9) < computations_at(list(fixed(TRACES)), 0.9)
 
 
-def test_computations_are_between_the_nearest_settings():
+def test_computations_are_between_the_nearest_settings() -> None:
     outcomes = [Outcome(0.5, 100.0), Outcome(1.0, 300.0)]
     assert computations_at(outcomes, 0.75) == 200

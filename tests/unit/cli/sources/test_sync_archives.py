@@ -70,7 +70,7 @@ def texts(found: SourceContents) -> dict[str, str]:
 
 
 def test_documents_come_out_by_their_paths(read: Archive, tmp_path: Path) -> None:
-    files = {"./a.md": b"A", "docs/b.TXT": b"B", "docs/c.markdown": b"C", "docs/d.pdf": b"D"}
+    files = {"./a.md": b"A", "docs/b.TXT": b"B", "docs/c.markdown": b"C", "docs/d.png": b"D"}
     assert texts(read(tmp_path, files)) == {"a.md": "A", "docs/b.TXT": "B", "docs/c.markdown": "C"}
 
 

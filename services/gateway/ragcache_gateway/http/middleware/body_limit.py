@@ -9,7 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_gateway.http.errors import TooBusy, response_to
-from ragcache_gateway.http.middleware.request_pools import RequestPool, RequestPools
+from ragcache_gateway.http.middleware.request_pools import (
+    STREAMED_PATHS,
+    RequestPool,
+    RequestPools,
+)
 
 DRAIN_MAX_BYTES = 128 << 20
 """Most of a refused body that the gateway reads and drops, so that the client gets the error."""
@@ -17,6 +21,8 @@ DRAIN_MAX_BYTES = 128 << 20
 
 class BodyLimit:
     """Limits the memory and time that request bodies take while they arrive.
+
+    Routes of STREAMED_PATHS limit theirs themselves.
 
     Args:
         pools: Bound the bytes of all bodies in memory at once.
@@ -32,7 +38,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in STREAMED_PATHS:
             await self._app(scope, receive, send)
             return
         body = _BoundedBody(self, self._pools.of(scope["path"]), receive)

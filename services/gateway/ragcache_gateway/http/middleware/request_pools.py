@@ -31,6 +31,15 @@ STATUS_PATHS: Final = frozenset(
 )
 """Paths that tell the gateway's state. Their requests are not limited."""
 
+BATCH_PATH: Final = "/v1/documents:batch"
+BACKUP_PATH: Final = "/v1/backup"
+RESTORE_PATH: Final = "/v1/restore"
+STREAMED_PATHS: Final = frozenset({BATCH_PATH, RESTORE_PATH})
+"""Paths whose bodies are read piece by piece and may have any size."""
+
+BATCH_MEMORY: Final = 2
+"""Largest documents that a batch has in memory: one that arrives, and as much in work."""
+
 
 class RequestPool:
     """Counts the requests of one kind, and the bytes of their bodies.
@@ -98,6 +107,10 @@ class RequestPools:
         self._documents = RequestPool(
             "document", settings.max_document_requests, body_bytes, metrics
         )
+        num_batches = max(1, body_bytes // (BATCH_MEMORY * settings.body_max_bytes))
+        self._batches = RequestPool("batch", num_batches, body_bytes, metrics)
+        # Two copies at once would only take turns at the disk.
+        self._copies = RequestPool("backup", 1, settings.body_max_bytes, metrics)
         # Nothing reads the bodies of these requests.
         self._status = RequestPool("status", None, settings.body_max_bytes, metrics)
 
@@ -105,4 +118,8 @@ class RequestPools:
         """Return the pool of a request."""
         if path in QUESTION_PATHS:
             return self._questions
+        if path == BATCH_PATH:
+            return self._batches
+        if path in (BACKUP_PATH, RESTORE_PATH):
+            return self._copies
         return self._status if path in STATUS_PATHS else self._documents

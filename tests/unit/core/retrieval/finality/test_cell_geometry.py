@@ -1,6 +1,7 @@
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,18 +12,22 @@ from ragcache_core.retrieval.finality.cell_geometry import (
     residual_alignment,
 )
 
+Floats = npt.NDArray[np.float64]
 
-def normalized(vectors):
+
+def normalized(vectors: Floats) -> Floats:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def cell(num=4000, dimension=64, spread=0.1, seed=0):
+def cell(
+    num: int = 4000, dimension: int = 64, spread: float = 0.1, seed: int = 0
+) -> tuple[Floats, Floats]:
     draw = np.random.default_rng(seed)
     centre = normalized(draw.standard_normal((1, dimension)))[0]
     return centre, normalized(centre + spread * draw.standard_normal((num, dimension)))
 
 
-def shapes_of(vectors, centre):
+def shapes_of(vectors: Floats, centre: Floats) -> CellShapes:
     cosines = vectors @ centre
     return CellShapes(
         np.array([len(vectors)]),
@@ -34,7 +39,7 @@ def shapes_of(vectors, centre):
 
 @pytest.mark.parametrize("angle", [0.3, 0.8, 1.2])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
-def test_the_estimate_is_within_a_factor_of_two_of_the_count(angle, share):
+def test_the_estimate_is_within_a_factor_of_two_of_the_count(angle: float, share: float) -> None:
     centre, vectors = cell()
     other = np.random.default_rng(1).standard_normal(64)
     other -= (other @ centre) * centre
@@ -47,8 +52,8 @@ def test_the_estimate_is_within_a_factor_of_two_of_the_count(angle, share):
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
 def test_the_estimate_is_at_most_the_size_and_falls_with_the_threshold(
-    threshold, score, cosine, alignment
-):
+    threshold: float, score: float, cosine: float, alignment: float
+) -> None:
     shapes = CellShapes(
         np.array([100]), np.array([cosine]), np.array([0.01]), np.array([alignment])
     )
@@ -57,12 +62,12 @@ def test_the_estimate_is_at_most_the_size_and_falls_with_the_threshold(
     assert 0 <= higher <= estimate <= 100
 
 
-def test_residuals_in_all_directions_align_by_one_over_the_dimension():
+def test_residuals_in_all_directions_align_by_one_over_the_dimension() -> None:
     centre, vectors = cell(num=1000, dimension=50)
     assert residual_alignment(vectors, centre) == pytest.approx(1 / 49, rel=0.1)
 
 
-def test_few_or_equal_vectors_have_no_alignment():
+def test_few_or_equal_vectors_have_no_alignment() -> None:
     centre, vectors = cell(num=7)
     assert residual_alignment(vectors, centre) is None
     assert residual_alignment(np.tile(centre, (20, 1)), centre) is None

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ COUNTS = st.floats(0, 1e6) | st.just(math.nan)
 
 
 @st.composite
-def features(draw):
+def features(draw: st.DrawFn) -> StageFeatures:
     progress = draw(SHARES)
     top_k = draw(st.integers(1, 100))
     return StageFeatures(
@@ -38,7 +39,7 @@ def features(draw):
     )
 
 
-def searches(num, seed=0, hidden=0.5):
+def searches(num: int, seed: int = 0, hidden: float = 0.5) -> Iterator[list[Observation]]:
     """Return searches of which some find their hits early. ``hidden`` shifts how many."""
     draw = np.random.default_rng(seed)
     for _ in range(num):
@@ -49,7 +50,7 @@ def searches(num, seed=0, hidden=0.5):
         ]
 
 
-def observed(progress, ease, is_final):
+def observed(progress: float, ease: float, is_final: bool) -> Observation:
     seen = StageFeatures(
         progress=progress,
         top_k=10,
@@ -63,9 +64,9 @@ def observed(progress, ease, is_final):
     return Observation(seen, bool(is_final), 1.0 if is_final else 0.7)
 
 
-def learned(num, **options):
+def learned(num: int, hidden: float = 0.5) -> FinalityEstimator:
     estimator = FinalityEstimator()
-    for search in searches(num, **options):
+    for search in searches(num, hidden=hidden):
         estimator = estimator.learn(search)
     return estimator
 
@@ -75,20 +76,22 @@ LEARNED = learned(64)
 
 @given(features())
 @pytest.mark.parametrize("estimator", [FinalityEstimator(), LEARNED])
-def test_estimates_are_probabilities_for_any_features(estimator, seen):
+def test_estimates_are_probabilities_for_any_features(
+    estimator: FinalityEstimator, seen: StageFeatures
+) -> None:
     assert len(model_inputs(seen)) == NUM_INPUTS
     assert 0 <= estimator.probability(seen) <= 1
     assert 0 <= estimator.expected_recall(seen) <= 1
 
 
 @given(features())
-def test_hits_that_nothing_can_beat_are_final(seen):
+def test_hits_that_nothing_can_beat_are_final(seen: StageFeatures) -> None:
     proved = replace(seen, kth_score=0.5, next_bound=0.4)
     assert LEARNED.probability(proved) == LEARNED.expected_recall(proved) == 1
     assert LEARNED.probability(replace(seen, progress=1.0)) == 1
 
 
-def test_learning_leaves_the_estimator_as_it_was():
+def test_learning_leaves_the_estimator_as_it_was() -> None:
     before = FinalityEstimator()
     seen = observed(0.2, 0.5, True).features
     probability = before.probability(seen)
@@ -100,15 +103,15 @@ def test_learning_leaves_the_estimator_as_it_was():
     assert after.probability(seen) != probability
 
 
-def test_learning_is_deterministic():
+def test_learning_is_deterministic() -> None:
     assert learned(48).to_json() == learned(48).to_json()
 
 
-def test_an_estimator_becomes_calibrated_where_its_prior_is_wrong():
+def test_an_estimator_becomes_calibrated_where_its_prior_is_wrong() -> None:
     held_out = [one for search in searches(400, seed=1) for one in search]
     outcomes = np.array([one.is_final for one in held_out])
 
-    def error(estimator):
+    def error(estimator: FinalityEstimator) -> float:
         predicted = np.array([estimator.probability(one.features) for one in held_out])
         bins = np.minimum((predicted * 10).astype(int), 9)
         return sum(
@@ -119,7 +122,7 @@ def test_an_estimator_becomes_calibrated_where_its_prior_is_wrong():
     assert error(learned(256)) < 0.05
 
 
-def test_an_estimator_follows_a_change_and_forgets_old_searches():
+def test_an_estimator_follows_a_change_and_forgets_old_searches() -> None:
     estimator = learned(WINDOW_SEARCHES, hidden=1.0)
     seen = observed(0.2, 0.5, True).features
     assert estimator.probability(seen) > 0.9
@@ -128,7 +131,7 @@ def test_an_estimator_follows_a_change_and_forgets_old_searches():
     assert estimator.probability(seen) < 0.5
 
 
-def test_the_window_is_bounded():
+def test_the_window_is_bounded() -> None:
     many = observed(0.2, 0.5, True)
     estimator = FinalityEstimator()
     for _ in range(WINDOW_SEARCHES + 20):
@@ -138,7 +141,7 @@ def test_the_window_is_bounded():
     assert max(kept) <= 64
 
 
-def test_a_stored_estimator_predicts_the_same():
+def test_a_stored_estimator_predicts_the_same() -> None:
     stored = FinalityEstimator.from_json(LEARNED.to_json())
     seen = observed(0.2, 0.5, True).features
     assert stored.probability(seen) == pytest.approx(LEARNED.probability(seen), abs=1e-4)
@@ -151,12 +154,12 @@ def test_a_stored_estimator_predicts_the_same():
     "text",
     ["", "{}", "[]", "null", '{"version": 0}', LEARNED.to_json().replace("[", "[1,", 1)],
 )
-def test_other_texts_are_refused(text):
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no estimator"):
         FinalityEstimator.from_json(text)
 
 
-def test_observations_compare_with_the_end_of_the_scan():
+def test_observations_compare_with_the_end_of_the_scan() -> None:
     seen = observed(0.2, 0.5, True).features
     history = [(seen, (1, 2)), (seen, (2, 3)), (seen, (3, 2)), (seen, (2, 3))]
     found = observations(history)
@@ -164,7 +167,7 @@ def test_observations_compare_with_the_end_of_the_scan():
     assert [one.recall for one in found] == [0.5, 1.0, 1.0]
 
 
-def test_a_search_without_hits_has_full_recall():
+def test_a_search_without_hits_has_full_recall() -> None:
     seen = observed(0.2, 0.5, True).features
     assert observations([(seen, ()), (seen, ())])[0].recall == 1
     assert observations([]) == []

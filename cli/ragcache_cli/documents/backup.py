@@ -1,0 +1,124 @@
+"""``ragcache backup`` and ``ragcache restore``: all documents as one file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from ragcache_cli.clients.gateway_client import GatewayApiClient
+from ragcache_cli.documents.gateway_option import GatewayOption, gateway_url
+from ragcache_cli.output.console import make_console
+from ragcache_core.documents.backup_file import BackupReader
+from ragcache_core.errors import InvalidInput
+
+_PIECE_BYTES: Final = 1 << 20
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The file of the backup.")]
+
+
+def backup_command(
+    file: FileArgument,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    gateway: GatewayOption = None,
+) -> None:
+    """Write all documents with their embeddings into a file, while they are served."""
+    if file.exists() and not force:
+        raise InvalidInput("FILE", f"{file} exists", "name another one, or add --force")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInput("FILE", f"{file} is in no folder", "create the folder")
+    num_bytes = asyncio.run(_backup(gateway_url(gateway), file, make_console(stderr=True)))
+    print(f"wrote {file} ({num_bytes:,} bytes)")
+
+
+def restore_command(
+    file: FileArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    gateway: GatewayOption = None,
+) -> None:
+    """Replace all documents of all collections by those of a backup."""
+    check_file(file)
+    url = gateway_url(gateway)
+    if not yes:
+        question = f"Replace all documents at {url} by {file}?"
+        typer.confirm(question, abort=True, err=True)
+    num_bytes = file.stat().st_size
+    documents = asyncio.run(_restore(url, file, num_bytes, make_console(stderr=True)))
+    print(f"restored {documents:,} documents")
+
+
+def check_file(file: Path) -> None:
+    """Raise InvalidInput unless a file is a complete backup."""
+    reader = BackupReader("FILE")
+    for piece in _pieces(file):
+        reader.add(piece)
+    reader.end()
+
+
+async def _backup(url: str, file: Path, console: Console) -> int:
+    """Download a backup and return its size. A file that is not complete is never left."""
+    partial = file.with_name(f"{file.name}.partial")
+    reader = BackupReader(url)
+    try:
+        with partial.open("wb") as opened, _progress(console) as progress:
+            task = progress.add_task("backup", total=None)
+            async with GatewayApiClient(url) as client, aclosing(client.backup()) as parts:
+                async for part in parts:
+                    reader.add(part)
+                    await asyncio.to_thread(opened.write, part)
+                    progress.advance(task, len(part))
+            reader.end()
+            opened.flush()
+            os.fsync(opened.fileno())
+            num_bytes = opened.tell()
+        partial.rename(file)
+    except OSError as error:
+        raise InvalidInput(
+            "FILE", f"{partial} cannot be written: {error.strerror}", "name another file"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_bytes
+
+
+async def _restore(url: str, file: Path, num_bytes: int, console: Console) -> int:
+    with _progress(console) as progress:
+        task = progress.add_task("restore", total=num_bytes)
+
+        async def parts() -> AsyncIterator[bytes]:
+            for piece in _pieces(file):
+                yield piece
+                progress.advance(task, len(piece))
+
+        async with GatewayApiClient(url) as client:
+            return await client.restore(parts())
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as opened:
+            while piece := opened.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise InvalidInput(
+            "FILE", f"{file} cannot be read: {error.strerror}", "name a file of `ragcache backup`"
+        ) from error
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )

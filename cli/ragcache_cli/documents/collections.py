@@ -1,0 +1,165 @@
+"""``ragcache collection``: lists, shows, changes and deletes collections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+from rich.table import Table
+
+from ragcache_cli.clients.gateway_client import GatewayApiClient
+from ragcache_cli.documents.gateway_option import GatewayOption, gateway_url
+from ragcache_cli.output.console import make_console
+from ragcache_core.errors import InvalidInput
+
+R = TypeVar("R")
+
+collection_app = typer.Typer(no_args_is_help=True, help="Manage collections of documents.")
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The collection.")]
+OutputOption = Annotated[
+    Literal["text", "json"], typer.Option("--output", "-o", help="Form of the result.")
+]
+
+
+@collection_app.command(name="list")
+def list_command(output: OutputOption = "text", gateway: GatewayOption = None) -> None:
+    """Show all collections."""
+    collections = _call(gateway, lambda client: client.collections())
+    if output == "json":
+        print(json.dumps(collections, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("NAME")
+    for name in ("DOCUMENTS", "CHUNKS", "TEXT"):
+        table.add_column(name, justify="right")
+    table.add_column("INDEX")
+    table.add_column("REMAKE")
+    for one in collections:
+        table.add_row(
+            one["name"],
+            _of_quota(one["documents"], one["max_documents"]),
+            f"{one['chunks']:,}",
+            _of_quota(_mib(one["text_bytes"]), _mib(one["max_text_bytes"])) + " MiB",
+            one["index"],
+            _remake(one["remake"]),
+        )
+    make_console().print(table)
+
+
+@collection_app.command(name="get")
+def get_command(
+    name: NameArgument, output: OutputOption = "text", gateway: GatewayOption = None
+) -> None:
+    """Show settings and counts of a collection."""
+    _show(_call(gateway, lambda client: client.collection(name)), output)
+
+
+@collection_app.command(name="put")
+def put_command(
+    name: NameArgument,
+    chunk_size: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Most tokens of a chunk.")
+    ] = None,
+    chunk_overlap: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS", min=0, help="Tokens repeated from the chunk before; needs a size."
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=0, help="Neighbouring chunks of a hit, on each side.")
+    ] = None,
+    index: Annotated[
+        Literal["auto", "flat", "ivf", "hnsw"] | None,
+        typer.Option(help="How chunks are searched."),
+    ] = None,
+    max_documents: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Quota; 0: none.")
+    ] = None,
+    max_text_bytes: Annotated[
+        int | None, typer.Option(metavar="BYTES", min=0, help="Quota; 0: none.")
+    ] = None,
+    output: OutputOption = "text",
+    gateway: GatewayOption = None,
+) -> None:
+    """Create a collection, or replace its settings: those left out get the platform's defaults."""
+    if chunk_overlap is not None and chunk_size is None:
+        raise InvalidInput("--chunk-overlap", "is given without a size", "add --chunk-size")
+    chunking = {"size_tokens": chunk_size, "overlap_tokens": chunk_overlap or 0}
+    settings = {
+        "chunking": None if chunk_size is None else chunking,
+        "window": window,
+        "index": index,
+        "max_documents": max_documents,
+        "max_text_bytes": max_text_bytes,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    _show(_call(gateway, lambda client: client.put_collection(name, given)), output)
+
+
+@collection_app.command(name="delete")
+def delete_command(
+    name: NameArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    output: OutputOption = "text",
+    gateway: GatewayOption = None,
+) -> None:
+    """Delete a collection with all its documents and their stored KV."""
+    if not yes:
+        found = _call(gateway, lambda client: client.collection(name))
+        question = f"Delete collection {name!r} with {found['documents']:,} documents?"
+        typer.confirm(question, abort=True, err=True)
+    deleted = _call(gateway, lambda client: client.delete_collection(name))
+    if output == "json":
+        print(json.dumps(deleted, indent=2))
+    else:
+        print(f"deleted collection {name!r} with {deleted['documents']:,} documents")
+
+
+def _call(gateway: str | None, action: Callable[[GatewayApiClient], Awaitable[R]]) -> R:
+    async def run() -> R:
+        async with GatewayApiClient(gateway_url(gateway)) as client:
+            return await action(client)
+
+    return asyncio.run(run())
+
+
+def _show(collection: dict[str, Any], output: str) -> None:
+    if output == "json":
+        print(json.dumps(collection, indent=2))
+        return
+    chunking = collection["chunking"]
+    rows = {
+        "name": collection["name"],
+        "documents": _of_quota(collection["documents"], collection["max_documents"]),
+        "chunks": f"{collection['chunks']:,}",
+        "text": f"{_mib(collection['text_bytes'])} MiB",
+        "text quota": f"{_mib(collection['max_text_bytes'])} MiB"
+        if collection["max_text_bytes"]
+        else "none",
+        "chunk size": f"{chunking['size_tokens']} tokens, {chunking['overlap_tokens']} repeated",
+        "window": str(collection["window"]),
+        "index": collection["index"],
+        "remake": _remake(collection["remake"]),
+    }
+    for label, value in rows.items():
+        print(f"{label:<11} {value}")
+
+
+def _of_quota(count: int, quota: int) -> str:
+    return f"{count:,} of {quota:,}" if quota else f"{count:,}"
+
+
+def _mib(num_bytes: int) -> int:
+    """Return a size in MiB, rounded up: what is there is not shown as nothing."""
+    return (num_bytes + (1 << 20) - 1) >> 20
+
+
+def _remake(remake: dict[str, Any] | None) -> str:
+    if remake is None:
+        return "none"
+    return f"{remake['documents_done']:,} of {remake['documents']:,} ({remake['reason']})"

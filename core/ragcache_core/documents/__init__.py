@@ -1,0 +1,1 @@
+"""What every service and the CLI have to agree on about documents."""

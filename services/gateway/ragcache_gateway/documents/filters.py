@@ -1,0 +1,234 @@
+"""Filters of searches in the REST API, in the shape that Qdrant uses.
+
+A filter has lists of conditions: all of ``must``, at least one of ``should`` and none of
+``must_not``. A condition tests one field of a document, or is a filter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.filters import (
+    MAX_DEPTH,
+    And,
+    Exists,
+    Filter,
+    In,
+    InRange,
+    Not,
+    Or,
+    Prefix,
+    check_size,
+)
+from ragcache_gateway.documents.text_type import Text, validation_error
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+MAX_FIELD_CHARS = 256
+_BOUNDS = ("gt", "gte", "lt", "lte")
+
+Value: TypeAlias = bool | int | Text
+"""Metadata values are texts: a number or a boolean means its JSON form."""
+
+
+class MatchIn(BaseModel):
+    """The values that a field may have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    value: Value | None = Field(default=None, description="The only value.")
+    any: list[Value] | None = Field(default=None, min_length=1, description="One of these values.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> MatchIn:
+        if (self.value is None) == (self.any is None):
+            raise validation_error("needs exactly one of value and any", "set one of them")
+        return self
+
+    def values(self) -> tuple[str, ...]:
+        """Return the accepted values as metadata has them."""
+        wanted = self.any if self.any is not None else [self.value]
+        return tuple(_text(one) for one in wanted if one is not None)
+
+
+class RangeIn(BaseModel):
+    """Bounds of a value that is read as a number. Other values are outside."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gt: float | None = Field(default=None, allow_inf_nan=False)
+    gte: float | None = Field(default=None, allow_inf_nan=False)
+    lt: float | None = Field(default=None, allow_inf_nan=False)
+    lte: float | None = Field(default=None, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RangeIn:
+        if all(getattr(self, bound) is None for bound in _BOUNDS):
+            raise validation_error("has no bound", "set gt, gte, lt or lte")
+        return self
+
+
+class ConditionIn(BaseModel):
+    """A test of one field: of metadata, or ``id``, ``title`` and ``updated_unix_ms``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    key: Annotated[Text, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
+    match: MatchIn | None = None
+    range: RangeIn | None = None
+    prefix: Text | None = Field(default=None, description="The beginning of the value.")
+    exists: bool | None = Field(
+        default=None, strict=True, description="Whether the document has the field."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ConditionIn:
+        tests = (self.match, self.range, self.prefix, self.exists)
+        if sum(test is not None for test in tests) != 1:
+            raise validation_error(
+                "needs exactly one test", "set one of match, range, prefix and exists"
+            )
+        return self
+
+    def to_filter(self) -> Filter:
+        """Convert to a test of the filter language."""
+        if self.match is not None:
+            return In(self.key, self.match.values())
+        if self.range is not None:
+            return InRange(self.key, **self.range.model_dump())
+        if self.prefix is not None:
+            return Prefix(self.key, self.prefix)
+        return Exists(self.key) if self.exists else Not(Exists(self.key))
+
+
+def _tag(value: object) -> str:
+    if isinstance(value, dict):
+        return "~condition" if "key" in value else "~filter"
+    return "~condition" if isinstance(value, ConditionIn) else "~filter"
+
+
+Condition = Annotated[
+    Annotated[ConditionIn, Tag("~condition")] | Annotated["FilterIn", Tag("~filter")],
+    Discriminator(_tag),
+]
+Conditions = Annotated[list[Condition], Field(min_length=1)]
+
+
+class FilterIn(BaseModel):
+    """Which documents a search considers."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "must": [
+                        {"key": "team", "match": {"any": ["core", "billing"]}},
+                        {"key": "year", "range": {"gte": 2024}},
+                    ],
+                    "must_not": [{"key": "id", "prefix": "drafts/"}],
+                }
+            ]
+        },
+    )
+
+    must: Conditions | None = Field(default=None, description="All of these are true.")
+    should: Conditions | None = Field(default=None, description="At least one of these is true.")
+    must_not: Conditions | None = Field(default=None, description="None of these is true.")
+
+    @model_validator(mode="after")
+    def _check_some(self) -> FilterIn:
+        if self.must is None and self.should is None and self.must_not is None:
+            raise validation_error("has no condition", "set must, should or must_not")
+        return self
+
+    def to_filter(self) -> Filter:
+        """Convert to the filter language."""
+        parts = _converted(self.must)
+        if self.should is not None:
+            choices = _converted(self.should)
+            parts.append(choices[0] if len(choices) == 1 else Or(tuple(choices)))
+        parts += map(Not, _converted(self.must_not))
+        return parts[0] if len(parts) == 1 else And(tuple(parts))
+
+    def to_message(self, field: str) -> pb.Filter:
+        """Convert to the retriever's message.
+
+        Args:
+            field: Path of the filter in the request, for errors.
+
+        Raises:
+            InvalidInput: The filter is too large.
+        """
+        wanted = self.to_filter()
+        try:
+            check_size(wanted)
+        except InvalidInput as error:
+            raise InvalidInput(field, error.problem, error.fix) from error
+        return filter_message(wanted)
+
+
+def _check_depth(value: Any) -> Any:
+    """Refuse deeply nested JSON before it is validated, which recurses."""
+    level: list[Any] = [value]
+    for _ in range(3 * MAX_DEPTH):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return value
+    raise validation_error("is nested too deeply", "flatten it")
+
+
+FilterField = Annotated[FilterIn, BeforeValidator(_check_depth)]
+"""A filter as a field of a request."""
+
+
+def filter_message(wanted: Filter) -> pb.Filter:
+    """Convert a filter to the retriever's message."""
+    match wanted:
+        case And(filters):
+            return pb.Filter(all=pb.Filters(filters=map(filter_message, filters)))
+        case Or(filters):
+            return pb.Filter(any=pb.Filters(filters=map(filter_message, filters)))
+        case Not(inner):
+            return pb.Filter(none=filter_message(inner))
+        case _:
+            return pb.Filter(field=_field_message(wanted))
+
+
+def _field_message(test: In | InRange | Exists | Prefix) -> pb.FieldFilter:
+    match test:
+        case In(name, values):
+            return pb.FieldFilter(name=name, one_of=pb.TextList(values=values))
+        case InRange(name, gt, gte, lt, lte):
+            return pb.FieldFilter(name=name, range=pb.Range(gt=gt, gte=gte, lt=lt, lte=lte))
+        case Exists(name):
+            return pb.FieldFilter(name=name, exists=True)
+        case Prefix(name, prefix):
+            return pb.FieldFilter(name=name, prefix=prefix)
+
+
+def _converted(conditions: Sequence[ConditionIn | FilterIn] | None) -> list[Filter]:
+    return [one.to_filter() for one in conditions or ()]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _text(value: bool | int | str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

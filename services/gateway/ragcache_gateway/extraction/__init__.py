@@ -1,0 +1,1 @@
+"""Reads the text of documents in other formats, in processes with limits."""

@@ -1,0 +1,137 @@
+"""Reads documents in a process of its own, which the gateway starts and ends (``extractor``).
+
+It loads the parsers once. For each document it forks a child with limits of CPU time, memory and
+output. So no document can change how a later one is read, and the end of a child is an answer. The
+child writes its answer into memory that it shares with this process: what it has written when it
+ends early is dropped.
+
+A request is a line of JSON and then the document. An answer is a line of JSON with the problem, or
+with the length of the JSON object that follows it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from ragcache_core.documents.formats import DocumentFormat
+from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
+from ragcache_gateway.extraction.html import read_html
+from ragcache_gateway.extraction.office import read_office
+from ragcache_gateway.extraction.pdf import read_pdf
+
+_DONE: Final = 0
+_REFUSED: Final = 3
+_NO_MEMORY: Final = 4
+_TOO_MUCH_TEXT: Final = 5
+_CAUSES: Final = {_NO_MEMORY: "memory", _TOO_MUCH_TEXT: "output", -signal.SIGXCPU: "cpu"}
+_NICE: Final = 5
+"""Extraction gives way to questions."""
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICE)
+    # If memory runs out, the system is to end this process and not the gateway.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    _answer(sink, {"ready": True})
+    while line := source.readline():
+        request = json.loads(line)
+        content = source.read(request["num_bytes"])
+        _extract_in_child(request, content, sink)
+
+
+def _extract_in_child(request: dict[str, Any], content: bytes, sink: BinaryIO) -> None:
+    shared = os.memfd_create("extracted")
+    try:
+        child = os.fork()
+        if not child:
+            # Nothing of the parent may run in the child, not even its exception handlers.
+            os._exit(_run_child(request, content, shared))
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code in (_DONE, _REFUSED):
+            size = os.fstat(shared).st_size
+            _answer(sink, {"num_bytes": size})
+            os.lseek(shared, 0, os.SEEK_SET)
+            with os.fdopen(os.dup(shared), "rb") as written:
+                sink.write(written.read())
+            sink.flush()
+        else:
+            _answer(sink, {"ended": _CAUSES.get(code, f"status {code}")})
+    finally:
+        os.close(shared)
+
+
+def _run_child(request: dict[str, Any], content: bytes, shared: int) -> int:
+    """Write the answer into the shared memory. Return the exit status."""
+    try:
+        _limit(request)
+        answer, code = _read_document(request["format"], content)
+        data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
+        with os.fdopen(shared, "wb") as written:
+            written.write(data)
+    except MemoryError:
+        return _NO_MEMORY
+    except OSError as error:
+        print(f"extraction: {error}", file=sys.stderr)
+        return _TOO_MUCH_TEXT if error.errno == errno.EFBIG else 1
+    except BaseException as error:  # a parser's own exceptions have no common base
+        print(f"extraction: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _read_document(name: str, content: bytes) -> tuple[dict[str, Any], int]:
+    try:
+        return asdict(_read(DocumentFormat(name), content)), _DONE
+    except UnreadableDocument as error:
+        return {"problem": error.problem, "fix": error.fix}, _REFUSED
+
+
+def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
+    match kind:
+        case DocumentFormat.HTML:
+            return read_html(content)
+        case DocumentFormat.PDF:
+            return read_pdf(content)
+        case _:
+            return read_office(content, kind)
+
+
+def _limit(request: dict[str, Any]) -> None:
+    """Have the system end this process for more CPU time, memory or output than it may take."""
+    cpu_s = math.ceil(time.process_time() + request["cpu_s"])
+    # The signal of the first limit tells the cause. The second one is SIGKILL.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + request["memory_bytes"])
+    _lower(resource.RLIMIT_FSIZE, request["output_bytes"])
+    # A write over the limit is to raise an error instead.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
+
+
+def _answer(sink: BinaryIO, header: dict[str, Any]) -> None:
+    sink.write(json.dumps(header).encode() + b"\n")
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()

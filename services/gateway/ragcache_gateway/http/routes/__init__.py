@@ -1,0 +1,1 @@
+"""The routes of the REST API, by what they are about."""

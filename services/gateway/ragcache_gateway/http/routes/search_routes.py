@@ -1,0 +1,40 @@
+"""The route of searches without an answer."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from ragcache_gateway.chat.accounting import to_ms
+from ragcache_gateway.chat.search import search_to_final_stage
+from ragcache_gateway.documents.search_schema import (
+    SearchAnswer,
+    SearchRequest,
+    SearchTiming,
+    hit_out,
+    stage_out,
+)
+from ragcache_gateway.http.disconnect import cancel_on_disconnect
+from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
+from ragcache_gateway.http.services import Services
+
+router = APIRouter(tags=["search"], responses={**ERRORS, **UPSTREAM_ERRORS})
+
+
+@router.post("/v1/search", summary="Search without an answer")
+async def search(request: Request, body: SearchRequest, services: Services) -> SearchAnswer:
+    """Return the hits that an answer would use, with the scores of each part of the search."""
+    wanted = body.to_search(body.query)
+    found = await cancel_on_disconnect(
+        request.receive,
+        search_to_final_stage(services.retriever, wanted, keeps_stages=body.stages),
+    )
+    return SearchAnswer(
+        data=[hit_out(hit) for hit in found.hits],
+        stages=[stage_out(stage) for stage in found.kept_stages] if body.stages else None,
+        timing_ms=SearchTiming(
+            retrieve=to_ms(found.retrieve_s),
+            stages=found.num_stages,
+            embed=to_ms(found.embed_s),
+            search=to_ms(found.search_s),
+        ),
+    )

@@ -1,0 +1,130 @@
+"""Ingest, collections and backups from the command line, against a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ragcache_cli.main import app
+from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.helpers.document_files import HTML, pdf
+from tests.helpers.gateway_fakes import World, world
+
+
+@pytest.fixture
+async def platform(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        monkeypatch.setenv("RAGCACHE_GATEWAY", running.base_url)
+        yield running
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def ragcache(*words: object, answer: str | None = None) -> Result:
+    """Run a command in a thread, because the gateway is in this one."""
+    arguments = [str(word) for word in words]
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, input=answer)
+
+
+async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) -> None:
+    (tmp_path / "guides").mkdir()
+    (tmp_path / "guides" / "billing.html").write_bytes(HTML)
+    (tmp_path / "report.pdf").write_bytes(pdf(["Page one."], title="Report"))
+    (tmp_path / "secret.pdf").write_bytes(pdf(["x"], encrypted=True))
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "text": "A.", "metadata": {"team": "core"}},
+        {"id": "b"},
+        {"id": 'q"ä', "text": "Q."},
+    ]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / 'odd "ä".txt').write_text("Odd.")
+    result = await ragcache("ingest", tmp_path)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == "5 written, 0 unchanged, 2 skipped in collection 'default'\n"
+    assert f"skipped {tmp_path}/secret.pdf: file: is an encrypted PDF" in result.stderr
+    assert f"skipped {tmp_path}/more.jsonl:2: text: is missing; add it" in result.stderr
+    stored = platform.retriever.documents
+    assert sorted(stored) == ["a", "guides/billing.html", 'odd "ä".txt', 'q"ä', "report.pdf"]
+    assert stored["report.pdf"].title == "Report"
+    assert dict(stored["a"].metadata) == {"team": "core"}
+    again = await ragcache("ingest", tmp_path)
+    assert again.stdout == "0 written, 5 unchanged, 2 skipped in collection 'default'\n"
+
+
+async def test_collections_are_managed(platform: World) -> None:
+    put = await ragcache(
+        *("collection", "put", "docs", "--chunk-size", 64, "--index", "ivf"),
+        *("--max-documents", 10, "--max-text-bytes", 5 << 20),
+    )
+    assert put.exit_code == 0, put.output
+    stored = platform.retriever.collections["docs"]
+    assert (stored.chunking.size_tokens, stored.index) == (64, pb.INDEX_KIND_IVF)
+    stored.remake.CopyFrom(pb.Remake(documents_done=1, documents=4, reason="chunking"))
+    stored.documents = 4
+    shown = (await ragcache("collection", "get", "docs")).stdout
+    assert "4 of 10" in shown
+    assert "5 MiB" in shown
+    assert "1 of 4 (chunking)" in shown
+    listed = (await ragcache("collection", "list")).stdout.splitlines()
+    assert listed[0].split() == ["NAME", "DOCUMENTS", "CHUNKS", "TEXT", "INDEX", "REMAKE"]
+    assert [line.split()[0] for line in listed[1:]] == ["default", "docs"]
+    as_json = await ragcache("collection", "get", "docs", "-o", "json")
+    found: dict[str, Any] = json.loads(as_json.stdout)
+    assert (found["max_documents"], found["remake"]["documents"]) == (10, 4)
+
+
+async def test_a_collection_is_deleted_after_a_question(platform: World) -> None:
+    refused = await ragcache("collection", "delete", "default", answer="n\n")
+    assert refused.exit_code == 1
+    assert "default" in platform.retriever.collections
+    deleted = await ragcache("collection", "delete", "default", "--yes")
+    assert deleted.stdout == "deleted collection 'default' with 0 documents\n"
+    missing = await ragcache("collection", "get", "default")
+    assert missing.exit_code == 2
+    assert "collection 'default' does not exist" in missing.stderr
+
+
+async def test_a_backup_is_written_and_restored(platform: World, tmp_path: Path) -> None:
+    platform.retriever.copy = [b"x" * (1 << 20), b"end"]
+    file = tmp_path / "documents.ragcache"
+    written = await ragcache("backup", file)
+    assert written.exit_code == 0, written.output
+    assert written.stdout == f"wrote {file} ({file.stat().st_size:,} bytes)\n"
+    assert names_in(tmp_path) == [file.name]
+    twice = await ragcache("backup", file)
+    assert twice.exit_code == 2
+    assert f"FILE: {file} exists" in twice.stderr
+    refused = await ragcache("restore", file, answer="n\n")
+    assert refused.exit_code == 1
+    assert platform.retriever.restored == []
+    restored = await ragcache("restore", file, "--yes")
+    assert restored.stdout == "restored 7 documents\n"
+    assert b"".join(platform.retriever.restored) == b"".join(platform.retriever.copy)
+
+
+async def test_a_damaged_backup_is_not_sent(platform: World, tmp_path: Path) -> None:
+    file = tmp_path / "documents.ragcache"
+    await ragcache("backup", file)
+    file.write_bytes(file.read_bytes()[:-1])
+    result = await ragcache("restore", file, "--yes")
+    assert result.exit_code == 2
+    assert "FILE: is cut off or damaged" in result.stderr
+    assert platform.retriever.restored == []
+
+
+async def test_a_backup_that_fails_leaves_no_file(platform: World, tmp_path: Path) -> None:
+    await platform.servers["retriever"].stop()
+    result = await ragcache("backup", tmp_path / "documents.ragcache")
+    assert result.exit_code == 1
+    assert "the retriever is unavailable" in result.stderr
+    assert names_in(tmp_path) == []

@@ -1,0 +1,87 @@
+"""Settings, quotas, progress and deletion of collections over REST."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.helpers.gateway_fakes import World, world
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        yield running
+
+
+async def test_settings_of_a_collection_reach_the_retriever(gateway: World) -> None:
+    body = {
+        "chunking": {"size_tokens": 64, "overlap_tokens": 8},
+        "window": 0,
+        "index": "hnsw",
+        "max_documents": 100,
+        "max_text_bytes": 1 << 30,
+    }
+    reply = await gateway.client.put("/v1/collections/docs", json=body)
+    assert reply.status_code == 200
+    assert {name: reply.json()[name] for name in body} == body
+    stored = gateway.retriever.collections["docs"]
+    assert (stored.index, stored.max_documents) == (pb.INDEX_KIND_HNSW, 100)
+    await gateway.client.put("/v1/collections/plain", json={})
+    assert gateway.retriever.collections["plain"] == pb.Collection(name="plain")
+
+
+async def test_a_collection_tells_its_size_and_the_progress_of_a_remake(gateway: World) -> None:
+    gateway.retriever.collections["docs"] = pb.Collection(
+        name="docs",
+        documents=3,
+        text_bytes=1234,
+        remake=pb.Remake(documents_done=1, documents=3, reason="embedder"),
+    )
+    found = (await gateway.client.get("/v1/collections/docs")).json()
+    assert (found["text_bytes"], found["index"]) == (1234, "auto")
+    assert found["remake"] == {"documents_done": 1, "documents": 3, "reason": "embedder"}
+    listed = (await gateway.client.get("/v1/collections")).json()["data"]
+    assert [(one["name"], one["remake"] is None) for one in listed] == [
+        ("default", True),
+        ("docs", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"index": "tree"}, "index"),
+        ({"max_documents": -1}, "max_documents"),
+        ({"max_text_bytes": 2**63}, "max_text_bytes"),
+        ({"window": 2**32}, "window"),
+        ({"quota": 1}, "quota"),
+    ],
+)
+async def test_a_wrong_setting_is_named(gateway: World, body: dict[str, Any], param: str) -> None:
+    response = await gateway.client.put("/v1/collections/docs", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_collection_is_deleted_with_the_kv_of_its_documents(gateway: World) -> None:
+    for name in "ab":
+        body = {"id": name, "text": f"Text of {name}."}
+        await gateway.client.post("/v1/documents", json=body)
+    reply = await gateway.client.delete("/v1/collections/default")
+    assert reply.json() == {
+        "object": "collection.deleted",
+        "name": "default",
+        "deleted": True,
+        "documents": 2,
+        "removed_variants": 4,
+    }
+    names = {name for one in gateway.store.deletions for name in one.documents}
+    assert names == {"default/a", "default/b"}
+    assert {one.domain for one in gateway.store.deletions} == {PUBLIC_DOMAIN}
+    response = await gateway.client.delete("/v1/collections/default")
+    assert response.json()["error"]["code"] == "collection_not_found"

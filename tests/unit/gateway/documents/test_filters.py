@@ -1,0 +1,148 @@
+"""Filters of the REST API mean what the filter language says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.filters import MAX_DEPTH, matches
+from ragcache_gateway.documents.filters import FilterField, FilterIn
+from ragcache_gateway.http.errors import from_validation
+
+ADAPTER: TypeAdapter[FilterIn] = TypeAdapter(FilterField)
+
+KEYS = ("team", "year")
+VALUES = ("core", "web", "7", "2024", "x")
+
+
+def parsed(value: Any) -> FilterIn:
+    try:
+        return ADAPTER.validate_python(value)
+    except ValidationError as error:
+        raise from_validation([dict(one) for one in error.errors()]) from error
+
+
+def passes(wanted: Any, fields: dict[str, str]) -> bool:
+    """Evaluate the JSON of a filter without the filter language."""
+    if "key" in wanted:
+        return condition_passes(wanted, fields.get(wanted["key"]))
+    return (
+        all(passes(one, fields) for one in wanted.get("must", []))
+        and ("should" not in wanted or any(passes(one, fields) for one in wanted["should"]))
+        and not any(passes(one, fields) for one in wanted.get("must_not", []))
+    )
+
+
+def condition_passes(wanted: Any, value: str | None) -> bool:
+    if "exists" in wanted:
+        return (value is not None) == wanted["exists"]
+    if value is None:
+        return False
+    if "prefix" in wanted:
+        return value.startswith(wanted["prefix"])
+    if "match" in wanted:
+        match = wanted["match"]
+        return value in (match["any"] if "any" in match else [match["value"]])
+    return value.isdigit() and int(value) >= wanted["range"]["gte"]
+
+
+KEY = st.sampled_from(KEYS)
+CONDITION = st.one_of(
+    st.builds(
+        lambda key, value: {"key": key, "match": {"value": value}}, KEY, st.sampled_from(VALUES)
+    ),
+    st.builds(
+        lambda key, values: {"key": key, "match": {"any": values}},
+        KEY,
+        st.lists(st.sampled_from(VALUES), min_size=1, max_size=3),
+    ),
+    st.builds(lambda key, bound: {"key": key, "range": {"gte": bound}}, KEY, st.integers(0, 3000)),
+    st.builds(lambda key, prefix: {"key": key, "prefix": prefix}, KEY, st.sampled_from("cw2")),
+    st.builds(lambda key, there: {"key": key, "exists": there}, KEY, st.booleans()),
+)
+
+
+def with_lists(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    conditions = st.lists(inner, min_size=1, max_size=2)
+    lists = st.fixed_dictionaries(
+        {}, optional={"must": conditions, "should": conditions, "must_not": conditions}
+    )
+    return lists.filter(bool)
+
+
+FILTERS = with_lists(st.recursive(CONDITION, with_lists, max_leaves=6))
+FIELDS = st.dictionaries(KEY, st.sampled_from(VALUES))
+
+
+@given(wanted=FILTERS, fields=FIELDS)
+def test_a_filter_keeps_its_meaning(wanted: Any, fields: dict[str, str]) -> None:
+    assert matches(parsed(wanted).to_filter(), fields) == passes(wanted, fields)
+
+
+def test_a_number_or_a_boolean_matches_the_text_of_its_json_form() -> None:
+    wanted = parsed({"must": [{"key": "year", "match": {"value": 2024}}]}).to_filter()
+    assert matches(wanted, {"year": "2024"})
+    wanted = parsed({"must": [{"key": "draft", "match": {"any": [True]}}]}).to_filter()
+    assert matches(wanted, {"draft": "true"})
+
+
+def test_a_filter_becomes_the_retrievers_message() -> None:
+    message = parsed(
+        {
+            "must": [{"key": "team", "match": {"value": "core"}}],
+            "should": [{"key": "year", "range": {"gte": 2024, "lt": 2026}}],
+            "must_not": [{"key": "id", "prefix": "drafts/"}, {"key": "old", "exists": True}],
+        }
+    ).to_message("filter")
+    team, year, draft, old = message.all.filters
+    assert list(team.field.one_of.values) == ["core"]
+    bounds = year.field.range
+    assert (bounds.gte, bounds.lt, bounds.HasField("gt")) == (2024, 2026, False)
+    assert draft.none.field.prefix == "drafts/"
+    assert old.none.field.exists
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({}, "body"),
+        ({"must": []}, "must"),
+        ({"must": [{"key": "a"}]}, "must[0]"),
+        ({"must": [{"key": "", "exists": True}]}, "must[0].key"),
+        ({"must": [{"key": "a", "exists": True, "prefix": "b"}]}, "must[0]"),
+        ({"must": [{"key": "a", "match": {}}]}, "must[0].match"),
+        ({"must": [{"key": "a", "match": {"any": []}}]}, "must[0].match.any"),
+        ({"must": [{"key": "a", "range": {}}]}, "must[0].range"),
+        ({"must": [{"key": "a", "range": {"gt": float("nan")}}]}, "must[0].range.gt"),
+        ({"must": [{"should": [{"key": "a"}]}]}, "must[0].should[0]"),
+        ({"and": []}, "and"),
+    ],
+)
+def test_a_wrong_filter_names_the_path(wanted: Any, field: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        parsed(wanted)
+    assert raised.value.field == field
+
+
+def test_a_filter_that_is_too_deep_is_refused() -> None:
+    wanted: Any = {"key": "a", "exists": True}
+    for _ in range(5000):
+        wanted = {"must": [wanted]}
+    with pytest.raises(InvalidInput, match="too deeply"):
+        parsed(wanted)
+    wanted = {"key": "a", "exists": True}
+    for _ in range(MAX_DEPTH + 1):
+        wanted = {"must_not": [wanted]}
+    with pytest.raises(InvalidInput, match=r"ragcache\.filter: is nested deeper"):
+        parsed(wanted).to_message("ragcache.filter")
+
+
+def test_a_filter_with_too_many_values_is_refused() -> None:
+    wanted = parsed({"must": [{"key": "a", "match": {"any": list(map(str, range(300)))}}]})
+    with pytest.raises(InvalidInput, match="filter: has 300 conditions"):
+        wanted.to_message("filter")
