@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
-from bench.embedding_quality import read_scifact
+from bench.support.retrieval.test_collections import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
 from bench.support.staged.graphs import measure_graph

@@ -22,7 +22,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_servin
 from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.limited_service import LimitedService
-from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.scan_pool import IndexThreads
@@ -87,7 +87,7 @@ def make_knowledge_base(
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()),
-        SingleLegRanking(),
+        HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,

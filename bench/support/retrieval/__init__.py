@@ -1,1 +1,1 @@
-"""Generated documents, an embeddings endpoint and running retrievers, for benchmarks."""
+"""Collections, an embeddings endpoint and running retrievers, for benchmarks of searches."""

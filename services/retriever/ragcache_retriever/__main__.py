@@ -28,7 +28,11 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.ranking.single_leg import SingleLegRanking
+from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
+from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
+from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
+from ragcache_retriever.ranking.rerankers.reranker import Reranker
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.served_parts import ServedParts
@@ -186,11 +190,13 @@ async def _make_knowledge_base(
     health.set_progress("loading the model's tokenizer")
     # In a thread, because the tokenizer may come from the hub first.
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
+    health.set_progress("loading the reranker")
+    reranker = await asyncio.to_thread(make_reranker, settings)
     gate = QueryGate()
     return KnowledgeBase(
         store,
         make_indexes(settings, store, index_options(settings), threads),
-        SingleLegRanking(),
+        HybridRanking(reranker),
         make_embedder(settings, gate),
         tokenizer,
         defaults,
@@ -211,6 +217,19 @@ def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} cannot be used: {error}", "name a free port"
         ) from error
+
+
+def make_reranker(settings: RetrieverSettings) -> Reranker | None:
+    """Return the reranker of the settings, or None. A cross-encoder takes seconds to load."""
+    match settings.reranker:
+        case "none":
+            return None
+        case "bundled":
+            return BundledRanker.load()
+        case "cross-encoder":
+            return CrossEncoderReranker(settings.reranker_model or "")
+        case url:
+            return RerankEndpoint(url, settings.reranker_model or "", settings.reranker_api_key)
 
 
 def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:

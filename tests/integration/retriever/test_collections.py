@@ -142,7 +142,12 @@ async def test_the_number_of_collections_is_bounded(
 
 async def test_a_filter_applies_before_the_search(client: RetrieverClient) -> None:
     for i in range(12):
-        await put(client, f"d{i:02}", "Apple " * (12 - i), team="red" if i % 3 else "blue")
+        await put(
+            client,
+            f"d{i:02}",
+            "Apple " * (12 - i) + f"one{i} two{i}",
+            team="red" if i % 3 else "blue",
+        )
     assert set(await found(client, filter=field("team", "blue"), top_k=100)) == {
         "d00",
         "d03",

@@ -6,6 +6,7 @@ their own split documents, and the embedder embeds wherever it runs. The event l
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,6 +18,7 @@ from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
 from ragcache_retriever.knowledge_base.refresh import CollectionRefresh
@@ -71,6 +73,7 @@ class KnowledgeBase:
         self.threads = StoreThreads(clock)
         self.tokenizer_identity = tokenizer.identity
         self._embedder = embedder
+        self._ranking = ranking
         self._preparer = DocumentPreparer(embedder, tokenizer, markdown, split_limit)
         self._indexes = GenerationIndexes(store, indexes)
         self._collections = CollectionSet(
@@ -93,6 +96,14 @@ class KnowledgeBase:
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
         self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
+        self._fusion_tuner = FusionTuner(
+            store,
+            self._collections,
+            self.threads,
+            embedder,
+            self._preparer,
+            ranking.optional_reranker,
+        )
 
     async def load(
         self, progress: Callable[[str], None] = logger.debug, *, is_writer: bool = True
@@ -118,6 +129,7 @@ class KnowledgeBase:
         self._collections.finish_loading()
         if is_writer:
             self._remake.start()
+            self._fusion_tuner.start()
         if self.store.is_shared:
             self._refresh.start()
 
@@ -125,9 +137,11 @@ class KnowledgeBase:
         """Become the writer: create what is missing, and begin background work."""
         await self.threads.write(self._collections.add_missing)
         self._remake.start()
+        self._fusion_tuner.start()
 
     async def stop_writing(self) -> None:
         """End background work. The caller refuses writes afterwards."""
+        await self._fusion_tuner.stop()
         await self._remake.stop()
 
     async def apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
@@ -141,9 +155,11 @@ class KnowledgeBase:
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
         await self._refresh.stop()
+        await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
         await self.threads.close()
+        await asyncio.to_thread(self._ranking.close)
         self._indexes.close()
         await self._embedder.close()
         self.store.close()
@@ -151,6 +167,10 @@ class KnowledgeBase:
     async def wait_until_idle(self) -> None:
         """Wait until no document has to be prepared again and nothing has to be removed."""
         await self._remake.wait_until_idle()
+
+    async def tune_fusion(self) -> None:
+        """Choose the weights of the legs for all collections that need it."""
+        await self._fusion_tuner.tune()
 
     # Collections
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ragcache_retriever.ranking.rerankers.reranker import Reranker
 from ragcache_retriever.search.vector_index import VectorIndex
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Rows, Vectors
@@ -91,8 +92,15 @@ class RankedSearch:
 class Ranking(Protocol):
     """Finds and ranks the chunks that fit a question."""
 
+    @property
+    def optional_reranker(self) -> Reranker | None:
+        """The reranker that is used only in collections that gain from it, or None."""
+
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search: at least one, the last one final, unless cancelled.
 
         It runs in a thread of its own search, and may read the store.
         """
+
+    def close(self) -> None:
+        """Wait for searches of the lexical index, and release connections."""

@@ -21,7 +21,6 @@ from ragcache_core.retrieval.filters import (
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_FIELD_CHARS = 256
-_BOUNDS = ("gt", "gte", "lt", "lte")
 
 
 def filter_of(message: pb.Filter) -> Filter:
@@ -82,7 +81,9 @@ def _test(message: pb.FieldFilter, path: str) -> Filter:
 
 
 def _range(name: str, message: pb.Range, path: str) -> InRange:
-    bounds = {bound: getattr(message, bound) for bound in _BOUNDS if message.HasField(bound)}
+    bounds: dict[str, float] = {}
+    for descriptor, value in message.ListFields():
+        bounds[descriptor.name] = value
     if not bounds:
         raise InvalidInput(path, "has no bound", "set gt, gte, lt or lte")
     for bound, value in bounds.items():

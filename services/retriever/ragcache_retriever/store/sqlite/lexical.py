@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.sqlite.database import Database, Row
 from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
 
-TITLE_WEIGHT = 1.0
-HEADINGS_WEIGHT = 1.0
-TEXT_WEIGHT = 1.0
 MAX_LISTED_ROWS = 1 << 14
 """Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
 

@@ -1,0 +1,163 @@
+"""Measures how well searches find what answers a question: nDCG@10 and recall@10.
+
+``--data DIR`` (or RAGCACHE_BENCH_DATA) has the folders ``scifact``, ``cranfield`` and ``xquad_en``,
+see ``bench/support/retrieval/test_collections.py``. Each abstract or paragraph is one chunk in a
+real document store with the bundled embedder. The legs are searched alone, fused with the weights
+that the retriever would choose for the collection, and reranked by the bundled ranker.
+
+The weights are chosen as the retriever does it: on sentences of the collection, each held out of
+its chunk, never on the questions that are measured. ``worst_loss_to_better_leg`` is the largest
+difference, over all collections, from the nDCG@10 of the better leg to that of what the retriever
+would do. ``*_ranker_p`` is the share of resampled question sets in which the ranker gains nothing.
+
+``--quick`` measures the same on a small self-made collection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+import numpy as np
+
+from bench.support.retrieval.made_collection import made_collection
+from bench.support.retrieval.stored_collection import (
+    DEPTH,
+    StoredTestCollection,
+    embedded,
+    stored,
+)
+from bench.support.retrieval.test_collections import (
+    TestCollection,
+    read_cranfield,
+    read_scifact,
+    read_xquad,
+)
+from ragcache_core.retrieval.fusion import FusionWeights
+from ragcache_core.retrieval.fusion_tuning import ndcg
+from ragcache_retriever.preparer import embedded_text
+from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
+from ragcache_retriever.ranking.stages import RankedRow, SearchMode
+from ragcache_retriever.ranking.tuning import TuningSample
+
+RESAMPLES = 2_000
+COLLECTIONS: dict[str, Callable[[Path], TestCollection]] = {
+    "scifact": lambda data: read_scifact(data / "scifact"),
+    "cranfield": lambda data: read_cranfield(data / "cranfield"),
+    "xquad": lambda data: read_xquad(data / "xquad_en"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
+    parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
+    arguments = parser.parse_args()
+    results: dict[str, float] = {}
+    losses = []
+    for name, collection in _collections(arguments.quick, arguments.data).items():
+        began_s = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            searched = _stored(name, collection, Path(folder), arguments.embeddings)
+            found, loss = _measured(name, searched)
+            searched.store.close()
+        print(f"{name}: {time.perf_counter() - began_s:.0f} s {json.dumps(found)}", flush=True)
+        results |= found
+        losses.append(loss)
+    if losses:
+        results["worst_loss_to_better_leg"] = round(max(losses), 4)
+    print(json.dumps(results))
+
+
+def _collections(quick: bool, data: Path | None) -> dict[str, TestCollection]:
+    if quick:
+        return {"made": made_collection()}
+    if data is None:
+        print("skipped: name the data with --data or RAGCACHE_BENCH_DATA, or use --quick")
+        return {}
+    return {name: read(data) for name, read in COLLECTIONS.items()}
+
+
+def _stored(
+    name: str, collection: TestCollection, folder: Path, kept: Path | None
+) -> StoredTestCollection:
+    file = None if kept is None else kept / f"{name}.npz"
+    if file is not None and file.exists():
+        loaded = np.load(file)
+        return stored(collection, folder, loaded["vectors"], loaded["queries"])
+    vectors = embedded(list(collection.documents.values()))
+    queries = embedded([collection.queries[query] for query in collection.grades])
+    if file is not None:
+        np.savez(file, vectors=vectors, queries=queries)
+    return stored(collection, folder, vectors, queries)
+
+
+def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, float], float]:
+    """Return the figures of a collection, and the loss of the retriever's choice."""
+    ranker = BundledRanker.load()
+    sample = TuningSample(searched.store, searched.generation, embedded_text)
+    weights = sample.choose(embedded(sample.texts), ranker)
+    plain, ranked = HybridRanking(), HybridRanking(ranker)
+    with_ranker = FusionWeights(weights.lexical, weights.dense_floor, uses_ranker=True)
+    runs = {
+        "dense": (plain, SearchMode.DENSE, weights),
+        "lexical": (plain, SearchMode.LEXICAL, weights),
+        "hybrid": (plain, SearchMode.AUTO, weights),
+        "hybrid_ranker": (ranked, SearchMode.AUTO, with_ranker),
+        "chosen": (ranked, SearchMode.AUTO, weights),
+    }
+    results: dict[str, float] = {}
+    quality: dict[str, list[float]] = {}
+    for run, (ranking, mode, used) in runs.items():
+        hits = [searched.search(ranking, query, mode, used) for query in searched.collection.grades]
+        quality[run] = [
+            _ndcg(searched, query, rows)
+            for query, rows in zip(searched.collection.grades, hits, strict=True)
+        ]
+        results[f"{name}_{run}_ndcg10"] = round(float(np.mean(quality[run])), 4)
+        results[f"{name}_{run}_recall10"] = round(_recall(searched, hits), 4)
+    results[f"{name}_lexical_weight"] = weights.lexical
+    results[f"{name}_uses_ranker"] = float(bool(weights.uses_ranker))
+    results[f"{name}_ranker_p"] = _share_without_gain(quality["hybrid"], quality["hybrid_ranker"])
+    plain.close()
+    ranked.close()
+    better = max(np.mean(quality["dense"]), np.mean(quality["lexical"]))
+    return results, float(better - np.mean(quality["chosen"]))
+
+
+def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[RankedRow]) -> float:
+    row_of = {name: row for row, name in searched.ids.items()}
+    grades = {
+        row_of.get(name, -1 - i): grade
+        for i, (name, grade) in enumerate(searched.collection.grades[query].items())
+    }
+    return ndcg([hit.row for hit in rows], grades)
+
+
+def _recall(searched: StoredTestCollection, hits: Sequence[Sequence[RankedRow]]) -> float:
+    """Return the mean share of relevant documents among the first ten hits."""
+    shares = []
+    for grades, rows in zip(searched.collection.grades.values(), hits, strict=True):
+        found = {searched.ids[hit.row] for hit in rows[:DEPTH]}
+        shares.append(len(found & grades.keys()) / len(grades))
+    return float(np.mean(shares))
+
+
+def _share_without_gain(before: Sequence[float], after: Sequence[float]) -> float:
+    gains = np.array(after) - np.array(before)
+    draws = np.random.default_rng(0).choice(gains, (RESAMPLES, len(gains))).mean(axis=1)
+    return round(float((draws <= 0).mean()), 4)
+
+
+if __name__ == "__main__":
+    main()

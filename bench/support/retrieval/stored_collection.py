@@ -1,0 +1,171 @@
+"""A test collection in a real document store, searched by the retriever's own ranking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.support.retrieval.test_collections import TestCollection
+from ragcache_core.identity.keys import KEY_BYTES
+from ragcache_core.retrieval.fusion import FusionWeights, weights_to_text
+from ragcache_retriever.concurrency.cpu import usable_cores
+from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.documents.chunking import Chunk
+from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.embedding.minilm import MiniLM, Precision
+from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, SearchMode
+from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+from ragcache_retriever.store.records import ChunkSet, Document, DocumentVersion, Recipe
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+
+DEPTH = 10
+_DOCUMENTS_AT_ONCE = 500
+_COLLECTION = "test"
+
+
+class ExactIndex:
+    """Compares a question with all vectors, in one stage. See VectorIndex."""
+
+    def __init__(self, rows: Rows, vectors: Vectors) -> None:
+        self._rows, self._vectors = rows, vectors
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def search(
+        self,
+        query: Vectors,
+        top_k: int,
+        *,
+        allowed: Rows | None = None,
+        recall: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[IndexStage]:
+        """Yield the only stage. Nothing is filtered."""
+        scores = self._vectors @ query
+        best = np.argsort(-scores, kind="stable")[:top_k]
+        rows = tuple(self._rows[best].tolist())
+        yield IndexStage(rows, tuple(scores[best].tolist()), 1.0, True, 1.0, len(self))
+
+    def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        """Refuse: the index does not change."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTestCollection:
+    """A test collection in a store.
+
+    Attributes:
+        ids: Document by row.
+        query_vectors: By query, of those that have judgments.
+        background: Mean cosine similarity of the questions to all documents.
+    """
+
+    collection: TestCollection
+    store: SqliteDocumentStore
+    generation: int
+    index: ExactIndex
+    ids: Mapping[int, str]
+    query_vectors: Mapping[str, Vectors]
+    background: float
+
+    def search(
+        self, ranking: HybridRanking, query: str, mode: SearchMode, weights: FusionWeights
+    ) -> tuple[RankedRow, ...]:
+        """Return the final hits of a query."""
+        search = RankedSearch(
+            generation=self.generation,
+            query=self.collection.queries[query],
+            vector=self.query_vectors[query],
+            index=self.index,
+            top_k=DEPTH,
+            mode=mode,
+            fusion=weights_to_text(weights),
+            allowed=None,
+            min_score=None,
+            diversity=0.0,
+            recall=None,
+            cancelled=lambda: False,
+        )
+        *_, final = ranking.stages(search, self.store)
+        return final.rows
+
+
+def stored(
+    collection: TestCollection, folder: Path, vectors: Vectors, query_vectors: Vectors
+) -> StoredTestCollection:
+    """Return a collection that is written to a folder. Each document is one chunk.
+
+    Args:
+        vectors: Of the documents, shape (documents, dimension), of length 1.
+        query_vectors: Of the queries that have judgments, in their order.
+    """
+    store = SqliteDocumentStore(folder, DiskReserve(folder, 0))
+    recipe = Recipe("none", Chunking(4096, 0), "none", "minilm", vectors.shape[1])
+    with store.transaction():
+        store.put_collection(_COLLECTION, CollectionSettings())
+        generation = store.add_generation(_COLLECTION, recipe)
+        store.commit()
+    rows: list[int] = []
+    documents = list(collection.documents.items())
+    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        with store.transaction():
+            for i, (name, text) in enumerate(documents[start : start + _DOCUMENTS_AT_ONCE], start):
+                rows += _add(store, generation, name, text, vectors[i])
+            store.commit()
+    return StoredTestCollection(
+        collection,
+        store,
+        generation,
+        ExactIndex(np.array(rows, np.int64), vectors),
+        dict(zip(rows, collection.documents, strict=True)),
+        dict(zip(collection.grades, query_vectors, strict=True)),
+        float((query_vectors @ vectors.T).mean()),
+    )
+
+
+def _add(
+    store: SqliteDocumentStore, generation: int, name: str, text: str, vector: Vectors
+) -> Sequence[int]:
+    title, _, body = text.partition("\n")
+    document = Document(name, title or name, body, 1, {})
+    chunks = ChunkSet(
+        "none",
+        [Chunk(body, ())],
+        [name.encode().ljust(KEY_BYTES, b".")],
+        [b""],
+        vector[np.newaxis],
+    )
+    change = store.replace(
+        _COLLECTION,
+        document,
+        DocumentVersion(document.content_hash(), 1),
+        {generation: chunks},
+        now_ms=1,
+        claim=False,
+    )
+    return change.indexes[0].added
+
+
+def embedded(texts: Sequence[str], precision: Precision | None = None) -> Vectors:
+    """Return embeddings of the bundled model, shape (len(texts), dimension)."""
+
+    async def embed() -> Vectors:
+        embedder = MiniLM(QueryGate(), usable_cores(), precision)
+        await embedder.start()
+        try:
+            return await embedder.embed(texts, urgent=False)
+        finally:
+            await embedder.close()
+
+    return asyncio.run(embed())

@@ -1,0 +1,150 @@
+"""Combines the dense and the lexical leg of a search into one score.
+
+Each leg's scores are divided by its best one, so that they become comparable. The fused score is
+their weighted mean. A weight of 0 or 1 ranks as one leg alone does.
+
+Source: Bruch, Gai and Ingber, An analysis of fusion functions for hybrid retrieval (2023): a convex
+combination beats reciprocal rank fusion, and needs few questions to choose its weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache_core.errors import InvalidInput
+
+Rows = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float64]
+
+DEFAULT_LEXICAL_WEIGHT = 0.4
+"""Used until weights were chosen for a collection."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusionWeights:
+    """How the legs of a collection's searches are combined.
+
+    Attributes:
+        lexical: Weight of the lexical leg, in [0, 1]. The dense leg has the rest.
+        dense_floor: Cosine similarity that counts as 0: the mean one of questions to chunks that
+            were not chosen for them. It depends on the embedder.
+        uses_ranker: Whether the bundled ranker reorders the fused hits. None: that was not chosen.
+        num_questions: Questions that the weights were chosen on. 0: these are the defaults.
+        generation: The set of chunks that they were chosen for.
+        num_chunks: Its chunks at that time.
+    """
+
+    lexical: float = DEFAULT_LEXICAL_WEIGHT
+    dense_floor: float = 0.0
+    uses_ranker: bool | None = None
+    num_questions: int = 0
+    generation: int = 0
+    num_chunks: int = 0
+
+    def only_dense(self) -> FusionWeights:
+        """Return weights that rank as the dense leg does."""
+        return replace(self, lexical=0.0, uses_ranker=False)
+
+    def only_lexical(self) -> FusionWeights:
+        """Return weights that rank as the lexical leg does."""
+        return replace(self, lexical=1.0, uses_ranker=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Chunks that a leg has found, in any order.
+
+    Attributes:
+        rows: Shape (n,), without repeats.
+        dense: Cosine similarity to the question, shape (n,). NaN: not known.
+        lexical: BM25, shape (n,). NaN: the lexical leg has not found the chunk.
+        dense_ranks: From 1, shape (n,). 0: the dense leg has not found the chunk.
+        lexical_ranks: Likewise.
+    """
+
+    rows: Rows
+    dense: Scores
+    lexical: Scores
+    dense_ranks: Rows
+    lexical_ranks: Rows
+
+
+def merged_legs(
+    dense_rows: Rows, dense_scores: Scores, lexical_rows: Rows, lexical_scores: Scores
+) -> Candidates:
+    """Return the candidates of two legs, each of which is given best first."""
+    rows = np.union1d(dense_rows, lexical_rows).astype(np.int64)
+    in_dense = np.searchsorted(rows, dense_rows)
+    in_lexical = np.searchsorted(rows, lexical_rows)
+    dense, lexical = np.full((2, len(rows)), np.nan)
+    dense[in_dense] = dense_scores
+    lexical[in_lexical] = lexical_scores
+    dense_ranks, lexical_ranks = np.zeros((2, len(rows)), np.int64)
+    dense_ranks[in_dense] = np.arange(1, len(dense_rows) + 1)
+    lexical_ranks[in_lexical] = np.arange(1, len(lexical_rows) + 1)
+    return Candidates(rows, dense, lexical, dense_ranks, lexical_ranks)
+
+
+def fused_scores(candidates: Candidates, weights: FusionWeights) -> Scores:
+    """Return the fused score of each candidate, shape (n,).
+
+    A leg that has not found a candidate gives it 0, and so does a leg without hits.
+    """
+    dense = share_of_best(candidates.dense - weights.dense_floor)
+    lexical = share_of_best(candidates.lexical)
+    fused: Scores = (1.0 - weights.lexical) * dense + weights.lexical * lexical
+    return fused
+
+
+def share_of_best(scores: Scores) -> Scores:
+    """Return scores as shares of the best one, in [0, 1]. Unknown and negative ones become 0."""
+    known = np.maximum(np.nan_to_num(scores, nan=0.0), 0.0)
+    best = known.max(initial=0.0)
+    return known / best if best > 0.0 else np.zeros(len(scores))
+
+
+def best_order(scores: Scores, candidates: Candidates) -> Rows:
+    """Return the indexes of the candidates, best score first.
+
+    Ties go to the higher cosine similarity, then to the lower row.
+    """
+    dense = np.nan_to_num(candidates.dense, nan=-np.inf)
+    order: Rows = np.lexsort((candidates.rows, -dense, -scores))
+    return order
+
+
+def weights_to_text(weights: FusionWeights) -> str:
+    """Return weights as JSON."""
+    return json.dumps(asdict(weights))
+
+
+def weights_from_text(text: str) -> FusionWeights:
+    """Return the weights that ``weights_to_text`` has written. An empty text has the defaults.
+
+    Raises:
+        InvalidInput: The text holds no weights.
+    """
+    if not text:
+        return FusionWeights()
+    try:
+        content = json.loads(text)
+        weights = FusionWeights(
+            float(content["lexical"]),
+            float(content["dense_floor"]),
+            None if content["uses_ranker"] is None else bool(content["uses_ranker"]),
+            int(content["num_questions"]),
+            int(content["generation"]),
+            int(content["num_chunks"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(
+            "fusion", f"cannot be read: {error}", "choose the weights again"
+        ) from error
+    if not 0.0 <= weights.lexical <= 1.0 or not math.isfinite(weights.dense_floor):
+        raise InvalidInput("fusion", "has a weight outside [0, 1]", "choose the weights again")
+    return weights

@@ -1,0 +1,1 @@
+"""Models that order the best candidates of a search again."""

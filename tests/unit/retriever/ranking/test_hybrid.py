@@ -1,0 +1,233 @@
+"""Searches rank by both legs, in stages, without duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.fusion import FusionWeights, Scores
+from ragcache_retriever.ranking import hybrid
+from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
+from ragcache_retriever.ranking.rerankers.reranker import RerankRequest
+from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from tests.helpers.ranked_collection import (
+    RankedCollection,
+    StagesIndex,
+    ranked_collection,
+    unit,
+)
+
+TEXTS = (
+    "the disk of the cache is full",
+    "a memory tier holds hot values",
+    "deletes reach every shard",
+    "an unrelated page about bread",
+)
+VECTORS = (unit(1, 0, 0, 0), unit(0, 1, 0, 0), unit(0, 0, 1, 0), unit(0, 0, 0, 1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
+    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def ranking() -> Iterator[HybridRanking]:
+    ranking = HybridRanking()
+    yield ranking
+    ranking.close()
+
+
+@pytest.fixture
+def pages(store: SqliteDocumentStore) -> RankedCollection:
+    return ranked_collection(store, TEXTS, VECTORS)
+
+
+class ReversingReranker:
+    """Prefers what the search likes least."""
+
+    def __init__(self, *, is_fast: bool) -> None:
+        self.is_fast = is_fast
+        self.needs_choice = False
+        self.num_calls = 0
+
+    def scores(self, request: RerankRequest) -> Scores:
+        self.num_calls += 1
+        return np.arange(len(request.texts), dtype=np.float64)
+
+    def close(self) -> None:
+        pass
+
+
+class SilentReranker(ReversingReranker):
+    def scores(self, request: RerankRequest) -> None:  # type: ignore[override]
+        self.num_calls += 1
+
+
+QUERY = unit(0.1, 1, 0.2, 0.3)
+
+
+def test_both_legs_count(ranking: HybridRanking, pages: RankedCollection) -> None:
+    *_, final = pages.search(ranking, "is the cache disk full?", QUERY, top_k=2)
+    assert pages.indexes(final) == [1, 0]
+    first, second = final.rows
+    assert (first.legs.dense_rank, first.legs.lexical_rank) == (1, 0)
+    assert (second.legs.dense_rank, second.legs.lexical_rank) == (4, 1)
+    assert second.legs.dense == pytest.approx(float(VECTORS[0] @ QUERY))
+    assert second.legs.lexical is not None
+    assert 0 < second.score < first.score < 1
+
+
+def test_a_mode_uses_one_leg_and_its_scores(
+    ranking: HybridRanking, pages: RankedCollection
+) -> None:
+    question = "cache disk"
+    *_, dense = pages.search(ranking, question, QUERY, mode=SearchMode.DENSE)
+    assert pages.indexes(dense) == [1, 3, 2, 0]
+    assert [one.score for one in dense.rows] == [one.legs.dense for one in dense.rows]
+    *_, lexical = pages.search(ranking, question, QUERY, mode=SearchMode.LEXICAL)
+    assert pages.indexes(lexical) == [0]
+    assert lexical.rows[0].score == lexical.rows[0].legs.lexical
+
+
+def test_without_a_vector_words_rank(ranking: HybridRanking, pages: RankedCollection) -> None:
+    (only,) = pages.search(ranking, "shard values")
+    assert sorted(pages.indexes(only)) == [1, 2]
+    assert only.final
+    assert only.final_probability == 1.0
+
+
+def test_chosen_weights_count_unless_the_caller_wants_both_legs(
+    ranking: HybridRanking, pages: RankedCollection
+) -> None:
+    weights = FusionWeights(lexical=0.0)
+    *_, auto = pages.search(ranking, "cache disk", QUERY, weights=weights)
+    assert pages.indexes(auto) == [1, 3, 2, 0]
+    *_, both = pages.search(ranking, "cache disk", QUERY, weights=weights, mode=SearchMode.HYBRID)
+    assert pages.indexes(both)[:2] == [1, 0]
+
+
+def test_a_least_score_leaves_hits_out(ranking: HybridRanking, pages: RankedCollection) -> None:
+    *_, final = pages.search(ranking, "-", QUERY, mode=SearchMode.DENSE, min_score=0.25)
+    assert pages.indexes(final) == [1, 3]
+
+
+def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: SqliteDocumentStore) -> None:
+    page = " ".join(f"word{i}" for i in range(60))
+    vectors = [unit(1, 0, 0, 0.1), unit(1, 0, 0, 0), unit(0, 1, 0, 0)]
+    pages = ranked_collection(store, [page, page + " more", "another text"], vectors)
+    *_, final = pages.search(ranking, "word3 text", unit(1, 0.1, 0, 0))
+    assert pages.indexes(final) == [1, 2]
+    assert final.rows[0].duplicates == (pages.rows[0],)
+
+
+def test_diversity_takes_another_topic(ranking: HybridRanking, store: SqliteDocumentStore) -> None:
+    vectors = [unit(1, 0, 0, 0), unit(1, 0.05, 0, 0), unit(0.6, 0, 1, 0)]
+    pages = ranked_collection(store, ["one alpha", "two beta", "three gamma"], vectors)
+    query = unit(1, 0, 0, 0)
+    *_, similar = pages.search(ranking, "-", query, top_k=2)
+    assert pages.indexes(similar) == [0, 1]
+    *_, diverse = pages.search(ranking, "-", query, top_k=2, diversity=0.8)
+    assert pages.indexes(diverse) == [0, 2]
+
+
+def test_stages_become_trusted_when_they_prove_final(
+    ranking: HybridRanking, pages: RankedCollection
+) -> None:
+    hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
+    index = StagesIndex([hits[:2], hits], probability=0.5)
+    first = pages.search(ranking, "-", QUERY, index, top_k=2)
+    assert [stage.final for stage in first] == [False, True]
+    assert first[0].final_probability == pytest.approx(0.5)
+    for _ in range(50):
+        pages.search(ranking, "-", QUERY, index, top_k=2)
+    last = pages.search(ranking, "-", QUERY, index, top_k=2)
+    assert last[0].final_probability > 0.9
+    assert last[-1].final_probability == 1.0
+
+
+def test_a_fast_reranker_orders_every_stage_and_a_slow_one_the_last(
+    pages: RankedCollection,
+) -> None:
+    hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
+    index = StagesIndex([hits[:3], hits[:3]])
+    for is_fast, early in ((True, [2, 1, 0]), (False, [0, 1, 2])):
+        reranker = ReversingReranker(is_fast=is_fast)
+        ranking = HybridRanking(reranker)
+        first, final = pages.search(ranking, "-", QUERY, index)
+        assert pages.indexes(first) == early
+        assert pages.indexes(final) == [2, 1, 0]
+        assert [one.legs.reranked for one in final.rows] == [2.0, 1.0, 0.0]
+        # The second stage has the same hits, so that their scores are known.
+        assert reranker.num_calls == 1
+        ranking.close()
+
+
+def test_a_reranker_without_an_answer_leaves_the_order(pages: RankedCollection) -> None:
+    ranking = HybridRanking(SilentReranker(is_fast=True))
+    *_, final = pages.search(ranking, "cache disk", QUERY, top_k=2)
+    assert pages.indexes(final) == [1, 0]
+    assert final.rows[0].legs.reranked is None
+    ranking.close()
+
+
+def test_one_leg_alone_is_not_reranked(pages: RankedCollection) -> None:
+    reranker = ReversingReranker(is_fast=True)
+    ranking = HybridRanking(reranker)
+    pages.search(ranking, "cache", QUERY, mode=SearchMode.DENSE)
+    pages.search(ranking, "cache", QUERY, mode=SearchMode.LEXICAL)
+    assert reranker.num_calls == 0
+    ranking.close()
+
+
+def test_the_bundled_ranker_works_where_it_was_chosen(pages: RankedCollection) -> None:
+    ranking = HybridRanking(BundledRanker.load())
+    assert ranking.optional_reranker is not None
+    for uses_ranker in (None, False, True):
+        weights = FusionWeights(uses_ranker=uses_ranker)
+        *_, final = pages.search(ranking, "disk of the cache", QUERY, weights=weights)
+        has_score = [one.legs.reranked is not None for one in final.rows]
+        assert has_score == [bool(uses_ranker)] * len(TEXTS)
+    ranking.close()
+
+
+def test_the_dense_leg_ranks_alone_if_words_fail(
+    ranking: HybridRanking, pages: RankedCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Unavailable("documents", "the disk does not answer")
+
+    monkeypatch.setattr(pages.store, "lexical_hits", fail)
+    *_, final = pages.search(ranking, "cache disk", QUERY)
+    assert pages.indexes(final) == [1, 3, 2, 0]
+    with pytest.raises(Unavailable):
+        pages.search(ranking, "cache disk", QUERY, mode=SearchMode.LEXICAL)
+
+
+def test_early_stages_do_not_wait_for_slow_words(
+    ranking: HybridRanking, pages: RankedCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    released = threading.Event()
+
+    def slow(*_: object, **__: object) -> list[object]:
+        released.wait(30)
+        return []
+
+    monkeypatch.setattr(pages.store, "lexical_hits", slow)
+    monkeypatch.setattr(hybrid, "LEXICAL_DEADLINE_S", 0.05)
+    hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
+    stages = pages.search(ranking, "cache", QUERY, StagesIndex([hits, hits]))
+    released.set()
+    assert [stage.final for stage in stages] == [True]
+    assert pages.indexes(stages[0]) == [0, 1, 2, 3]
