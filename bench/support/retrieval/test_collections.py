@@ -89,7 +89,9 @@ def read_xquad(folder: Path) -> TestCollection:
     Args:
         folder: Has ``xquad.en.json``.
     """
-    documents, queries, grades = {}, {}, {}
+    documents: dict[str, str] = {}
+    queries: dict[str, str] = {}
+    grades: dict[str, dict[str, int]] = {}
     for article in json.loads((folder / "xquad.en.json").read_text())["data"]:
         for paragraph in article["paragraphs"]:
             document = str(len(documents))

@@ -105,7 +105,7 @@ class Site(Protocol):
 
         Args:
             replicas: The headless Service of the pods.
-            count: Number of pods. A machine runs one, whatever the count.
+            count: Number of pods. A machine runs one, even for a higher count.
         """
         ...
 

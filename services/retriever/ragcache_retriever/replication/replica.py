@@ -202,7 +202,7 @@ class Replica:
         return None
 
     async def _knows_of_no_writer(self) -> bool:
-        """Whether nobody can be ahead, although the Lease cannot be read.
+        """Whether no replica can be ahead, although the Lease cannot be read.
 
         A writer needs a majority, so it is one of the replicas that answer, or cannot write.
         """

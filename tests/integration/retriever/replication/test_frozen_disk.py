@@ -64,9 +64,9 @@ async def test_a_writer_whose_disk_freezes_is_replaced(
         await put(replicas.client(first), "before", "The subject is before.")
         frozen = tmp_path / f"frozen-{replicas.processes.index(first)}"
         frozen.touch()
-        late = asyncio.create_task(
+        delayed = asyncio.create_task(
             replicas.client(first).upsert_document(
-                pb.Document(collection="default", id="late", text="The subject is late.")
+                pb.Document(collection="default", id="delayed", text="The subject is delayed.")
             )
         )
         await replicas.writer(other_than=first)
@@ -74,10 +74,10 @@ async def test_a_writer_whose_disk_freezes_is_replaced(
         await put(replicas.client(others[0]), "after", "The subject is after.")
         # Its process still answers searches.
         assert "before" in await found(replicas.client(first), "subject before")
-        assert not late.done()
+        assert not delayed.done()
         frozen.unlink()
         with pytest.raises(Unavailable):
-            await late
+            await delayed
         await replicas.until_ready()
         await replicas.until_equal(replicas.processes)
         assert await documents_of(replicas) == [{"before", "after"}] * 3

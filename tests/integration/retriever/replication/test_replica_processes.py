@@ -83,7 +83,7 @@ class Writing:
                 break
         assert self.stored <= present
         assert not self.deleted & present
-        sample = sorted(self.stored - {"late"})[-1]
+        sample = sorted(self.stored - {"delayed"})[-1]
         subject = sample.replace("page-", "number")
         assert sample in await found(client, f"subject {subject}", 10)
 
@@ -161,7 +161,7 @@ async def test_a_frozen_follower_catches_up_and_delays_no_write(replicas: Replic
     await writing.check(replicas.client(frozen))
 
 
-async def test_a_frozen_writer_is_replaced_and_its_late_writes_are_discarded(
+async def test_a_frozen_writer_is_replaced_and_its_delayed_writes_are_discarded(
     replicas: Replicas,
 ) -> None:
     first = await replicas.writer()
@@ -170,22 +170,22 @@ async def test_a_frozen_writer_is_replaced_and_its_late_writes_are_discarded(
     await writing.until_more()
     # This request is in the writer's buffers when it goes on.
     first.freeze()
-    late = asyncio.create_task(
+    delayed = asyncio.create_task(
         replicas.client(first).upsert_document(
-            pb.Document(collection="default", id="late", text="A late page.")
+            pb.Document(collection="default", id="delayed", text="A delayed page.")
         )
     )
     await replicas.writer(other_than=first)
     await writing.until_more()
     first.thaw()
-    await asyncio.wait((late,))
+    await asyncio.wait((delayed,))
     await writing.until_more()
     await writing.stop()
     await replicas.until_ready()
     await replicas.until_equal(replicas.processes)
-    # Either the new writer took it from the old one, or nobody has it.
-    if late.exception() is None:
-        writing.stored.add("late")
+    # Either the new writer took it from the old one, or no replica has it.
+    if delayed.exception() is None:
+        writing.stored.add("delayed")
     for one in replicas.processes:
         await writing.check(replicas.client(one))
     listed = [

@@ -137,7 +137,7 @@ def test_a_closed_pool_finishes_what_waits_and_refuses_more() -> None:
     closing.start()
     assert all(list(queue.stages())[-1].final for queue in queues)
     closing.join()
-    late = StageQueue()
-    pool.submit(CellScan(view, query, PROBING, SearchEstimator(), late.put), late)
+    delayed = StageQueue()
+    pool.submit(CellScan(view, query, PROBING, SearchEstimator(), delayed.put), delayed)
     with pytest.raises(RuntimeError, match="stopped"):
-        list(late.stages())
+        list(delayed.stages())

@@ -111,7 +111,7 @@ def test_scores_are_those_of_the_reply_in_the_order_of_the_texts(server: RerankS
         (200, b" " * (1 << 21)),
     ],
 )
-def test_a_failure_is_logged_and_pauses_the_endpoint(
+def test_a_failure_is_logged_and_the_endpoint_rests(
     server: RerankServer, answer: tuple[int, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]

@@ -157,7 +157,7 @@ def test_an_index_of_another_dimension_opens_empty(tmp_path: Path) -> None:
         other.close()
 
 
-def test_damage_that_is_found_later_is_repaired_by_loading_again(
+def test_damage_that_is_found_later_is_gone_after_loading_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vectors = clustered(500, seed=1)
