@@ -75,4 +75,5 @@ class IdleGaps:
             return 0.0
         # Work that begins at x of a gap delays its question by max(0, x + work_s - gap_s).
         areas = (min(gap_s, work_s) * (work_s - min(gap_s, work_s) / 2) for gap_s in self._gaps)
-        return math.fsum(areas) / total_s
+        # Areas of the shortest gaps that floats can hold are rounded to more than the work's time.
+        return min(work_s, math.fsum(areas) / total_s)

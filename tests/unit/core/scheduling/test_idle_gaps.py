@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragcache_core.scheduling.idle_gaps import MAX_GAPS, IdleGaps
@@ -77,6 +77,7 @@ def test_work_begins_in_a_gap_longer_than_all_before(gaps: list[float], work_s: 
     assert seen.may_begin(101.0, work_s)
 
 
+@example(gaps=[5e-324], elapsed_s=0.0, work_s=1.5)
 @given(
     gaps=st.lists(st.floats(0, 100), max_size=MAX_GAPS),
     elapsed_s=st.floats(0, 100),
