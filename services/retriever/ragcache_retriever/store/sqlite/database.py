@@ -14,6 +14,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,6 +40,8 @@ DAMAGE_MARKER = "damaged"
 Row: TypeAlias = tuple[Any, ...]
 
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_STEPS_PER_CHECK = 10_000
+"""Steps of SQLite between two looks at the clock, less than a millisecond."""
 
 
 class DatabaseDamaged(Unavailable):
@@ -169,9 +172,22 @@ class Database:
             row: Row | None = self.reader.execute(sql, parameters).fetchone()
         return row
 
-    def iterate(self, sql: str, parameters: Sequence[Value] = ()) -> Generator[Row, None, None]:
-        """Yield the rows of a query on committed data."""
-        with self.errors("read"), contextlib.closing(self.reader.execute(sql, parameters)) as rows:
+    def iterate(
+        self, sql: str, parameters: Sequence[Value] = (), *, limit_s: float | None = None
+    ) -> Generator[Row, None, None]:
+        """Yield the rows of a query on committed data.
+
+        Args:
+            limit_s: Time after which SQLite ends the query. None: no limit.
+
+        Raises:
+            Unavailable: The query has taken longer.
+        """
+        with (
+            self.errors("read"),
+            _ending_after(self.reader, limit_s),
+            contextlib.closing(self.reader.execute(sql, parameters)) as rows,
+        ):
             yield from rows
 
     @contextlib.contextmanager
@@ -320,6 +336,20 @@ class Database:
         log.error("document store: damaged file=%s error=%s", self.path, problem)
         with contextlib.suppress(OSError):
             (self.folder / DAMAGE_MARKER).write_text(problem)
+
+
+@contextlib.contextmanager
+def _ending_after(connection: sqlite3.Connection, limit_s: float | None) -> Iterator[None]:
+    """Have SQLite end the queries of a connection after a time."""
+    if limit_s is None:
+        yield
+        return
+    end_s = time.monotonic() + limit_s
+    connection.set_progress_handler(lambda: time.monotonic() > end_s, _STEPS_PER_CHECK)
+    try:
+        yield
+    finally:
+        connection.set_progress_handler(None, 0)
 
 
 def is_damage(error: sqlite3.Error) -> bool:

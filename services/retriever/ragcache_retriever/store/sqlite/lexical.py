@@ -18,6 +18,9 @@ from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical
 MAX_LISTED_ROWS = 1 << 14
 """Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
 
+LIMIT_S = 1.0
+"""Longest time of a query. Words of a large collection that most chunks have take longer."""
+
 _COLUMNS = "title, headings, text"
 _OF_DOCUMENT = (
     " chunks.row, title, heading_path, text FROM chunks JOIN documents"
@@ -76,18 +79,20 @@ class LexicalTables:
         ordered = " ORDER BY score DESC, rowid LIMIT ?"
         if allowed is None:
             rows: Iterator[Row] = self._database.iterate(
-                f"{select} MATCH ?{ordered}", (question, limit)
+                f"{select} MATCH ?{ordered}", (question, limit), limit_s=LIMIT_S
             )
         elif len(allowed) <= MAX_LISTED_ROWS:
             # With "+", FTS5 ranks all matches once, and not once for each row.
             rows = self._database.iterate(
                 f"{select} MATCH ? AND +rowid IN (SELECT value FROM json_each(?)){ordered}",
                 (question, json.dumps(allowed.tolist()), limit),
+                limit_s=LIMIT_S,
             )
         else:
-            rows = _allowed_only(
-                self._database.iterate(f"{select} MATCH ?{ordered}", (question, -1)), allowed, limit
+            every = self._database.iterate(
+                f"{select} MATCH ?{ordered}", (question, -1), limit_s=LIMIT_S
             )
+            rows = _allowed_only(every, allowed, limit)
         return [LexicalHit(row, score) for row, score in rows]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.filters import In
 from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -84,3 +85,16 @@ def test_only_allowed_rows_are_found(
     everything = store.lexical_hits(generation, ["apple"], 20)
     assert hits == [hit for hit in everything if hit.row in allowed][:3]
     assert not store.lexical_hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
+
+
+def test_a_query_that_takes_too_long_is_ended_and_the_next_one_is_not(
+    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", [f"apple {i}" for i in range(2000)])
+    with monkeypatch.context() as patch:
+        patch.setattr(lexical, "LIMIT_S", -1.0)
+        with pytest.raises(Unavailable, match="interrupted"):
+            store.lexical_hits(generation, ["apple"], 10)
+    assert len(store.lexical_hits(generation, ["apple"], 10)) == 10
+    assert sum(1 for _ in store.database.iterate("SELECT row FROM chunks")) == 2000
