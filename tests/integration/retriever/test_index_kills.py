@@ -42,7 +42,9 @@ def add_and_merge(folder: Path) -> None:
         print("started", flush=True)
         while True:
             begin = int(index.rows().max(initial=-1)) + 1
-            end = min(begin + BATCH, NUM_VECTORS)
+            if begin > NUM_VECTORS - BATCH:
+                time.sleep(60)  # it has all vectors, and is killed soon
+            end = begin + BATCH
             index.apply(range(begin - 5, begin), range(begin, end), vectors[begin:end])
             while index.is_building:
                 time.sleep(0.001)
