@@ -55,8 +55,8 @@ class ExactIndex:
         yield IndexStage(rows, tuple(scores[best].tolist()), 1.0, True, 1.0, len(self))
 
     def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
-        """Refuse: the index does not change."""
-        raise NotImplementedError
+        """Refuse: the documents of a benchmark do not change."""
+        raise TypeError("the index of a test collection is read-only")
 
     def close(self) -> None:
         """Do nothing."""

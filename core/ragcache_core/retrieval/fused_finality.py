@@ -20,7 +20,7 @@ _MOST_REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class FusedStage:
-    """What is known of a stage before the search ends.
+    """A stage as it is before the search ends.
 
     Attributes:
         rows: The fused hits, best first.

@@ -77,7 +77,7 @@ class Candidates:
 def merged_legs(
     dense_rows: Rows, dense_scores: Scores, lexical_rows: Rows, lexical_scores: Scores
 ) -> Candidates:
-    """Return the candidates of two legs, each of which is given best first."""
+    """Return the candidates of two legs. Each leg is sorted, best first."""
     rows = np.union1d(dense_rows, lexical_rows).astype(np.int64)
     in_dense = np.searchsorted(rows, dense_rows)
     in_lexical = np.searchsorted(rows, lexical_rows)

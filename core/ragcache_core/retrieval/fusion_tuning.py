@@ -29,7 +29,7 @@ MIN_QUESTIONS = 20
 NOISE_ERRORS = 2.0
 """Standard errors up to which a difference counts as noise."""
 MIN_RANKER_ERRORS = 1.0
-"""Standard errors by which the ranker has to be better than the fused order."""
+"""Least gain of the ranker over the fused order, in standard errors."""
 
 Scores = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Features of the candidates of a search, by which the bundled ranker orders them.
+"""Features of a search's candidates. The bundled ranker orders candidates by them.
 
 No feature depends on the size of the collection or the scale of a leg's scores. So trees that were
 trained on one collection serve others. More of a feature never means less relevant, and the trees

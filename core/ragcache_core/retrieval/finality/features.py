@@ -1,4 +1,4 @@
-"""What is known of a running search at a checkpoint."""
+"""The features of a running search at a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_SCORE: Final = -1.0
 
 @dataclass(frozen=True, slots=True)
 class StageFeatures:
-    """What is known of a search at a checkpoint.
+    """The features of a search at a checkpoint.
 
     Attributes:
         progress: Finished share of the planned scan, in (0, 1].

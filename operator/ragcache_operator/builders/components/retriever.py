@@ -1,4 +1,4 @@
-"""Builds the retriever: pods with a volume each, of which one writes if there are several."""
+"""Builds the retriever: pods with a volume each. If there are several, one writes."""
 
 from __future__ import annotations
 

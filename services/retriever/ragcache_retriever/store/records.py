@@ -192,7 +192,7 @@ class IndexChange:
     """The change of a generation's vectors by a transaction.
 
     Attributes:
-        removed: Rows, some of which may have no vector.
+        removed: Rows. Some may have no vector.
         added: Rows in document order, each with a vector.
         vectors: Shape (len(added), dimension).
     """

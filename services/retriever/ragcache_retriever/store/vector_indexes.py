@@ -54,4 +54,4 @@ class VectorIndexes(Protocol):
         """Remove what is stored of a generation, whose index is closed."""
 
     def stored_generations(self) -> list[int]:
-        """Return the generations of which something is stored."""
+        """Return the generations that have stored files or tables."""

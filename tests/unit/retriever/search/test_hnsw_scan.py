@@ -45,7 +45,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def changed(threads: IndexThreads) -> SegmentedIndex:
-    """An index with rows in base and tail, of which some were removed."""
+    """An index with rows in base and tail. Some were removed."""
     index = opened(threads)
     index.load([(np.arange(2500), VECTORS[:2500])])
     add(index, range(2500, NUM_VECTORS), VECTORS[2500:])

@@ -40,7 +40,7 @@ def features(draw: st.DrawFn) -> StageFeatures:
 
 
 def searches(num: int, seed: int = 0, hidden: float = 0.5) -> Iterator[list[Observation]]:
-    """Return searches of which some find their hits early. ``hidden`` shifts how many."""
+    """Return searches. Some of them find their hits early. ``hidden`` shifts how many."""
     draw = np.random.default_rng(seed)
     for _ in range(num):
         ease = draw.random()
