@@ -2,8 +2,8 @@
 
 Text of a document never becomes a control token, such as one that ends a message. So each added
 token is taken as plain text, whether its tokenizer calls it special (``<|im_end|>``) or not
-(``<think>``). The exceptions are tokens of white space alone, because some models read line breaks with them
-and indents, and the token of unknown characters.
+(``<think>``). The exceptions are the token of unknown characters and tokens of white
+space alone: some models read line breaks and indents with them.
 """
 
 from __future__ import annotations
