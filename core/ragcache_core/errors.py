@@ -51,6 +51,22 @@ class NotFound(RagCacheError):
         self.fix = fix
 
 
+class Unauthenticated(RagCacheError):
+    """A caller did not prove who it is.
+
+    Args:
+        field: What should prove it (a metadata field, a setting).
+        problem: What is wrong with it.
+        fix: What to do instead.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str) -> None:
+        super().__init__(f"{field}: {problem}; {fix}")
+        self.field = field
+        self.problem = problem
+        self.fix = fix
+
+
 class Unavailable(RagCacheError):
     """A component does not answer.
 

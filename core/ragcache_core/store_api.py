@@ -267,30 +267,3 @@ class DeletionBatch:
     sequence: int
     incomplete: bool
     deletions: tuple[Deletion, ...]
-
-
-class EventKind(StrEnum):
-    """What an Event tells."""
-
-    STORED = "stored"
-    MOVED = "moved"  # to tier
-    REPLACED = "replaced"  # by another precision
-    DROPPED = "dropped"
-    SNAPSHOT_BEGIN = "snapshot_begin"  # forget what was known; STORED follow
-    SNAPSHOT_END = "snapshot_end"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What happened to one variant in a store.
-
-    boot: ID_BYTES, new at every start of the store. sequence: ascends by one within a boot; a gap
-    means that events were lost, and a new snapshot is due. tier and info: where they make sense.
-    """
-
-    boot: bytes
-    sequence: int
-    kind: EventKind
-    key: VariantKey | None = None
-    tier: Tier | None = None
-    info: VariantInfo | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +34,7 @@ class PrefillProfile:
     computed: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     pass_tokens: int
+    _fastest_s: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (_ascends(self.cached, 0) and self.cached[0] == 0):
@@ -46,6 +47,7 @@ class PrefillProfile:
         )
         if not is_grid or self.pass_tokens < 1:
             raise InvalidInput("profile.seconds", "is not a grid of seconds", "measure again")
+        object.__setattr__(self, "_fastest_s", min(map(min, self.seconds)))
 
     def predict(self, cached: int, computed: int) -> float:
         """Return the seconds to compute tokens after cached ones, in as many passes as needed.
@@ -88,20 +90,23 @@ class PrefillProfile:
     def _pass_s(self, cached: int, computed: int) -> float:
         if computed <= 0:
             return 0.0
+        rows = self.seconds
         row, down = _cell(self.cached, cached)
-        column, right = _cell(self.computed, computed)
-
-        def seconds_at(index: int) -> float:
-            times = self.seconds[index]
-            if column + 1 == len(times):  # a single size: assume no latency
-                return times[column] * computed / self.computed[column]
-            return times[column] + right * (times[column + 1] - times[column])
-
-        seconds = seconds_at(row)
-        if row + 1 < len(self.seconds):
-            seconds += down * (seconds_at(row + 1) - seconds)
+        times = rows[row]
+        if len(times) == 1:  # a single size: assume no latency
+            share = computed / self.computed[0]
+            seconds = times[0] * share
+            if row + 1 < len(rows):
+                seconds += down * (rows[row + 1][0] * share - seconds)
+        else:
+            column, right = _cell(self.computed, computed)
+            seconds = times[column] + right * (times[column + 1] - times[column])
+            if row + 1 < len(rows):
+                below = rows[row + 1]
+                below_s = below[column] + right * (below[column + 1] - below[column])
+                seconds += down * (below_s - seconds)
         # Noise may give the last cell a negative slope. No pass is faster than the fastest one.
-        return max(seconds, min(map(min, self.seconds)))
+        return seconds if seconds > self._fastest_s else self._fastest_s
 
 
 def _ascends(points: Sequence[int], first: int) -> bool:
@@ -113,8 +118,13 @@ def _cell(points: Sequence[int], value: int) -> tuple[int, float]:
 
     The position is in [0, 1], below 0 before the grid and above 1 after it.
     """
-    index = min(max(bisect_right(points, value) - 1, 0), max(0, len(points) - 2))
-    if len(points) == 1:
+    last = len(points) - 2
+    if last < 0:
         return 0, 0.0
-    low, high = points[index], points[index + 1]
-    return index, (value - low) / (high - low)
+    index = bisect_right(points, value) - 1
+    if index > last:
+        index = last
+    elif index < 0:
+        index = 0
+    low = points[index]
+    return index, (value - low) / (points[index + 1] - low)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.identity.packed_ids import PackedIds
+
 KEY_BYTES = 16
 """Length of a ChunkKey and of a PrefixKey: with 128 bits, chance collisions are negligible."""
 
@@ -61,14 +63,17 @@ class KVSpace:
         return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _token_bytes(token_ids: TokenIds) -> bytes:
+def token_bytes(token_ids: TokenIds) -> bytes:
+    """Return token ids as 32-bit little-endian numbers, as keys and signatures hash them."""
+    if isinstance(token_ids, PackedIds):
+        return token_ids.packed
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
 def token_digest(token_ids: TokenIds) -> bytes:
     """Return the 128-bit digest of a chunk's tokens, which needs no KV space."""
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-tokens")
-    hasher.update(_token_bytes(token_ids))
+    hasher.update(token_bytes(token_ids))
     return hasher.digest()
 
 
@@ -99,7 +104,7 @@ class PrefixHasher:
 
     def extend(self, token_ids: TokenIds) -> None:
         """Append token_ids to the prefix."""
-        self._hasher.update(_token_bytes(token_ids))
+        self._hasher.update(token_bytes(token_ids))
 
     def key(self) -> PrefixKey:
         """Return the key of the prefix so far. Before the first extend the prefix is empty."""

@@ -30,7 +30,7 @@ pieces share no block.
 def plain_domain(cache_salt: str | None) -> str:
     """Return the access domain of clients that send no plan, shared by clients of equal salt.
 
-    A plan may not name such a domain (``ReusePlan.from_json``).
+    A plan may not name such a domain (``ReusePlan.decode``).
 
     Args:
         cache_salt: What separates the blocks of these clients in vLLM's prefix cache. None: shared

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ragcache_core.identity.keys import KVSpace, chunk_key
+from ragcache_core.identity.keys import KVSpace, chunk_key, chunk_key_of_digest
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
 
 DEFAULT_SYSTEM_PROMPT = (
@@ -39,12 +40,14 @@ class Prompt:
         chunk_ends: End offset of each chunk, ascending. Chunks follow the head without gaps.
         stable_head: Number of leading tokens of the head that are a segment of their own, because
             other prompts have them too. 0: the head is one segment.
+        chunk_digests: ``token_digest`` of each chunk. Empty: they are computed for a plan.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: PackedIds
     head: int
     chunk_ends: tuple[int, ...]
     stable_head: int = 0
+    chunk_digests: tuple[bytes, ...] = field(default=(), compare=False)
 
     @property
     def head_ends(self) -> tuple[int, ...]:
@@ -57,15 +60,17 @@ def assemble(
     chunks_ids: Sequence[Sequence[int]],
     tail_ids: Sequence[int],
     stable_head: int = 0,
+    chunk_digests: Sequence[bytes] = (),
 ) -> Prompt:
-    """Join tokenized parts into one prompt. stable_head: see ``Prompt``."""
-    token_ids = list(head_ids)
-    ends = []
-    for ids in chunks_ids:
-        token_ids.extend(ids)
-        ends.append(len(token_ids))
-    token_ids.extend(tail_ids)
-    return Prompt(tuple(token_ids), len(head_ids), tuple(ends), stable_head)
+    """Join tokenized parts into one prompt. stable_head and chunk_digests: see ``Prompt``."""
+    ends = itertools.accumulate(map(len, chunks_ids), initial=len(head_ids))
+    return Prompt(
+        PackedIds.join([head_ids, *chunks_ids, tail_ids]),
+        len(head_ids),
+        tuple(ends)[1:],
+        stable_head,
+        tuple(chunk_digests),
+    )
 
 
 def plan_exact(
@@ -132,8 +137,18 @@ def _segments(
     # The head belongs to no document.
     in_head = [""] * len(prompt.head_ends)
     names = [*in_head, *(documents or [""] * len(prompt.chunk_ends))]
+    digests = [b"" for _ in prompt.head_ends]
+    digests += prompt.chunk_digests or [b""] * len(prompt.chunk_ends)
     return tuple(
-        Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, action, document)
-        for (start, end), document in zip(bounds, names, strict=True)
+        Segment(
+            chunk_key_of_digest(space, domain, digest)
+            if digest
+            else chunk_key(space, domain, prompt.token_ids[start:end]),
+            start,
+            end,
+            action,
+            document,
+        )
+        for (start, end), document, digest in zip(bounds, names, digests, strict=True)
         if start < end
     )

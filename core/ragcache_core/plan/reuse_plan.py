@@ -1,24 +1,28 @@
 """ReusePlan: what the gateway asks of the engine for one prompt.
 
-A plan travels as JSON under ``kv_transfer_params.ragcache``, next to a signature that proves its
-origin (``signature``). The engine does not trust a plan's tokens: it hashes the prompt's own tokens
+A plan travels as base64 of packed fields under ``kv_transfer_params.ragcache``, next to a signature
+that proves its origin (``signature``). A list of JSON objects would take ten times as long to write
+and to read. The engine does not trust a plan's tokens: it hashes the prompt's own tokens
 and computes every segment that does not match.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.store_api import MAX_NAME_CHARS
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
@@ -37,13 +41,27 @@ class Action(StrEnum):
     COMPUTE = "compute"  # load nothing
 
 
+_ACTIONS: Final = tuple(Action)
+_CODES: Final = {action: code for code, action in enumerate(_ACTIONS)}
+_HANDOFF, _TRIAL, _HAS_ALPHA = 1, 2, 4
+
+# Little-endian without padding. The texts follow their lengths in UTF-8.
+_HEAD: Final = struct.Struct("<BBQdd")  # version, flags, planned_at_ms, recompute_share, alpha
+_LENGTH: Final = struct.Struct("<H")
+_COUNTS: Final = struct.Struct("<HH")  # documents, segments
+_SEGMENT: Final = struct.Struct(f"<{KEY_BYTES}sIIBH")  # chunk, start, end, action, document
+
+MAX_PLAN_CHARS: Final = 2 * MAX_SEGMENTS * (_SEGMENT.size + 4 * MAX_NAME_CHARS)
+"""Most characters of an encoded plan; its base64 has a third more than its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Prompt tokens [start, end) of one chunk, or of the template before the first chunk.
 
     Attributes:
-        document: Name of the chunk's document (``document_name``), by which the chunk can be
-            deleted. "" for the template or an unknown document.
+        document: Name of the chunk's document (``document_name``). Its deletion deletes the chunk.
+            "" for the template or an unknown document.
     """
 
     chunk: ChunkKey
@@ -89,50 +107,77 @@ class ReusePlan:
         """Whether any segment may be loaded from another prefix."""
         return any(segment.action is Action.BLEND for segment in self.segments)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON object, which ``from_json`` reads."""
-        plan = {
-            "v": PLAN_VERSION,
-            "request": self.request,
-            "domain": self.domain,
-            "segments": [_to_json(segment) for segment in self.segments],
-            "planned_at_ms": self.planned_at_ms,
-            "recompute_share": self.recompute_share,
-            "handoff": self.handoff,
-            "trial": self.trial,
-        }
-        return plan | ({} if self.alpha is None else {"alpha": self.alpha})
+    def encode(self) -> str:
+        """Return the plan as text for a JSON field, which ``decode`` reads.
+
+        Raises:
+            ValueError: A text is too long, or there are too many segments.
+        """
+        documents = dict.fromkeys(one.document for one in self.segments if one.document)
+        indexes = {"": 0} | {name: index for index, name in enumerate(documents, 1)}
+        flags = (
+            _HANDOFF * self.handoff | _TRIAL * self.trial | _HAS_ALPHA * (self.alpha is not None)
+        )
+        try:
+            packed = [
+                _HEAD.pack(
+                    PLAN_VERSION, flags, self.planned_at_ms, self.recompute_share, self.alpha or 0.0
+                ),
+                *map(_pack_text, (self.request, self.domain)),
+                _COUNTS.pack(len(documents), len(self.segments)),
+                *map(_pack_text, documents),
+                *(
+                    _SEGMENT.pack(
+                        one.chunk, one.start, one.end, _CODES[one.action], indexes[one.document]
+                    )
+                    for one in self.segments
+                ),
+            ]
+        except struct.error as error:
+            raise ValueError(f"a plan cannot be encoded: {error}") from error
+        return base64.b64encode(b"".join(packed)).decode()
 
     @classmethod
-    def from_json(cls, value: object) -> ReusePlan:
+    def decode(cls, text: object) -> ReusePlan:
         """Parse and check a plan.
 
         Raises:
             InvalidInput: A field is wrong; the error names it.
         """
-        plan = _mapping("ragcache", value)
-        version = plan.get("v")
+        reader = _PlanReader(_bytes_of(text))
+        version = reader.version()
         if version != PLAN_VERSION:
-            raise InvalidInput("ragcache.v", f"is {version!r}", f"send version {PLAN_VERSION}")
-        segments = _segments(plan.get("segments"))
-        handoff = _flag("ragcache.handoff", plan.get("handoff", False))
+            raise InvalidInput("ragcache.v", f"is {version}", f"send version {PLAN_VERSION}")
+        _, flags, planned_at_ms, recompute_share, alpha = reader.unpack(_HEAD)
+        if flags & ~(_HANDOFF | _TRIAL | _HAS_ALPHA):
+            raise InvalidInput("ragcache.flags", f"are {flags}", "set those of this version")
+        request, domain = reader.text("ragcache.request"), reader.text("ragcache.domain")
+        num_documents, num_segments = reader.unpack(_COUNTS)
+        if num_segments > MAX_SEGMENTS or num_documents > num_segments:
+            raise InvalidInput(
+                "ragcache.segments",
+                f"has {num_segments} entries of {num_documents} documents",
+                f"send at most {MAX_SEGMENTS}, and no document without one",
+            )
+        documents = ["", *(reader.text("ragcache.documents") for _ in range(num_documents))]
+        segments = _segments(reader.rest(num_segments * _SEGMENT.size), documents)
+        handoff, trial = bool(flags & _HANDOFF), bool(flags & _TRIAL)
         if handoff and any(segment.action is Action.BLEND for segment in segments):
             raise InvalidInput(
                 "ragcache.handoff", "is set, but segments may be blended", "plan exact segments"
             )
-        trial = _flag("ragcache.trial", plan.get("trial", False))
         if handoff and trial:
             raise InvalidInput(
                 "ragcache.trial", "is set, but a trial stores nothing", "set handoff to false"
             )
         return cls(
-            request=_text("ragcache.request", plan.get("request")),
-            domain=_domain("ragcache.domain", plan.get("domain")),
+            request=_short_text("ragcache.request", request),
+            domain=_domain("ragcache.domain", domain),
             segments=segments,
-            planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
-            recompute_share=_share("ragcache.recompute_share", plan.get("recompute_share", 0.0)),
+            planned_at_ms=_unix_ms("ragcache.planned_at_ms", planned_at_ms),
+            recompute_share=_in_range("ragcache.recompute_share", recompute_share, 1),
             handoff=handoff,
-            alpha=_alpha("ragcache.alpha", plan.get("alpha")),
+            alpha=_in_range("ragcache.alpha", alpha, MAX_ALPHA) if flags & _HAS_ALPHA else None,
             trial=trial,
         )
 
@@ -146,107 +191,107 @@ def document_name(collection: str, document: str) -> str:
     return "blake2b:" + hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest()
 
 
-def _to_json(segment: Segment) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "chunk": segment.chunk.hex(),
-        "start": segment.start,
-        "end": segment.end,
-        "action": segment.action.value,
-    }
-    return entry | ({"document": segment.document} if segment.document else {})
+class _PlanReader:
+    """Reads packed fields one after the other. Raises InvalidInput at the end of the bytes."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+        self._position = 0
+
+    def version(self) -> int:
+        """Return the first byte and stay before it."""
+        return self._packed[0] if self._packed else 0
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """Return the next fields."""
+        return layout.unpack(self._take(layout.size))
+
+    def text(self, path: str) -> str:
+        """Return the next text."""
+        (length,) = self.unpack(_LENGTH)
+        try:
+            text = self._take(length).decode()
+        except UnicodeDecodeError:
+            raise InvalidInput(path, "is not UTF-8", "send text") from None
+        if len(text) > MAX_NAME_CHARS:
+            raise InvalidInput(
+                path, f"has {len(text)} characters", f"send at most {MAX_NAME_CHARS}"
+            )
+        return text
+
+    def rest(self, length: int) -> bytes:
+        """Return all that is left, which has to have this length."""
+        if len(self._packed) - self._position != length:
+            raise InvalidInput(
+                "ragcache.segments",
+                f"have {len(self._packed) - self._position} bytes, not {length}",
+                "send as many segments as announced",
+            )
+        return self._take(length)
+
+    def _take(self, length: int) -> bytes:
+        taken = self._packed[self._position : self._position + length]
+        if len(taken) != length:
+            raise InvalidInput("ragcache", "ends too early", "send a whole plan")
+        self._position += length
+        return taken
 
 
-def _segments(value: object) -> tuple[Segment, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise InvalidInput("ragcache.segments", "is not a list", "send a list of segments")
-    if len(value) > MAX_SEGMENTS:
+def _bytes_of(text: object) -> bytes:
+    if not isinstance(text, str) or not text.isascii() or len(text) > MAX_PLAN_CHARS:
         raise InvalidInput(
-            "ragcache.segments", f"has {len(value)} entries", f"send at most {MAX_SEGMENTS}"
+            "ragcache", "is not a plan", f"send base64 of at most {MAX_PLAN_CHARS} characters"
         )
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise InvalidInput("ragcache", "is not base64", "send a whole plan") from None
+
+
+def _pack_text(text: str) -> bytes:
+    encoded = text.encode()
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
+def _segments(packed: bytes, documents: Sequence[str]) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     position = 0
-    for index, entry in enumerate(value):
-        segment = _segment(f"ragcache.segments[{index}]", entry)
-        if segment.start < position:
+    for index, (chunk, start, end, code, document) in enumerate(_SEGMENT.iter_unpack(packed)):
+        path = f"ragcache.segments[{index}]"
+        if start >= end:
             raise InvalidInput(
-                f"ragcache.segments[{index}].start",
-                f"{segment.start} lies before the end {position} of the segment before it",
+                f"{path}.start", f"[{start}, {end}) is not a range", "send 0 <= start < end"
+            )
+        if start < position:
+            raise InvalidInput(
+                f"{path}.start",
+                f"{start} lies before the end {position} of the segment before it",
                 "send ascending segments that do not overlap",
             )
-        position = segment.end
-        segments.append(segment)
+        if code >= len(_ACTIONS):
+            raise InvalidInput(f"{path}.action", f"is {code}", "send that of an action")
+        if document >= len(documents):
+            raise InvalidInput(f"{path}.document", f"is {document}", "name a document of the plan")
+        position = end
+        segments.append(Segment(chunk, start, end, _ACTIONS[code], documents[document]))
     return tuple(segments)
 
 
-def _segment(path: str, value: object) -> Segment:
-    entry = _mapping(path, value)
-    start, end = entry.get("start"), entry.get("end")
-    # bool is a subclass of int, but true is not a valid offset.
-    if type(start) is not int or type(end) is not int or not 0 <= start < end:
-        raise InvalidInput(
-            f"{path}.start", f"[{start!r}, {end!r}) is not a range", "send 0 <= start < end"
-        )
-    raw = entry.get("chunk")
-    try:
-        chunk = bytes.fromhex(raw) if isinstance(raw, str) else b""
-    except ValueError:
-        chunk = b""
-    if len(chunk) != KEY_BYTES:
-        raise InvalidInput(
-            f"{path}.chunk", "is not a chunk key", f"send {2 * KEY_BYTES} hex digits"
-        )
-    try:
-        action = Action(entry.get("action", ""))
-    except ValueError:
-        names = ", ".join(Action)
-        raise InvalidInput(f"{path}.action", "is unknown", f"send one of {names}") from None
-    document = entry.get("document", "")
-    if not isinstance(document, str) or len(document) > MAX_NAME_CHARS:
-        raise InvalidInput(
-            f"{path}.document",
-            "is not a document name",
-            f"send at most {MAX_NAME_CHARS} characters",
-        )
-    return Segment(chunk, start, end, action, document)
-
-
-def _mapping(path: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidInput(path, "is not an object", "send a JSON object")
+def _unix_ms(path: str, value: int) -> int:
+    if value >= 1 << 63:
+        raise InvalidInput(path, f"is {value}", "send milliseconds of Unix time")
     return value
 
 
-def _unix_ms(path: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise InvalidInput(path, f"is {value!r}", "send milliseconds of Unix time")
+def _in_range(path: str, value: float, most: float) -> float:
+    # NaN fails the check.
+    if not 0 <= value <= most:
+        raise InvalidInput(path, f"is {value!r}", f"send a number from 0 to {most:.0f}")
     return value
 
 
-def _flag(path: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidInput(path, f"is {value!r}", "send true or false")
-    return value
-
-
-def _share(path: str, value: object) -> float:
-    # bool is a subclass of int. NaN fails the range check.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise InvalidInput(path, f"is {value!r}", "send a share from 0 to 1")
-    return float(value)
-
-
-def _alpha(path: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_ALPHA:
-        raise InvalidInput(
-            path, f"is {value!r}", f"send a number from 0 to {MAX_ALPHA:.0f}, or leave it out"
-        )
-    return float(value)
-
-
-def _domain(path: str, value: object) -> str:
-    domain = _text(path, value)
+def _domain(path: str, value: str) -> str:
+    domain = _short_text(path, value)
     if domain.startswith(PLAIN_DOMAIN):
         raise InvalidInput(
             path, f"is {domain!r}, which is reserved", f"do not begin with {PLAIN_DOMAIN!r}"
@@ -254,7 +299,7 @@ def _domain(path: str, value: object) -> str:
     return domain
 
 
-def _text(path: str, value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= DOMAIN_MAX_CHARS:
+def _short_text(path: str, value: str) -> str:
+    if not 0 < len(value) <= DOMAIN_MAX_CHARS:
         raise InvalidInput(path, "is not a short text", f"send 1 to {DOMAIN_MAX_CHARS} characters")
     return value

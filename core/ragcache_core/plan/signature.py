@@ -15,14 +15,12 @@ import base64
 import binascii
 import hashlib
 import hmac
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
-
-import numpy as np
+from collections.abc import Iterable
+from typing import Final
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import TokenIds, token_bytes
 
 SIGNATURE_FIELD: Final = "ragcache_signature"
 """Name of the signature in kv_transfer_params, next to the plan."""
@@ -33,7 +31,7 @@ MIN_KEY_BYTES: Final = 32
 MAX_KEYS: Final = 8
 """Most keys at a time. Each is tried on a plan with an invalid signature."""
 
-_CONTEXT: Final = b"ragcache-plan-signature-1\0"
+_CONTEXT: Final = b"ragcache-plan-signature-2\0"
 _HEX: Final = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
@@ -56,26 +54,25 @@ def parse_keys(field: str, content: bytes) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def sign(plan: Mapping[str, Any], token_ids: Sequence[int], key: bytes) -> str:
-    """Return the signature of a plan's JSON object for the prompt token_ids: 64 hex digits."""
+def sign(plan: str, token_ids: TokenIds, key: bytes) -> str:
+    """Return the signature of an encoded plan for the prompt token_ids: 64 hex digits."""
     return hmac.new(key, _message(plan, token_ids), hashlib.sha256).hexdigest()
 
 
-def is_signed(plan: object, token_ids: Sequence[int], given: object, keys: Iterable[bytes]) -> bool:
+def is_signed(plan: object, token_ids: TokenIds, given: object, keys: Iterable[bytes]) -> bool:
     """Whether given is the signature of plan for this prompt under one of keys.
 
     Args:
-        plan: As the client sent it. Anything but a JSON object of a plan is not signed.
+        plan: As the client sent it. Anything but an encoded plan is not signed.
         token_ids: Of the prompt.
         given: As the client sent it.
         keys: Valid keys.
     """
-    if not (isinstance(plan, Mapping) and isinstance(given, str) and given.isascii()):
+    if not (isinstance(plan, str) and plan.isascii()):
         return False
-    try:
-        message = _message(plan, token_ids)
-    except (TypeError, ValueError, RecursionError):
-        return False  # not JSON that a gateway writes
+    if not (isinstance(given, str) and given.isascii()):
+        return False
+    message = _message(plan, token_ids)
     # Every key is tried in constant time, so that the duration reveals nothing about a key.
     matches = [
         hmac.compare_digest(hmac.new(key, message, hashlib.sha256).hexdigest(), given)
@@ -84,17 +81,11 @@ def is_signed(plan: object, token_ids: Sequence[int], given: object, keys: Itera
     return any(matches)
 
 
-def _message(plan: Mapping[str, Any], token_ids: Sequence[int]) -> bytes:
-    """Return the signed bytes.
-
-    Raises:
-        TypeError, ValueError, RecursionError: The plan is not JSON.
-    """
-    # Canonical JSON, so that equal plans have equal bytes.
-    canonical = json.dumps(plan, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _message(plan: str, token_ids: TokenIds) -> bytes:
+    """Return the signed bytes."""
+    encoded = plan.encode("ascii")
     # The length prefix separates the plan from the prompt unambiguously.
-    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
-    return b"".join((_CONTEXT, len(canonical).to_bytes(8, "little"), canonical, tokens))
+    return b"".join((_CONTEXT, len(encoded).to_bytes(8, "little"), encoded, token_bytes(token_ids)))
 
 
 def _key(field: str, number: int, text: bytes) -> bytes:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ragcache_core.cluster.recent_deletes import RecentDeletes
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.plan.prompt import Prompt
 
 MAX_QUESTIONS = 16
@@ -24,11 +25,13 @@ class AskedQuestion:
     Attributes:
         documents: Name of each chunk's document.
         planned_at_ms: A time before the gateway searched for the chunks.
+        domain: Access domain of its KV.
     """
 
     prompt: Prompt
     documents: tuple[str, ...]
     planned_at_ms: int
+    domain: str = PUBLIC_DOMAIN
 
 
 class QuestionReservoir:

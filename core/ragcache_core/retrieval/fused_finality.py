@@ -19,6 +19,28 @@ _MOST_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class SearchForm:
+    """What of a search changes its fused hits. Searches of one form are counted together.
+
+    Attributes:
+        mode: Which legs rank.
+        reranks: Whether a reranker orders the hits again.
+        is_diverse: Whether hits like better ones are moved back.
+        top_k_band: Number of bits of the wanted hits: few of them are final earlier than many.
+    """
+
+    mode: str
+    reranks: bool
+    is_diverse: bool
+    top_k_band: int
+
+    @classmethod
+    def of(cls, mode: str, *, reranks: bool, diversity: float, top_k: int) -> SearchForm:
+        """Return the form of a search for ``top_k`` hits."""
+        return cls(mode, reranks, diversity > 0.0, top_k.bit_length())
+
+
+@dataclass(frozen=True, slots=True)
 class FusedStage:
     """A stage as it is before the search ends.
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.retrieval.fusion import Candidates, share_of_best
-from ragcache_core.retrieval.term_matches import TermMatches, find_terms, stem_of
+from ragcache_core.retrieval.lexical.term_matches import TermMatches, find_terms, stem_of
 
 Scores = npt.NDArray[np.float64]
 Features = npt.NDArray[np.float64]

@@ -29,6 +29,7 @@ from functools import cached_property
 from typing import Literal
 
 from ragcache_core.cluster.recent_deletes import RecentDeletes
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
 
 MISSED_BEFORE = 0.5
 """A missed prefill is queued if it had this many decayed misses before: one, a half-life ago.
@@ -66,6 +67,7 @@ class Prefill:
             document cancels the prefill.
         mode: How questions reuse the KV.
         ordinal: Index of the chunk in its document, if the prefill has one chunk and it is known.
+        domain: Access domain of the KV.
     """
 
     texts: tuple[str, ...]
@@ -73,6 +75,7 @@ class Prefill:
     planned_at_ms: int
     mode: Literal["exact", "blend"] = "blend"
     ordinal: int | None = None
+    domain: str = PUBLIC_DOMAIN
 
     @property
     def may_join_sequence(self) -> bool:
@@ -81,8 +84,8 @@ class Prefill:
 
     @cached_property
     def name(self) -> bytes:
-        """16-byte hash of the chunks, their order and the mode."""
-        hasher = hashlib.blake2b(self.mode.encode(), digest_size=16)
+        """16-byte hash of the chunks, their order, the mode and the domain."""
+        hasher = hashlib.blake2b(f"{self.mode}\0{self.domain}\0".encode(), digest_size=16)
         for text in self.texts:
             raw = text.encode()
             hasher.update(len(raw).to_bytes(8, "little") + raw)
@@ -192,7 +195,8 @@ class PrecomputeQueue:
 
         The head of the queue comes with its neighbours, and all of them stay in the queue. The
         chunks of a document are cut into groups of consecutive ones, and the head's group is
-        returned. A group that is short is filled with the chunks that are next in the queue.
+        returned. A group that is short is filled with the chunks that are next in the queue. All of
+        them are for the domain of the head.
 
         Args:
             now_ms: Unix time.
@@ -207,7 +211,7 @@ class PrecomputeQueue:
             for *_, name in self._order:
                 if num_chars >= max_chars * FULL_SHARE:
                     break
-                may_join = self._queued[name].may_join_sequence and name not in names
+                may_join = self._may_follow(name, head.prefill) and name not in names
                 if may_join and num_chars + self._num_chars(name) <= max_chars:
                     names.append(name)
                     num_chars += self._num_chars(name)
@@ -378,8 +382,12 @@ class PrecomputeQueue:
 
     def _group_of(self, head: bytes, max_chars: int) -> list[bytes]:
         """Return the group of consecutive chunks of its document that the head is in."""
-        document = self._queued[head].documents[0]
-        names = [n for n in self._names_by_document[document] if self._queued[n].may_join_sequence]
+        first = self._queued[head]
+        names = [
+            name
+            for name in self._names_by_document[first.documents[0]]
+            if self._may_follow(name, first)
+        ]
         names.sort(key=self._order_in_document)
         group: list[bytes] = []
         num_chars = 0
@@ -391,6 +399,11 @@ class PrecomputeQueue:
             group.append(name)
             num_chars += self._num_chars(name)
         return group
+
+    def _may_follow(self, name: bytes, first: Prefill) -> bool:
+        """Whether a prefill may be in a sequence with another one."""
+        prefill = self._queued[name]
+        return prefill.may_join_sequence and prefill.domain == first.domain
 
     def _order_in_document(self, name: bytes) -> tuple[float, int]:
         ordinal = self._queued[name].ordinal

@@ -1,0 +1,1 @@
+"""Who asks: API keys, and what a caller may do."""

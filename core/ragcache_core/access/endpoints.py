@@ -1,0 +1,59 @@
+"""Which port serves a path, and which scope it needs.
+
+A path that is not named here needs the scope ``admin`` and is served on the admin port alone. So a
+new route is closed until it is named.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ragcache_core.access.caller import Scope
+
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Paths without a key: kubelets and Prometheus call them. They show no text of a client."""
+
+CONSOLE_PATH: Final = "/console"
+"""The console's page. It and its files have no data: the page sends the key of its user."""
+
+_ASK_PATHS: Final = frozenset(
+    {
+        "/openapi.json",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/models",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/search",
+    }
+)
+_ASK_PREFIXES: Final = ("/v1/models/", "/v1/requests/")
+_HEALTH_PATHS: Final = frozenset({"/healthz", "/readyz"})
+_WRITE_PATHS: Final = frozenset({"/v1/collections", "/v1/documents", "/v1/documents:batch"})
+_WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/")
+
+
+def needed_scope(path: str) -> Scope | None:
+    """Return the scope that a path needs; None: no key at all."""
+    if path in OPEN_PATHS or is_console_path(path):
+        return None
+    if _is_ask_path(path):
+        return Scope.ASK
+    if path in _WRITE_PATHS or path.startswith(_WRITE_PREFIXES):
+        return Scope.WRITE
+    return Scope.ADMIN
+
+
+def is_console_path(path: str) -> bool:
+    """Whether a path is that of the console's page or of one of its files."""
+    return path == CONSOLE_PATH or path.startswith(f"{CONSOLE_PATH}/")
+
+
+def is_on_ask_port(path: str) -> bool:
+    """Whether the port that clients of applications reach serves a path."""
+    return path in _HEALTH_PATHS or _is_ask_path(path)
+
+
+def _is_ask_path(path: str) -> bool:
+    return path in _ASK_PATHS or path.startswith(_ASK_PREFIXES)

@@ -1,0 +1,250 @@
+"""The file of API keys: who may call, by the SHA-256 of each key.
+
+The file is TOML. It has no keys, only their digests, so a reader of the file cannot call::
+
+    [[keys]]
+    name = "search-app"
+    hash = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    scopes = ["ask"]
+    tenant = "team-a"              # optional
+    priority = 0                   # optional; a lower number comes first
+    collections = ["team-a-*"]     # optional
+    filter = { must = [{ key = "public", match = { value = true } }] }  # optional
+
+A key has 256 random bits, too many to find one by trying. So neither a salt nor a slow hash would
+add anything. A salt would only require one hash for each entry and request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ragcache_core.access.caller import MAX_NAMED_TENANTS, Caller, Scope
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.filters import Filter
+
+KEY_PREFIX: Final = "rck-"
+"""First characters of every key. Scanners for leaked secrets find keys by them."""
+
+KEY_BYTES: Final = 32
+"""Random bytes of a key."""
+
+MAX_KEYS: Final = 4096
+MAX_PRIORITY: Final = 1000
+
+_HASH_PREFIX: Final = "sha256:"
+_HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
+_FIELDS: Final = frozenset(
+    {"name", "hash", "tenant", "scopes", "priority", "collections", "filter"}
+)
+
+ReadFilter = Callable[[str, Any], Filter]
+"""Parses a filter as requests write it. It gets the filter's path for errors; raises
+InvalidInput."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """Callers by the digest of their key.
+
+    A look-up hashes what a client sends and finds the digest in a dictionary. What the time of that
+    tells of a stored digest is of no use: a client cannot choose the digest of what it sends.
+    """
+
+    callers: Mapping[bytes, Caller]
+
+    def find(self, key: str) -> Caller | None:
+        """Return the caller of a key, or None if no entry has it."""
+        return self.callers.get(digest_of(key))
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Every tenant that a key names."""
+        return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
+
+    def joined(self, more: KeyTable) -> KeyTable:
+        """Return a table with the entries of both."""
+        return KeyTable({**self.callers, **more.callers})
+
+
+def key_of(random_bytes: bytes) -> str:
+    """Return the key that 32 random bytes make.
+
+    Raises:
+        ValueError: There are more or fewer bytes.
+    """
+    if len(random_bytes) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} random bytes, not {len(random_bytes)}")
+    return KEY_PREFIX + base64.urlsafe_b64encode(random_bytes).rstrip(b"=").decode()
+
+
+def digest_of(key: str) -> bytes:
+    """Return the SHA-256 of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def hash_text(key: str) -> str:
+    """Return the ``hash`` of an entry for a key.
+
+    Raises:
+        InvalidInput: It is no key that ``key_of`` made, so it may be easy to guess.
+    """
+    if not _KEY.fullmatch(key):
+        raise InvalidInput("key", "is not a generated key", "run `ragcache keys new`")
+    return _HASH_PREFIX + digest_of(key).hex()
+
+
+def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
+    """Parse a key file. A file without entries has no callers.
+
+    Raises:
+        InvalidInput: The file is wrong. The error names the entry and never shows its hash.
+    """
+    try:
+        document = tomllib.loads(content.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        # The message has a position and no content.
+        raise InvalidInput("keys", f"is not TOML: {error}", "see docs/security.md") from None
+    unknown = document.keys() - {"keys"}
+    entries = document.get("keys", [])
+    if unknown or not isinstance(entries, list):
+        raise InvalidInput("keys", "is not a list of entries", "begin each entry with [[keys]]")
+    if len(entries) > MAX_KEYS:
+        raise InvalidInput("keys", f"has {len(entries)} entries", f"use at most {MAX_KEYS}")
+    callers: dict[bytes, Caller] = {}
+    names: set[str] = set()
+    named: set[str] = set()
+    for index, entry in enumerate(entries):
+        path = f"keys[{index}]"
+        digest, caller = _entry(path, entry, read_filter)
+        if caller.name in names or digest in callers:
+            raise InvalidInput(path, "repeats a name or a hash", "use each once")
+        names.add(caller.name)
+        if caller.tenant is not None and caller.tenant not in named:
+            if len(named) < MAX_NAMED_TENANTS:
+                named.add(caller.tenant)
+            else:
+                caller = replace(caller, is_named=False)
+        callers[digest] = caller
+    return KeyTable(callers)
+
+
+def builtin_table(hashes: Mapping[str, str]) -> KeyTable:
+    """Return the keys of the platform's own components.
+
+    Args:
+        hashes: ``operator`` and ``sync``, each with the hash of its key.
+
+    Raises:
+        InvalidInput: A name is unknown, or a hash is wrong.
+    """
+    callers: dict[bytes, Caller] = {}
+    for name, text in hashes.items():
+        if name not in BUILTIN_SCOPES:
+            known = ", ".join(BUILTIN_SCOPES)
+            raise InvalidInput("builtin keys", f"has no {name!r}", f"use {known}")
+        callers[_digest(name, text)] = Caller(name, scopes=BUILTIN_SCOPES[name])
+    return KeyTable(callers)
+
+
+BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {
+    "operator": frozenset({Scope.ADMIN}),
+    "sync": frozenset({Scope.WRITE}),
+}
+"""Scopes of the components that call the gateway: the self-test, and syncs of collections."""
+
+
+def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Caller]:
+    if not isinstance(entry, dict):
+        raise InvalidInput(path, "is not an entry", "begin each entry with [[keys]]")
+    if unknown := sorted(entry.keys() - _FIELDS):
+        fix = f"use {', '.join(sorted(_FIELDS))}"
+        raise InvalidInput(f"{path}.{unknown[0]}", "is no field of a key", fix)
+    scopes = _scopes(f"{path}.scopes", entry.get("scopes"))
+    collections = _patterns(f"{path}.collections", entry.get("collections", []))
+    given = entry.get("filter")
+    limited = [n for n, v in (("collections", collections), ("filter", given)) if v]
+    if Scope.ADMIN in scopes and limited:
+        problem = "has no effect, because the scope admin reaches everything"
+        raise InvalidInput(f"{path}.{limited[0]}", problem, "leave it out, or drop admin")
+    if given is not None and Scope.WRITE in scopes:
+        problem = "limits searches only, and the scope write reads every document"
+        raise InvalidInput(f"{path}.filter", problem, "leave it out, or drop write")
+    caller = Caller(
+        name=_name(f"{path}.name", entry.get("name")),
+        tenant=None if "tenant" not in entry else _name(f"{path}.tenant", entry["tenant"]),
+        scopes=scopes,
+        priority=_priority(f"{path}.priority", entry.get("priority", 0)),
+        collections=collections,
+        filter=None if given is None else read_filter(f"{path}.filter", given),
+    )
+    return _digest(f"{path}.hash", entry.get("hash")), caller
+
+
+def _digest(path: str, value: object) -> bytes:
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        problem = "is missing" if value is None else "is no hash of a key"
+        raise InvalidInput(path, problem, "use what `ragcache keys new` prints (sha256:...)")
+    return bytes.fromhex(value.removeprefix(_HASH_PREFIX))
+
+
+def _name(path: str, value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        problem = "is missing" if value is None else "is no name"
+        raise InvalidInput(
+            path, problem, "use up to 64 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+    return value
+
+
+def _scopes(path: str, value: object) -> frozenset[Scope]:
+    known = {str(scope) for scope in Scope}
+    fix = f"use a list of {', '.join(Scope)}"
+    if not isinstance(value, list) or not value:
+        raise InvalidInput(path, "is missing" if value is None else "is no list", fix)
+    if wrong := [one for one in value if not isinstance(one, str) or one not in known]:
+        raise InvalidInput(path, f"has {wrong[0]!r}", fix)
+    return frozenset(map(Scope, value))
+
+
+def _patterns(path: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise InvalidInput(path, "is no list of names", 'use patterns like ["team-a-*"]')
+    return tuple(value)
+
+
+def _priority(path: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+        fix = f"use a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidInput(path, "is out of range", fix)
+    return value
+
+
+def entry_text(
+    name: str, key: str, scopes: Iterable[Scope], *, tenant: str | None = None, priority: int = 0
+) -> str:
+    """Return the entry of a key as TOML.
+
+    Raises:
+        InvalidInput: A value is not allowed in a key file.
+    """
+    quoted = ", ".join(f'"{scope}"' for scope in sorted(scopes))
+    lines = [
+        "[[keys]]",
+        f'name = "{_name("name", name)}"',
+        f'hash = "{hash_text(key)}"',
+        f"scopes = [{quoted}]",
+    ]
+    if tenant is not None:
+        lines.append(f'tenant = "{_name("tenant", tenant)}"')
+    if priority:
+        lines.append(f"priority = {_priority('priority', priority)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The sizes of a platform that follow from its model, its documents and its traffic."""
