@@ -15,6 +15,7 @@ from ragcache_core.errors import (
     Overloaded,
     RagCacheError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -43,6 +44,10 @@ def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, obj
             fields = {"field": error.field, "problem": error.problem, "fix": error.fix}
             kind = "too_large" if isinstance(error, TooLarge) else "invalid"
             return grpc.StatusCode.INVALID_ARGUMENT, str(error), {"type": kind, **fields}
+        case Unauthenticated():
+            fields = {"type": "unauthenticated", "field": error.field}
+            fields |= {"problem": error.problem, "fix": error.fix}
+            return grpc.StatusCode.UNAUTHENTICATED, str(error), fields
         case NotFound():
             fields = {"kind": error.kind, "name": error.name, "fix": error.fix}
             return grpc.StatusCode.NOT_FOUND, str(error), {"type": "not_found", **fields}
@@ -83,6 +88,8 @@ def _named_error(service: str, fields: dict[str, str], problem: str) -> RagCache
             return TooLarge(*_texts(fields, "field", "problem", "fix"))
         case "invalid":
             return InvalidInput(*_texts(fields, "field", "problem", "fix"))
+        case "unauthenticated":
+            return Unauthenticated(*_texts(fields, "field", "problem", "fix"))
         case "not_found":
             return NotFound(*_texts(fields, "kind", "name", "fix"))
         case ("unavailable" | "overloaded") as kind:

@@ -8,6 +8,7 @@ traces that are sampled (``OTEL_TRACES_SAMPLER``).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ragcache_core.errors import Unavailable
+from ragcache_wire.telemetry.semantic_conventions import KIND_CHAIN, SCHEMA_URL, SPAN_KIND
 from ragcache_wire.trace_context import PROPAGATOR, TRACEPARENT, TRACESTATE, headers_of
 
 if TYPE_CHECKING:
@@ -38,9 +40,12 @@ __all__ = [
 EXPORT_TIMEOUT_S: Final = 3.0
 """Timeout of one export, and of the last one at shutdown."""
 
+MAX_CONTENT_CHARS: Final = 16_384
+"""Longest text in an attribute. The rest is left out."""
+
 Headers = Iterable[tuple[str, str | bytes]]
 """Headers of a call as in gRPC metadata: the names are in lower case."""
-Attribute = str | int | float | bool
+Attribute = str | int | float | bool | tuple[str, ...]
 
 
 class Span(AbstractContextManager["Span"]):
@@ -50,13 +55,22 @@ class Span(AbstractContextManager["Span"]):
 
     Args:
         span: The span of OpenTelemetry. The default records nothing.
+        started_ns: When it began, in nanoseconds of Unix time.
         exports_errors: See ``Tracer``.
+        exports_content: See ``Tracer``.
     """
 
     def __init__(
-        self, span: trace.Span = trace.INVALID_SPAN, *, exports_errors: bool = False
+        self,
+        span: trace.Span = trace.INVALID_SPAN,
+        started_ns: int = 0,
+        *,
+        exports_errors: bool = False,
+        exports_content: bool = False,
     ) -> None:
         self.is_recording = span.is_recording()
+        self.has_content = self.is_recording and exports_content
+        self.started_ns = started_ns
         self._span = span
         self._exports_errors = exports_errors
         self._counts: dict[str, int] = {}
@@ -70,6 +84,11 @@ class Span(AbstractContextManager["Span"]):
     def set(self, **attributes: Attribute) -> None:
         """Set attributes. Empty strings are left out."""
         self._span.set_attributes({k: v for k, v in attributes.items() if v != ""})
+
+    def set_content(self, **texts: str) -> None:
+        """Set attributes with text of users or documents, if the tracer exports content."""
+        if self.has_content:
+            self.set(**{name: text[:MAX_CONTENT_CHARS] for name, text in texts.items()})
 
     def count(self, **numbers: int) -> None:
         """Add to counters, which become attributes when the span ends."""
@@ -91,11 +110,12 @@ class Span(AbstractContextManager["Span"]):
             self._has_failed = True
             self._span.set_status(StatusCode.ERROR, reason)
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None, ended_ns: int | None = None) -> None:
         """End the span once.
 
         Args:
             error: The exception that ended its ``with`` block, if any.
+            ended_ns: When it ended, in nanoseconds of Unix time. None: now.
         """
         with self._lock:
             if self._has_ended:
@@ -106,7 +126,7 @@ class Span(AbstractContextManager["Span"]):
         elif error is not None:  # the caller cancelled, which is no failure
             self._span.set_attribute("cancelled", True)
         self._span.set_attributes(self._counts)
-        self._span.end()
+        self._span.end(ended_ns)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -157,6 +177,7 @@ class Tracer:
         scope: Name of the instrumentation scope.
         exports_errors: Whether spans carry the messages of errors. Messages may quote a prompt or
             a document, so by default spans carry only the error's type.
+        exports_content: Whether spans carry text of questions, answers and documents.
     """
 
     def __init__(
@@ -165,10 +186,14 @@ class Tracer:
         scope: str = "ragcache",
         *,
         exports_errors: bool = False,
+        exports_content: bool = False,
     ) -> None:
         self._provider = provider
-        self._tracer = provider.get_tracer(scope) if provider is not None else None
+        self._tracer = None
+        if provider is not None:
+            self._tracer = provider.get_tracer(scope, schema_url=SCHEMA_URL)
         self._exports_errors = exports_errors
+        self._exports_content = exports_content
 
     def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
         """Start a server span as a child of the caller's span, or as the root of a new trace.
@@ -205,6 +230,26 @@ class Tracer:
             return NO_SPAN
         return self._start(name, parent.context(), kind, attributes)
 
+    def start_step(self, name: str, **attributes: Attribute) -> Span:
+        """Start a child of the current span, for a step between a question and its answer."""
+        step: dict[str, Attribute] = {SPAN_KIND: KIND_CHAIN}
+        return self.start_child(name, SpanKind.INTERNAL, **attributes, **step)
+
+    def record(
+        self, name: str, parent: Span, start_ns: int, end_ns: int, **attributes: Attribute
+    ) -> None:
+        """Record a child of a span after it has ended.
+
+        Args:
+            start_ns: When it began, in nanoseconds of Unix time.
+            end_ns: When it ended.
+        """
+        if self._tracer is not None and parent.is_recording:
+            span = self._tracer.start_span(
+                name, parent.context(), SpanKind.INTERNAL, attributes, start_time=start_ns
+            )
+            span.end(end_ns)
+
     def close(self) -> None:
         """Export the remaining spans within EXPORT_TIMEOUT_S."""
         if self._provider is not None:
@@ -215,12 +260,25 @@ class Tracer:
     ) -> Span:
         if self._tracer is None:
             return NO_SPAN
-        span = self._tracer.start_span(name, parent, kind, attributes)
-        return Span(span, exports_errors=self._exports_errors) if span.is_recording() else NO_SPAN
+        now_ns = time.time_ns()
+        span = self._tracer.start_span(name, parent, kind, attributes, start_time=now_ns)
+        if not span.is_recording():
+            return NO_SPAN
+        return Span(
+            span,
+            now_ns,
+            exports_errors=self._exports_errors,
+            exports_content=self._exports_content,
+        )
 
 
 def tracer(
-    endpoint: str | None, service: str, instance: str, *, exports_errors: bool = False
+    endpoint: str | None,
+    service: str,
+    instance: str,
+    *,
+    exports_errors: bool = False,
+    exports_content: bool = False,
 ) -> Tracer:
     """Return the tracer of a service, which exports by OTLP over HTTP.
 
@@ -229,6 +287,7 @@ def tracer(
         service: Name of the service.
         instance: Name of this process among those of the service.
         exports_errors: See ``Tracer``.
+        exports_content: See ``Tracer``.
     """
     if not endpoint:
         return Tracer()
@@ -242,7 +301,12 @@ def tracer(
     provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracer(provider, f"ragcache.{service}", exports_errors=exports_errors)
+    return Tracer(
+        provider,
+        f"ragcache.{service}",
+        exports_errors=exports_errors,
+        exports_content=exports_content,
+    )
 
 
 def resource(service: str, instance: str) -> Resource:

@@ -21,12 +21,15 @@ QUERY_TIMEOUT_S = 10.0
 UPSERT_TIMEOUT_S = 300.0
 """Embedding a large document takes minutes on a small machine."""
 
+EMBED_TIMEOUT_S = 60.0
+"""Time to embed or to score a client's texts."""
+
 COPY_TIMEOUT_S = 3600.0
 """Time to send all documents of a large retriever over a slow network."""
 
 _READS: Final = (
     *("Search", "GetCollection", "ListCollections", "GetDocument", "ListDocuments"),
-    *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus"),
+    *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus", "Embed", "Rerank"),
 )
 _SERVICE_CONFIG: Final = json.dumps(
     {
@@ -77,9 +80,15 @@ class RetrieverClient:
         """Close the channel and cancel running calls."""
         await self._channel.close(grace=None)
 
-    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
-        """Create or change a collection."""
-        request = pb.PutCollectionRequest(collection=collection)
+    async def put_collection(
+        self, collection: pb.Collection, *, keep_unset: bool = False
+    ) -> pb.Collection:
+        """Create or change a collection.
+
+        Args:
+            keep_unset: Whether a collection that exists keeps the settings that are unset here.
+        """
+        request = pb.PutCollectionRequest(collection=collection, keep_unset=keep_unset)
         return await _call(self._stub.PutCollection(request, timeout=UPSERT_TIMEOUT_S))
 
     async def get_collection(self, name: str) -> pb.Collection:
@@ -129,6 +138,21 @@ class RetrieverClient:
         request = pb.GetSimilarChunksRequest(collection=collection, id=document_id, top_k=top_k)
         reply = await _call(self._stub.GetSimilarChunks(request, timeout=UPSERT_TIMEOUT_S))
         return [list(chunk.similar) for chunk in reply.chunks]
+
+    async def embed(self, texts: Sequence[str]) -> pb.EmbedReply:
+        """Return the embeddings of texts."""
+        request = pb.EmbedRequest(texts=texts)
+        return await _call(
+            self._stub.Embed(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
+        )
+
+    async def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
+        """Return a score for each text; a higher one answers the query better."""
+        request = pb.RerankRequest(query=query, texts=texts)
+        reply = await _call(
+            self._stub.Rerank(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
+        )
+        return list(reply.scores)
 
     async def list_removals(self, after: int) -> pb.ListRemovalsReply:
         """Return which documents have lost text after a sequence number."""
@@ -201,6 +225,7 @@ class RetrieverClient:
         async def requests() -> AsyncIterator[pb.BackupPart]:
             async for data in parts:
                 yield pb.BackupPart(data=data)
+            yield pb.BackupPart(last=True)
 
         reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
         return reply.documents

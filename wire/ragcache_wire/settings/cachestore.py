@@ -15,9 +15,11 @@ from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_wire.settings.field_types import (
     Address,
     HttpUrl,
+    LogForm,
     LogLevel,
     OnOff,
     ShardMembers,
+    SigningKeyFile,
     whole_number,
 )
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
@@ -57,8 +59,8 @@ class CacheStoreSettings(ServiceSettings):
     listen: Address = setting(internal="The operator chooses the port.")
     """Address that the gRPC server binds."""
     health_listen: Address | None = setting(None, internal="The operator chooses the port.")
-    """Address for health over HTTP: /healthz and /readyz. Without it, health is served by gRPC
-    alone."""
+    """Address for /healthz, /readyz and /metrics over HTTP. Without it, health is served by gRPC
+    alone, and metrics are not served."""
     data_listen: Address | None = setting(None, internal="The operator chooses the port.")
     """Address of the data transport over TCP. Without it, the store does not offer it."""
     data_socket: (
@@ -103,12 +105,20 @@ class CacheStoreSettings(ServiceSettings):
         None, internal="The operator derives it from the pod's name."
     )
     """Address of this shard among the shards."""
+    signing_key_file: SigningKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the keys."
+    )
+    """Keys of the gateways: a token under one of them admits a gateway to the feed of the stored
+    variants. The file is read again when it changes. Without it, the feed is served on loopback
+    only."""
     replication: OnOff = setting(True, spec="spec.cacheStore.replication.enabled")
     """Whether the shard copies its busiest variants to another shard."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no telemetry is sent."""
     log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
     """Least severe level that is logged."""
+    log_format: LogForm = setting("text", spec="spec.telemetry.logs")
+    """Format of log lines: text, or one JSON object in each line."""
 
     @model_validator(mode="before")
     @classmethod

@@ -33,14 +33,19 @@ class EngineSettings(ServiceSettings):
     cachestore: ShardMembers = setting(internal="The operator mounts the file with the shards.")
     """The shards of the cache store. A file is read again when it changes."""
     records_listen: Address | None = setting(None, internal="The operator chooses the port.")
-    """Address where the engine serves the records of its requests. Without it, it serves none."""
+    """Address where the engine serves the records of its requests and what its caches have. Without
+    it, it serves neither."""
     signing_key_file: SigningKeyFile | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
-    """Keys of the gateway's signature: the engine acts only on plans that one of them signed. The
-    file is read again when it changes. Without it, the engine acts on any plan."""
+    """Keys of the gateway's signature: the engine acts only on plans that one of them signed, and
+    tells only gateways what its caches have. The file is read again when it changes. Without it,
+    the engine acts on any plan, and tells what its caches have on loopback only."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
-    """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no spans are made."""
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
+    none are sent."""
+    metrics_listen: Address | None = setting(None, internal="The operator chooses the port.")
+    """Address of a port that serves /metrics alone. vLLM's server serves it too."""
 
     host_tier_bytes: ByteQuantity = setting(0, spec="spec.engines[].hostTier")
     """Host memory for values, pinned where there is a GPU. 0: none."""

@@ -100,7 +100,34 @@ def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys
     return SigningKeys(Path(value))
 
 
+def _absolute_path(value: Path | str) -> Path:
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return Path(value)
+
+
+def _key_hashes(value: str | Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    pairs = (entry.partition("=") for entry in _comma_separated(value))
+    return tuple((name, text) for name, _, text in pairs)
+
+
+def _not_negative(value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError("below 0")
+    return value
+
+
 Address = Annotated[str, AfterValidator(_checked_address), Accepts("host:port")]
+AbsolutePath = Annotated[
+    Path, PlainValidator(_absolute_path), Accepts("the absolute path of a file")
+]
+KeyHashes = Annotated[
+    tuple[tuple[str, str], ...],
+    PlainValidator(_key_hashes),
+    Accepts("NAME=sha256:HASH, several with commas between"),
+]
 OnOff = Annotated[bool, BeforeValidator(_on_or_off), Accepts("on or off")]
 WholeSeconds = Annotated[
     int, BeforeValidator(whole_number), Accepts("a whole number of seconds, 0 or more")
@@ -108,10 +135,16 @@ WholeSeconds = Annotated[
 Seconds = Annotated[
     float, AfterValidator(_finite_above_zero), Accepts("a number of seconds above 0")
 ]
+SecondsOrZero = Annotated[
+    float, AfterValidator(_not_negative), Accepts("a number of seconds, 0 or more")
+]
 TokenCount = Annotated[
     int, BeforeValidator(whole_number), Field(ge=1), Accepts("a number of tokens, 1 or more")
 ]
 Count = Annotated[int, BeforeValidator(whole_number), Accepts("a whole number, 0 or more")]
+Limit = Annotated[
+    int, BeforeValidator(whole_number), Field(ge=1), Accepts("a whole number, 1 or more")
+]
 ByteQuantity = Annotated[int, BeforeValidator(_quantity), Accepts("bytes, as 4294967296 or 4Gi")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Accepts("a share from 0 to 1")]
 HttpUrl = Annotated[str, AfterValidator(_http_url), Accepts("a URL like http://collector:4318")]
@@ -135,6 +168,7 @@ LogLevel = Annotated[
     BeforeValidator(_lower),
     Accepts("debug, info, warning or error"),
 ]
+LogForm = Literal["text", "json"]
 ModelDtype = Literal["auto", "bfloat16", "float16", "float32"]
 ShardMembers = Annotated[
     Members,

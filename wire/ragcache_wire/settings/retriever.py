@@ -15,7 +15,10 @@ from ragcache_wire.settings.field_types import (
     ByteQuantity,
     Count,
     HttpUrl,
+    Limit,
+    LogForm,
     LogLevel,
+    OnOff,
     Seconds,
     whole_number,
 )
@@ -63,9 +66,6 @@ def _lease_name(value: str) -> str:
 ExpectedRecall = Annotated[
     float, Field(ge=0.5, le=1, allow_inf_nan=False), Accepts("a number from 0.5 to 1")
 ]
-Limit = Annotated[
-    int, BeforeValidator(whole_number), Field(ge=1), Accepts("a whole number, 1 or more")
-]
 WriterLeaseName = Annotated[
     str,
     AfterValidator(_lease_name),
@@ -87,8 +87,8 @@ class RetrieverSettings(ServiceSettings):
     listen: Address = setting(internal="The operator chooses the port.")
     """Address that the gRPC server binds."""
     health_listen: Address | None = setting(None, internal="The operator chooses the port.")
-    """Address for health over HTTP: /healthz and /readyz. Without it, health is served by gRPC
-    alone."""
+    """Address for /healthz, /readyz and /metrics over HTTP. Without it, health is served by gRPC
+    alone, and metrics are not served."""
     data_dir: Path = setting(internal="The operator mounts the volume.")
     """Folder of the documents and their vectors."""
     model: str = setting(spec="spec.model.source")
@@ -161,9 +161,14 @@ class RetrieverSettings(ServiceSettings):
     max_lag_s: Seconds = setting(30.0, spec="spec.retriever.maxLagSeconds")
     """Age of a change from which a replica that lacks it is not ready."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
-    """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no spans are made."""
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
+    none are sent."""
+    trace_content: OnOff = setting(False, spec="spec.telemetry.content")
+    """Whether spans have the text of questions, answers and retrieved chunks."""
     log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
     """Least severe level that is logged."""
+    log_format: LogForm = setting("text", spec="spec.telemetry.logs")
+    """Format of log lines: text, or one JSON object in each line."""
 
     @property
     def embeds_itself(self) -> bool:

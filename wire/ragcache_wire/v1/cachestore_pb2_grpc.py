@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from ragcache_wire.v1 import cachestore_pb2 as ragcache__wire_dot_v1_dot_cachestore__pb2
+from ragcache_wire.v1 import node_feed_pb2 as ragcache__wire_dot_v1_dot_node__feed__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -91,8 +92,8 @@ class CacheStoreStub:
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/ragcache.v1.CacheStore/Watch',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Event.FromString,
+                request_serializer=ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/ragcache.v1.CacheStore/Stats',
@@ -183,7 +184,7 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Returns each change of the stored variants from now on, after a snapshot if asked for.
+        """Returns the stored variants as nodes of the knowledge tree, and each change from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -250,8 +251,8 @@ def add_CacheStoreServicer_to_server(servicer, server):
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Event.SerializeToString,
+                    request_deserializer=ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -559,8 +560,8 @@ class CacheStore:
             request,
             target,
             '/ragcache.v1.CacheStore/Watch',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.Event.FromString,
+            ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.FromString,
             options,
             channel_credentials,
             insecure,

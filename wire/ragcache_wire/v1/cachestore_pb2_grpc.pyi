@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from ragcache_wire.v1 import cachestore_pb2 as _cachestore_pb2
+from ragcache_wire.v1 import node_feed_pb2 as _node_feed_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -64,8 +65,8 @@ class CacheStoreStub:
     """
     ChangeReplica: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]
     """Makes or drops a copy of a variant on another shard."""
-    Watch: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]
-    """Returns each change of the stored variants from now on, after a snapshot if asked for."""
+    Watch: _grpc.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]
+    """Returns the stored variants as nodes of the knowledge tree, and each change from now on."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]
 
 @_typing.type_check_only
@@ -104,8 +105,8 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """
     ChangeReplica: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]  # type: ignore[assignment]
     """Makes or drops a copy of a variant on another shard."""
-    Watch: _aio.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]  # type: ignore[assignment]
-    """Returns each change of the stored variants from now on, after a snapshot if asked for."""
+    Watch: _aio.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]  # type: ignore[assignment]
+    """Returns the stored variants as nodes of the knowledge tree, and each change from now on."""
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]  # type: ignore[assignment]
 
 class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -205,10 +206,10 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Watch(
         self,
-        request: _cachestore_pb2.WatchRequest,
+        request: _node_feed_pb2.WatchRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Event], _abc.AsyncIterator[_cachestore_pb2.Event]]:
-        """Returns each change of the stored variants from now on, after a snapshot if asked for."""
+    ) -> _typing.Union[_abc.Iterator[_node_feed_pb2.NodeChanges], _abc.AsyncIterator[_node_feed_pb2.NodeChanges]]:
+        """Returns the stored variants as nodes of the knowledge tree, and each change from now on."""
 
     @_abc_1.abstractmethod
     def Stats(

@@ -173,6 +173,7 @@ class RequestRecord(_message.Message):
     MISSING_CHUNKS_FIELD_NUMBER: _builtins.int
     SELECT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
     """waiting to be scheduled, before a load and after it"""
@@ -204,6 +205,10 @@ class RequestRecord(_message.Message):
     def predicted(self) -> Global___PredictedTime:
         """What the engine predicted when it decided how much to load. Unset: it could not predict."""
 
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentRecord]:
+        """The valid segments of the plan, in the order of the prompt."""
+
     def __init__(
         self,
         *,
@@ -222,14 +227,102 @@ class RequestRecord(_message.Message):
         missing_chunks: _abc.Iterable[_builtins.int] | None = ...,
         select_s: _builtins.float = ...,
         predicted: Global___PredictedTime | None = ...,
+        segments: _abc.Iterable[Global___SegmentRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["predicted", b"predicted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "missing_chunks", b"missing_chunks", "predicted", b"predicted", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request", "select_s", b"select_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "missing_chunks", b"missing_chunks", "predicted", b"predicted", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request", "segments", b"segments", "select_s", b"select_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestRecord: _TypeAlias = RequestRecord  # noqa: Y015
+
+@_typing.final
+class SegmentRecord(_message.Message):
+    """Where the KV of prompt tokens [start, end) came from. Tokens that are neither cached nor loaded
+    were computed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BLENDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    cached_tokens: _builtins.int
+    """in vLLM's own prefix cache"""
+    loaded_tokens: _builtins.int
+    """recomputed ones included"""
+    recomputed_tokens: _builtins.int
+    """computed among loaded ones"""
+    blended: _builtins.bool
+    """the loaded variant was computed after another prefix"""
+    reason: _builtins.str
+    """why not all of it was cached or loaded; empty if it was"""
+    @_builtins.property
+    def source(self) -> Global___LoadSource:
+        """absent if nothing was loaded"""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        loaded_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        source: Global___LoadSource | None = ...,
+        blended: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended", b"blended", "cached_tokens", b"cached_tokens", "end", b"end", "loaded_tokens", b"loaded_tokens", "reason", b"reason", "recomputed_tokens", b"recomputed_tokens", "source", b"source", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentRecord: _TypeAlias = SegmentRecord  # noqa: Y015
+
+@_typing.final
+class LoadSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_POSITION_FIELD_NUMBER: _builtins.int
+    FIX_OVERHEAD_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """of the engine or of the store"""
+    num_bytes: _builtins.int
+    base_position: _builtins.int
+    """of the variant's first token when it was computed"""
+    fix_overhead: _builtins.float
+    """CCI * (1 - beta') of this use"""
+    prefix: _builtins.bytes
+    """prefix key of the variant"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        base_position: _builtins.int = ...,
+        fix_overhead: _builtins.float = ...,
+        prefix: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_position", b"base_position", "fix_overhead", b"fix_overhead", "num_bytes", b"num_bytes", "prefix", b"prefix", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadSource: _TypeAlias = LoadSource  # noqa: Y015
 
 @_typing.final
 class PredictedTime(_message.Message):

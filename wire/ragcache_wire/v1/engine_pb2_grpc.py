@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from ragcache_wire.v1 import engine_pb2 as ragcache__wire_dot_v1_dot_engine__pb2
+from ragcache_wire.v1 import node_feed_pb2 as ragcache__wire_dot_v1_dot_node__feed__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,7 +27,8 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
     """
 
     def __init__(self, channel):
@@ -45,10 +47,16 @@ class EngineStub:
                 request_serializer=ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.Costs.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/ragcache.v1.Engine/Watch',
+                request_serializer=ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
     """
 
     def GetRequestRecord(self, request, context):
@@ -61,6 +69,13 @@ class EngineServicer:
 
     def GetCosts(self, request, context):
         """Returns how long prefills and loads take in this engine, to predict the time to first token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Returns the nodes of the knowledge tree that the engine has, and each change from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +94,11 @@ def add_EngineServicer_to_server(servicer, server):
                     request_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_engine__pb2.Costs.SerializeToString,
             ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ragcache.v1.Engine', rpc_method_handlers)
@@ -88,7 +108,8 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
     """
 
     @staticmethod
@@ -135,6 +156,33 @@ class Engine:
             '/ragcache.v1.Engine/GetCosts',
             ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_engine__pb2.Costs.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ragcache.v1.Engine/Watch',
+            ragcache__wire_dot_v1_dot_node__feed__pb2.WatchRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_node__feed__pb2.NodeChanges.FromString,
             options,
             channel_credentials,
             insecure,

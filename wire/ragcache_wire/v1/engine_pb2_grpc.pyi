@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from ragcache_wire.v1 import engine_pb2 as _engine_pb2
+from ragcache_wire.v1 import node_feed_pb2 as _node_feed_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -27,7 +28,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineStub:
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,10 +42,14 @@ class EngineStub:
     """
     GetCosts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]
     """Returns how long prefills and loads take in this engine, to predict the time to first token."""
+    Watch: _grpc.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]
+    """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetRequestRecord: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRequestRecordRequest, _engine_pb2.RequestRecord]  # type: ignore[assignment]
@@ -51,9 +58,13 @@ class EngineAsyncStub(EngineStub):
     """
     GetCosts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]  # type: ignore[assignment]
     """Returns how long prefills and loads take in this engine, to predict the time to first token."""
+    Watch: _aio.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]  # type: ignore[assignment]
+    """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
-    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
+    """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
+    the record of a request.
+    """
 
     @_abc_1.abstractmethod
     def GetRequestRecord(
@@ -72,5 +83,13 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.Costs, _abc.Awaitable[_engine_pb2.Costs]]:
         """Returns how long prefills and loads take in this engine, to predict the time to first token."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _node_feed_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_feed_pb2.NodeChanges], _abc.AsyncIterator[_node_feed_pb2.NodeChanges]]:
+        """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

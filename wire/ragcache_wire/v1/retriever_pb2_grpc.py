@@ -85,6 +85,16 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/ragcache.v1.Retriever/Embed',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.EmbedReply.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/ragcache.v1.Retriever/Rerank',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.RerankRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.RerankReply.FromString,
+                _registered_method=True)
         self.ListRemovals = channel.unary_unary(
                 '/ragcache.v1.Retriever/ListRemovals',
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListRemovalsRequest.SerializeToString,
@@ -204,6 +214,21 @@ class RetrieverServicer:
     def GetSimilarChunks(self, request, context):
         """Returns the most similar chunks of the collection for each chunk of a document, to decide which
         chunks are computed ahead of questions, and after which others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the embeddings of texts, as searches embed questions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+        else by the cosine of their embeddings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,6 +360,16 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.GetSimilarChunks,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.EmbedRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.EmbedReply.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.RerankRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.RerankReply.SerializeToString,
             ),
             'ListRemovals': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRemovals,
@@ -658,6 +693,60 @@ class Retriever:
             '/ragcache.v1.Retriever/GetSimilarChunks',
             ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.GetSimilarChunksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/Embed',
+            ragcache__wire_dot_v1_dot_retriever__pb2.EmbedRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.EmbedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/Rerank',
+            ragcache__wire_dot_v1_dot_retriever__pb2.RerankRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.RerankReply.FromString,
             options,
             channel_credentials,
             insecure,

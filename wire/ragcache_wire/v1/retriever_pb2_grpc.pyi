@@ -53,6 +53,12 @@ class RetrieverStub:
     """Returns the most similar chunks of the collection for each chunk of a document, to decide which
     chunks are computed ahead of questions, and after which others.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.EmbedRequest, _retriever_pb2.EmbedReply]
+    """Returns the embeddings of texts, as searches embed questions."""
+    Rerank: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.RerankRequest, _retriever_pb2.RerankReply]
+    """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+    else by the cosine of their embeddings.
+    """
     ListRemovals: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]
     """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
     these documents. A removal can be asked for during 15 minutes at least.
@@ -106,6 +112,12 @@ class RetrieverAsyncStub(RetrieverStub):
     GetSimilarChunks: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetSimilarChunksRequest, _retriever_pb2.GetSimilarChunksReply]  # type: ignore[assignment]
     """Returns the most similar chunks of the collection for each chunk of a document, to decide which
     chunks are computed ahead of questions, and after which others.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_retriever_pb2.EmbedRequest, _retriever_pb2.EmbedReply]  # type: ignore[assignment]
+    """Returns the embeddings of texts, as searches embed questions."""
+    Rerank: _aio.UnaryUnaryMultiCallable[_retriever_pb2.RerankRequest, _retriever_pb2.RerankReply]  # type: ignore[assignment]
+    """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+    else by the cosine of their embeddings.
     """
     ListRemovals: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]  # type: ignore[assignment]
     """Returns which documents have lost text after a sequence number. Gateways drop what they keep of
@@ -217,6 +229,24 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.GetSimilarChunksReply, _abc.Awaitable[_retriever_pb2.GetSimilarChunksReply]]:
         """Returns the most similar chunks of the collection for each chunk of a document, to decide which
         chunks are computed ahead of questions, and after which others.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _retriever_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.EmbedReply, _abc.Awaitable[_retriever_pb2.EmbedReply]]:
+        """Returns the embeddings of texts, as searches embed questions."""
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _retriever_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.RerankReply, _abc.Awaitable[_retriever_pb2.RerankReply]]:
+        """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+        else by the cosine of their embeddings.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,77 @@
+"""Async client of the feed of an engine or of a shard of the cache store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.feeds.feed_access import feed_metadata
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.v1 import cachestore_pb2, engine_pb2
+from ragcache_wire.v1 import node_feed_pb2 as pb
+from ragcache_wire.watched.signing_keys import SigningKeys
+
+ENGINE_FEED: Final = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Watch"
+SHARD_FEED: Final = f"/{cachestore_pb2.DESCRIPTOR.services_by_name['CacheStore'].full_name}/Watch"
+
+
+class FeedNotServed(Exception):
+    """The source has no feed: it is of another version, or no service of RagCache."""
+
+
+class FeedClient:
+    """One channel to a source at address ("host:port").
+
+    Args:
+        method: ENGINE_FEED or SHARD_FEED.
+        keys: The signing keys; the first one signs. None: calls carry no token.
+    """
+
+    def __init__(self, address: str, method: str, keys: SigningKeys | None) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._method = method
+        self._keys = keys
+        self._watch: Any = self._channel.unary_stream(
+            method,
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=pb.NodeChanges.FromString,
+        )
+
+    async def close(self) -> None:
+        """Close the channel. Calls in flight end at once."""
+        await self._channel.close(grace=None)
+
+    async def watch(
+        self, boot: bytes = b"", after: int = 0
+    ) -> AsyncGenerator[pb.NodeChanges, None]:
+        """Yield the source's messages until it ends the call.
+
+        A reader that is slow holds the source back, which then sends a snapshot.
+
+        Args:
+            boot: Continue after a change of this boot, if the source still has what follows.
+                Otherwise a snapshot comes first.
+            after: Number of that change.
+
+        Raises:
+            Unauthenticated: The source does not accept the token.
+            FeedNotServed: It has no feed.
+            Unavailable: It does not answer, or has gone away.
+        """
+        metadata = feed_metadata(self._keys, self._method)
+        call = self._watch(pb.WatchRequest(boot=boot, after=after), metadata=metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.aio.AioRpcError) and (
+                error.code() is grpc.StatusCode.UNIMPLEMENTED
+            ):
+                raise FeedNotServed(error.details()) from error
+            raise from_rpc_error("feed", error) from error
+        finally:
+            call.cancel()

@@ -1,0 +1,1 @@
+"""Feeds of the cache view: messages, their order, and who may read them."""
