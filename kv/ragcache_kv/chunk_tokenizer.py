@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from ragcache_core.identity.packed_ids import ID_BYTES, PackedIds
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR
 
 TOKENIZATION_VERSION = 1
 """Increase it when chunks would get other token ids. Stored documents are then prepared again."""
 
-ID_BYTES = 4
 _UNKNOWN_TOKENS = frozenset({"<unk>", "[UNK]"})
 _FILES = (
     "tokenizer.json",
@@ -72,23 +70,21 @@ class ChunkTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def unpack(self, packed: bytes) -> array[int] | None:
+    def unpack(self, packed: bytes) -> PackedIds | None:
         """Return the ids of ``pack_ids``; None unless they can be those of a chunk.
 
         A chunk has tokens of the vocabulary without control tokens, and ends with the separator.
         """
         if not packed or len(packed) % ID_BYTES:
             return None
-        ids = np.frombuffer(packed, "<u4")
+        found = PackedIds(packed)
+        ids = found.array
         if ids.max() >= len(self._is_allowed) or not self._is_allowed[ids].all():
             return None
         separator = self._separator
-        if list(ids[len(ids) - len(separator) :]) != separator:
+        if list(found[len(found) - len(separator) :]) != separator:
             return None
-        unpacked = array("I", packed)
-        if sys.byteorder == "big":
-            unpacked.byteswap()
-        return unpacked
+        return found
 
     @functools.cached_property
     def _separator(self) -> list[int]:
@@ -124,7 +120,7 @@ class ChunkTokenizer:
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes: uint32, little-endian."""
-    return np.asarray(ids, "<u4").tobytes()
+    return PackedIds.of(ids).packed
 
 
 def tokenizer_identity(folder: Path) -> str:

@@ -7,7 +7,7 @@ client's transports, so the event loop stays free.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +18,6 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import (
     Ack,
     Deletion,
-    Event,
     LookupAnswer,
     LookupKey,
     NewVariant,
@@ -31,7 +30,7 @@ from ragcache_kv.store_client.client import (
     TRANSPORTS,
     StoreClient,
 )
-from ragcache_kv.values.conversions import from_event, to_deletion, to_key
+from ragcache_kv.values.conversions import to_deletion, to_key
 from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
@@ -109,18 +108,6 @@ class AsyncStoreClient:
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request, timeout_s)
         return reply.started
-
-    async def watch(self, boot: bytes = b"", after: int = 0) -> AsyncGenerator[Event, None]:
-        """Yield the store's events; see StoreClient.watch. Raises Unavailable when it stops."""
-        request = pb.WatchRequest(boot=boot, after=after)
-        call = self._stub.Watch(request, metadata=metadata(traceparent()))
-        try:
-            async for message in call:
-                yield from_event(message)
-        except grpc.RpcError as error:
-            raise from_rpc_error(SERVICE, error) from error
-        finally:
-            call.cancel()
 
     async def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
         """See StoreClient.stats."""

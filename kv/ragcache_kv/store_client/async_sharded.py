@@ -116,11 +116,12 @@ class AsyncShardedStore:
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | RagCacheError]:
     """Run calls concurrently. Return the result of each, or its core error."""
-
-    async def result(call: Coroutine[Any, Any, T]) -> T | RagCacheError:
-        try:
-            return await call
-        except RagCacheError as error:
-            return error
-
-    return await asyncio.gather(*map(result, calls))
+    # No coroutine around each call: one that is cancelled before it begins would leave the call's
+    # coroutine unstarted, which Python reports as an error.
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    answers: list[T | RagCacheError] = []
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, RagCacheError):
+            raise result
+        answers.append(result)
+    return answers

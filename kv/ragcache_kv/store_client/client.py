@@ -27,7 +27,6 @@ from ragcache_core.store_api import (
     Ack,
     Deletion,
     DeletionBatch,
-    Event,
     Hello,
     LookupAnswer,
     LookupKey,
@@ -43,7 +42,6 @@ from ragcache_kv.transport.tcp_transport import TcpTransport
 from ragcache_kv.transport.transport import SERVICE, Transport, ValueRequest, to_unavailable
 from ragcache_kv.values.conversions import (
     from_deletion_batch,
-    from_event,
     from_hello,
     from_lookup_reply,
     from_miss,
@@ -286,23 +284,6 @@ class StoreClient:
         request = pb.ChangeReplicaRequest(key=to_key(key), shard=shard, drop=drop)
         return self._call(self._stub.ChangeReplica, request, timeout_s).changed
 
-    def watch(
-        self, boot: bytes = b"", after: int = 0, timeout_s: float | None = None
-    ) -> Iterator[Event]:
-        """Return the store's events. A caller that stops early ends the call.
-
-        Args:
-            boot: Continue after an event of this boot, if the store still remembers it. Otherwise a
-                snapshot comes first.
-            after: Sequence number of that event.
-            timeout_s: Time after which the call ends; None for no limit.
-        """
-        self._require_own()
-        request = pb.WatchRequest(boot=boot, after=after)
-        parent = metadata(traceparent())
-        call: Any = self._stub.Watch(request, timeout=timeout_s, metadata=parent)
-        return _events(call)
-
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
         """Return counters and sizes. Raises Unavailable."""
         return self._call(self._stub.Stats, pb.StatsRequest(), timeout_s)
@@ -462,16 +443,6 @@ class StoreClient:
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
             raise Unavailable(SERVICE, "the client belongs to the parent process; make a new one")
-
-
-def _events(call: Any) -> Iterator[Event]:
-    try:
-        for message in call:
-            yield _read(partial(from_event, message))
-    except grpc.RpcError as error:
-        raise from_rpc_error(SERVICE, error) from error
-    finally:
-        call.cancel()
 
 
 def _read_deletions(call: Any, idle_s: float) -> Generator[DeletionBatch, None, None]:

@@ -36,8 +36,6 @@ from ragcache_core.store_api import (
     ChunkVariants,
     Deletion,
     DeletionBatch,
-    Event,
-    EventKind,
     Hello,
     LookupAnswer,
     LookupKey,
@@ -71,15 +69,6 @@ _MISSES: Final = {
     Miss.OTHER_DOMAIN: pb.MISS_OTHER_DOMAIN,
 }
 _MISSES_BACK: Final = {number: miss for miss, number in _MISSES.items()}
-_KINDS: Final = {
-    EventKind.STORED: pb.Event.STORED,
-    EventKind.MOVED: pb.Event.MOVED,
-    EventKind.REPLACED: pb.Event.REPLACED,
-    EventKind.DROPPED: pb.Event.DROPPED,
-    EventKind.SNAPSHOT_BEGIN: pb.Event.SNAPSHOT_BEGIN,
-    EventKind.SNAPSHOT_END: pb.Event.SNAPSHOT_END,
-}
-_KINDS_BACK: Final = {number: kind for kind, number in _KINDS.items()}
 _PRECISIONS: Final = {"": Precision(), str(Precision()): Precision()}
 
 
@@ -664,31 +653,6 @@ def from_deletion_batch(message: pb.DeletionBatch) -> DeletionBatch:
         deletions=tuple(
             [from_deletion(f"deletions[{i}]", one) for i, one in enumerate(message.deletions)]
         ),
-    )
-
-
-def to_event(event: Event) -> pb.Event:
-    """Convert an event."""
-    return pb.Event(
-        boot=event.boot,
-        sequence=event.sequence,
-        kind=_KINDS[event.kind],
-        key=None if event.key is None else to_key(event.key),
-        tier="" if event.tier is None else event.tier,
-        info=None if event.info is None else to_info(event.info, 0),
-    )
-
-
-def from_event(message: pb.Event) -> Event:
-    """Read an event. Raises InvalidInput."""
-    info = message.info
-    return Event(
-        boot=message.boot,
-        sequence=message.sequence,
-        kind=_KINDS_BACK[message.kind],
-        key=from_key("key", message.key) if message.HasField("key") else None,
-        tier=from_tier("tier", message.tier) if message.tier else None,
-        info=from_info("info", info, info.num_bytes) if message.HasField("info") else None,
     )
 
 
