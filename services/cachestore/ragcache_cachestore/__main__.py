@@ -19,7 +19,7 @@ from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
-from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Telemetry
+from ragcache_cachestore.telemetry.exporter import PART, RecordingTelemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.tiering.precision_assignment import (
     FixedAssignment,
@@ -27,10 +27,14 @@ from ragcache_core.tiering.precision_assignment import (
     PrecisionAssignment,
 )
 from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
+from ragcache_wire.clients.feed_client import SHARD_FEED
+from ragcache_wire.feeds.feed_access import FeedGuard
+from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import CacheStoreSettings
 from ragcache_wire.settings.field_types import split_address
+from ragcache_wire.telemetry.log_format import start_logging
 
 log = logging.getLogger("ragcache_cachestore")
 
@@ -59,11 +63,13 @@ async def serve(config: CacheStoreSettings) -> None:
     Raises:
         InvalidInput: An address or the folder cannot be used.
     """
-    async with HealthServer(config.health_listen) as health:
+    telemetry = RecordingTelemetry.start(config.otlp_endpoint, config.own_address or config.listen)
+    async with HealthServer(config.health_listen, telemetry.collectors) as health:
         health.set_progress("opening the disk tier")
         with contextlib.ExitStack() as resources:
+            resources.callback(telemetry.close)
             # In a thread, because health must answer while many variants are loaded.
-            shard = await asyncio.to_thread(_open, config, resources, health)
+            shard = await asyncio.to_thread(_open, config, telemetry, resources, health)
             try:
                 await _serve(config, shard, health)
             finally:
@@ -72,18 +78,17 @@ async def serve(config: CacheStoreSettings) -> None:
 
 
 def _open(
-    config: CacheStoreSettings, resources: contextlib.ExitStack, health: HealthServer
+    config: CacheStoreSettings,
+    telemetry: RecordingTelemetry,
+    resources: contextlib.ExitStack,
+    health: HealthServer,
 ) -> ShardProcess:
     """Open the store and the components that use it.
 
     Args:
         resources: Closes them in reverse order.
     """
-    telemetry = Telemetry()
     own_address = config.own_address or config.listen
-    if config.otlp_endpoint is not None:
-        telemetry = ExportingTelemetry.to(config.otlp_endpoint, own_address)
-    resources.callback(telemetry.close)
     options = StoreOptions(
         config.memory_bytes,
         config.disk_bytes,
@@ -119,6 +124,7 @@ async def _serve(config: CacheStoreSettings, shard: ShardProcess, health: Health
         shard.data_server.hello(),
         shard.replicator if is_sharded else None,
         gated=is_sharded,
+        feed_guard=FeedGuard(config.signing_key_file, config.listen, SHARD_FEED),
     )
     server = _listen(config.listen, service, health)
     await server.start()
@@ -177,10 +183,8 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         config = CacheStoreSettings()
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        )
+        start_logging(config.log_level, config.log_format, PART)
+        keep_collections_short()
         asyncio.run(serve(config))
     except InvalidInput as error:
         print(error, file=sys.stderr)

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from ragcache_cachestore.background.re_encoder import ReEncodingCandidate
 from ragcache_cachestore.components import StoreOptions, open_components
 from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.state.store_feed import is_announced, node_change
 from ragcache_cachestore.telemetry.counters import Stats
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Precision, Tier, ValuePart
+from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.store_api import (
     REUSE,
     Ack,
     Deletion,
     DeletionBatch,
-    Event,
-    EventKind,
     LookupAnswer,
     LookupKey,
     NewVariant,
@@ -37,6 +38,7 @@ from ragcache_core.store_api import (
     VariantUse,
 )
 from ragcache_kv.values.outgoing_value import ReadyValue
+from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,13 @@ class Store:
     @property
     def boot(self) -> bytes:
         """Id of this start."""
-        return self._state.feed.boot
+        return self._state.feed.log.boot
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last change in the feed."""
+        with self._state.lock:
+            return self._state.feed.log.sequence
 
     @property
     def store_id(self) -> bytes:
@@ -224,25 +232,21 @@ class Store:
         """Drop variants that no prompt can reach. Return how many were stored."""
         return self._deletes.discard_orphans(keys)
 
-    # Events
+    # The feed (FeedSource)
 
-    def snapshot(self) -> tuple[int, list[Event]]:
-        """Return the sequence of the last event, and a STORED event for every variant."""
+    def changes_after(self, sequence: int, limit: int) -> list[NodeChange] | None:
+        """Return the first changes after a sequence number; None: a snapshot is needed."""
         with self._state.lock:
-            sequence = self._state.feed.sequence
-            stored = [(one.key, one.tier, one.info) for one in self._state.catalog]
-        boot = self.boot
-        return sequence, [
-            Event(boot, sequence, EventKind.STORED, key, tier, info) for key, tier, info in stored
-        ]
+            return self._state.feed.log.after(sequence, limit)
 
-    def events_after(self, sequence: int) -> list[Event] | None:
-        """Return the events after sequence, oldest first, or None if a snapshot is needed."""
-        with self._state.lock:
-            return self._state.feed.after(sequence)
+    def node_batches(self) -> Iterator[list[NodeChange]]:
+        """Yield all variants in batches, each as it is when the iterator reaches it."""
+        variants = filter(is_announced, self._state.in_batches())
+        while batch := list(islice(variants, BATCH_CHANGES)):
+            yield [node_change(variant) for variant in batch]
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call wake at every event from now on. It must not block."""
+        """Call wake at every change from now on. It must not block."""
         with self._state.lock:
             self._state.feed.watch(wake)
 

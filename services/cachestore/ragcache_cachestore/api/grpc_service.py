@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,8 +34,6 @@ from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
     LEASE_S,
     Ack,
-    Event,
-    EventKind,
     Hello,
     NewVariant,
     PutOutcome,
@@ -51,7 +48,6 @@ from ragcache_kv.values.conversions import (
     from_put_header,
     from_use_report,
     to_deletion_batch,
-    to_event,
     to_hello,
     to_lookup_reply,
     to_miss,
@@ -60,8 +56,12 @@ from ragcache_kv.values.conversions import (
     to_value_header,
 )
 from ragcache_wire.channel import PART_BYTES
+from ragcache_wire.clients.feed_client import SHARD_FEED
+from ragcache_wire.feeds.feed_access import FeedGuard
+from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
 from ragcache_wire.tracing import Attribute, Span
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import node_feed_pb2 as feed_pb
 from ragcache_wire.value_part import encode_data
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ MAX_GETS = 32
 """Bound of the Get calls that send at the same time. Each has about two pieces in memory."""
 MAX_PUTS = 64
 MAX_WATCHERS = 64
+GATHER_S = 0.005
+"""How long changes of the feed are gathered for one message."""
 INLINE_KEYS = 64
 """Lookups of up to this many keys run in the event loop: handing them to a thread takes longer."""
 
@@ -99,6 +101,7 @@ class CacheStoreService:
         replicator: None if there is only one shard.
         gated: Until ``open`` is called, answer only Delete, Tombstones and Stats. Shards that start
             at the same time exchange their deletes before they serve values.
+        feed_guard: Who may watch. None: every caller, so the server must be on loopback.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class CacheStoreService:
         replicator: Replicator | None = None,
         *,
         gated: bool = False,
+        feed_guard: FeedGuard | None = None,
     ) -> None:
         self._store = store
+        self._feed_guard = feed_guard or FeedGuard(None, "localhost:0", SHARD_FEED)
         self._hello_reply = to_hello(hello)
         self._replicator = replicator
         self._gated = gated
@@ -170,7 +175,9 @@ class CacheStoreService:
                 pb.ChangeReplicaRequest.FromString,
                 pb.ChangeReplicaReply.SerializeToString,
             ),
-            "Watch": stream(self._watch, pb.WatchRequest.FromString, pb.Event.SerializeToString),
+            "Watch": stream(
+                self._watch, feed_pb.WatchRequest.FromString, feed_pb.NodeChanges.SerializeToString
+            ),
             "Stats": unary(
                 self._stats, pb.StatsRequest.FromString, pb.StatsReply.SerializeToString
             ),
@@ -390,8 +397,11 @@ class CacheStoreService:
             )
         )
 
-    async def _watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Event]:
-        """Stream events: first those that the watcher missed, or a snapshot."""
+    async def _watch(
+        self, request: feed_pb.WatchRequest, context: Context
+    ) -> AsyncIterator[feed_pb.NodeChanges]:
+        """Stream changes: first those that the watcher missed, or a snapshot."""
+        self._feed_guard.check(context.invocation_metadata())
         self._check_open()
         if len(self._watchers) >= MAX_WATCHERS:
             raise Unavailable("cachestore", f"it has {MAX_WATCHERS} watchers, the most it serves")
@@ -405,21 +415,19 @@ class CacheStoreService:
         self._store.watch(wake)
         self._watchers.add(changed)
         try:
-            after = request.after if request.boot == self._store.boot else None
+            cursor = FeedCursor(self._store, request.boot, request.after)
             while not self._closed:
                 changed.clear()
-                missed = None if after is None else self._store.events_after(after)
-                if missed is None:
-                    sequence, snapshot = await self._run_in(self._slow, self._store.snapshot)
-                    for event in _snapshot_events(self._store.boot, sequence, snapshot):
-                        yield to_event(event)
-                    after = sequence
+                if (message := await self._run_in(self._slow, cursor.next)) is not None:
+                    yield message
                     continue
-                for event in missed:
-                    yield to_event(event)
-                    after = event.sequence
-                if not missed:
-                    await changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await changed.wait()
+                    # Changes often come in groups, and a message for each would cost more.
+                    await asyncio.sleep(GATHER_S)
+                if not changed.is_set():
+                    yield cursor.heartbeat()
         finally:
             self._watchers.discard(changed)
             self._store.unwatch(wake)
@@ -495,14 +503,6 @@ def _pieces(extents: Sequence[Extent]) -> Iterator[Extent]:
     for extent in extents:
         for offset in range(0, extent.num_bytes, PART_BYTES):
             yield Extent(extent.offset + offset, min(PART_BYTES, extent.num_bytes - offset))
-
-
-def _snapshot_events(boot: bytes, sequence: int, stored: Sequence[Event]) -> Iterator[Event]:
-    """Yield the events of a snapshot as of an event's sequence."""
-    yield Event(boot, sequence, EventKind.SNAPSHOT_BEGIN)
-    for event in stored:
-        yield replace(event, sequence=sequence)
-    yield Event(boot, sequence, EventKind.SNAPSHOT_END)
 
 
 def _header(index: int, lease: ReadLease) -> pb.GetHeader:

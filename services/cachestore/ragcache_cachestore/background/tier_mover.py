@@ -32,7 +32,6 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES
-from ragcache_core.store_api import EventKind
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +345,7 @@ class TierMover:
                     variant.key, variant.eviction_candidate, self._state.clock()
                 )
                 self._state.load_models[Tier.DISK].observe(source.num_bytes, seconds)
-                self._state.feed.publish(EventKind.MOVED, variant.key, Tier.MEMORY, variant.info)
+                self._state.feed.publish(variant)
             else:
                 self._state.memory.release(target)
             self._state.memory_freed.notify_all()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
-from ragcache_cachestore.state.event_feed import EventFeed
 from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
+from ragcache_cachestore.state.store_feed import StoreFeed
 from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
 from ragcache_cachestore.telemetry.counters import Counters
@@ -24,7 +24,7 @@ from ragcache_core.cost.tier_latency import TierLatency
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
-from ragcache_core.store_api import AsOf, ChunkVariants, EventKind, LookupKey, StoredVariant
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
@@ -84,7 +84,7 @@ class StoreState:
         self.misses = MissReasons()
         self.tombstones = Tombstones()
         self.counters = Counters()
-        self.feed = EventFeed()
+        self.feed = StoreFeed()
         self.incoming: Counter[VariantKey] = Counter()
         self.incoming_bytes = 0
         self.next_identity = 1
@@ -189,8 +189,7 @@ class StoreState:
                 tier.policy.add(key, variant.eviction_candidate, now)
             else:
                 tier.policy.resize(key, variant.eviction_candidate)
-        kind = EventKind.STORED if replaced is None else EventKind.REPLACED
-        self.feed.publish(kind, key, variant.tier, variant.info)
+        self.feed.publish(variant)
 
     def _replace(self, old: CatalogVariant, new: CatalogVariant) -> None:
         """Remove a variant but keep its copy on disk until the new variant has one."""
@@ -230,7 +229,7 @@ class StoreState:
         older.inherit_use(variant)
         self.catalog.add(older)
         self.disk.policy.add(older.key, older.eviction_candidate, self.clock())
-        self.feed.publish(EventKind.REPLACED, older.key, Tier.DISK, older.info)
+        self.feed.publish(older)
         return True
 
     def remove_from_memory(self, variant: CatalogVariant, reason: Miss) -> None:
@@ -242,7 +241,7 @@ class StoreState:
         self.memory.release(variant.memory)
         variant.memory = None
         if variant.disk is not None:
-            self.feed.publish(EventKind.MOVED, variant.key, Tier.DISK, variant.info)
+            self.feed.publish(variant)
         elif not self._restore_superseded(variant):
             self.drop(variant, reason)
 
@@ -262,7 +261,7 @@ class StoreState:
         self.drop_superseded(variant)
         self.replicas.pop(key, None)
         self.misses.note(key, reason)
-        self.feed.publish(EventKind.DROPPED, key, None, variant.info)
+        self.feed.publish(variant)
 
     @staticmethod
     def _cancel(variant: CatalogVariant) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ragcache_core.eviction import EvictionPolicy
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.sizing.store_size import LOW_WATERMARK
 from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 
@@ -44,7 +45,7 @@ class TierSpace:
         policy: EvictionPolicy[VariantKey],
         *,
         high: float = 0.95,
-        low: float = 0.90,
+        low: float = LOW_WATERMARK,
     ) -> None:
         if not 0.0 < low <= high <= 1.0:
             raise ValueError("the watermarks must satisfy 0 < low <= high <= 1")
