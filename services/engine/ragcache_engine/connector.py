@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
 from ragcache_engine.blend.model_access import access_model
@@ -44,10 +45,13 @@ from ragcache_engine.plugin import current_worker, vllm_version
 from ragcache_engine.protocol.messages import StepJobs, StepReport
 from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
+from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records
+from ragcache_engine.telemetry.served_metrics import serve_metrics
 from ragcache_engine.threads import unpinned_pool
+from ragcache_engine.vllm_interface.block_events import PrefixCacheEvents
 from ragcache_engine.vllm_interface.block_salting import salt_block_hashes
 from ragcache_engine.vllm_interface.requirements import (
     check_config,
@@ -135,18 +139,30 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._recomputer: Recomputer | None = None
         self._joint_pass: JointPass | None = None
         if role is KVConnectorRole.SCHEDULER:
-            records, costs = RequestRecords(), ReuseCosts()
+            records, costs, listen = RequestRecords(), ReuseCosts(), self._settings.records_listen
+            self._feed = EngineFeed() if listen else None
+            announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
             client = ShardedStore(self._settings.cachestore)
             self._scheduler = ConnectorScheduler(
-                self._settings, self._space, records, client, costs, self._tracer, self._engine_role
+                self._settings,
+                self._space,
+                records,
+                client,
+                costs,
+                self._tracer,
+                self._engine_role,
+                announcer,
             )
-            listen = self._settings.records_listen
-            self._record_server = serve_records(records, costs, listen) if listen else None
+            self._record_server = None
+            if listen:
+                keys = self._settings.signing_key_file
+                self._record_server = serve_records(records, costs, listen, self._feed, keys)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Use vLLM's block pool. vLLM calls this once, in the scheduler's process."""
         if self._scheduler is not None:
-            self._scheduler.bind(gpu_block_pool, self._vllm_config.cache_config.block_size)
+            block_size = self._vllm_config.cache_config.block_size
+            self._scheduler.bind(gpu_block_pool, block_size, PrefixCacheEvents(gpu_block_pool))
 
     # Called in the server's process, which has no connector.
 
@@ -168,7 +184,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> LoadMetrics:
-        """Return the connector's metrics."""
+        """Return the connector's metrics, and serve those of the process."""
+        serve_metrics(EngineSettings())
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Called in a worker process.
@@ -297,6 +314,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             cache_salt=request.cache_salt,
             cacheable=self._is_cacheable(request),
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
+            block_hashes=request.block_hashes,
         )
 
     def get_num_new_matched_tokens(

@@ -230,6 +230,15 @@ class MeasuredPass:
     recomputed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """A tier of the worker stores a variant from now on."""
+
+    tier: str
+    # Whether the value may serve ``exact`` reuse.
+    exact: bool
+
+
 @dataclass(slots=True)
 class StepReport:
     """What the worker reports to the scheduler after a step."""
@@ -237,5 +246,5 @@ class StepReport:
     outcomes: list[LoadOutcome] = field(default_factory=list)
     # The passes that computed prompt tokens.
     passes: list[MeasuredPass] = field(default_factory=list)
-    # By variant: the worker's tier that now stores it. None: none of them does any more.
-    tier_changes: Mapping[VariantKey, str | None] = field(default_factory=dict)
+    # By variant: where the worker now stores it. None: no tier of the worker does any more.
+    tier_changes: Mapping[VariantKey, TierChange | None] = field(default_factory=dict)

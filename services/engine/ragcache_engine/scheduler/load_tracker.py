@@ -41,7 +41,7 @@ class LoadTracker:
             reservation: Where to allocate scratch blocks. None: there are none.
         """
         first, end = load
-        request.left_to_recompute = ()
+        request.left_to_recompute = request.recomputed_runs = ()
         request.previous_approximate_after = request.approximate_after
         blend, recompute = request.blend, None
         if blend is None or end <= blend.exact_end:
@@ -50,6 +50,8 @@ class LoadTracker:
             spans = _blend_spans(blend, first, end)
             recompute = self._start_recompute(request_id, request, blend, load, reservation)
             request.missing_ranges = blend.missing_ranges(first, end, not_stored_only=True)
+        request.spans = spans
+        request.span_sources = self._tiers.sources(spans, request.stored or {})
         return LoadJob(
             request_id,
             spans,
@@ -68,7 +70,7 @@ class LoadTracker:
         if not request.plan.trial:
             self._observe_costs(request, outcome)
         request.enter(RequestPhase.WAITING)
-        request.left_to_recompute = outcome.left_to_recompute
+        request.left_to_recompute = request.recomputed_runs = outcome.left_to_recompute
         request.loaded_chunks, request.shifted_runs = outcome.loaded_chunks, outcome.shifted_runs
         if not request.recorded:
             missing = () if outcome.reason else (*request.missing_ranges, *outcome.missing_ranges)

@@ -16,9 +16,10 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
 from ragcache_core.store_api import AsOf, StoredVariant
-from ragcache_engine.protocol.messages import SaveJob
+from ragcache_engine.protocol.messages import SaveJob, VariantSpan
 from ragcache_engine.scheduler.lookup import LookupResult
 from ragcache_engine.telemetry.request_records import RequestRecord
+from ragcache_engine.telemetry.segment_outcomes import PromptReuse, SpanSource
 
 
 class RequestPhase(Enum):
@@ -75,13 +76,17 @@ class RequestState:
     # [first, end) that the connector promised to vLLM.
     pending_load: tuple[int, int] | None = None
 
-    # The load in flight: its variants, and positions of chunks that the store does not have.
-    loading: tuple[VariantKey, ...] = ()
+    # The last load: what it reads, and where from, by the start of the span.
+    spans: tuple[VariantSpan, ...] = ()
+    span_sources: Mapping[int, SpanSource] = field(default_factory=dict)
+    # Positions of chunks that the store does not have, in the range of the load.
     missing_ranges: tuple[range, ...] = ()
     load_failed: bool = False
 
     # Positions of the finished load that the next pass of the request has to recompute.
     left_to_recompute: tuple[range, ...] = ()
+    # The same, kept for the record.
+    recomputed_runs: tuple[range, ...] = ()
     # Loaded ranges that are not exact, and tokens of them that this pass shifts.
     loaded_chunks: tuple[range, ...] = ()
     shifted_runs: tuple[range, ...] = ()
@@ -137,6 +142,29 @@ class RequestState:
     def disable_blend(self) -> None:
         """Use exact variants only from now on."""
         self.blend = self.decision = None
+
+    @property
+    def loading(self) -> tuple[VariantKey, ...]:
+        """Return the variants of the last load."""
+        return tuple(span.variant for span in self.spans)
+
+    def reuse(self, min_load_tokens: int) -> PromptReuse:
+        """Return what the request has reused of its prompt. Call it at the first token."""
+        record = self.record
+        first = record.loaded_from
+        return PromptReuse(
+            segments=self.segments,
+            local_tokens=record.local_tokens,
+            loaded=range(first, first + record.loaded_tokens),
+            spans=self.spans if record.loaded_tokens else (),
+            sources=self.span_sources,
+            missing=frozenset(record.missing_chunks),
+            recomputed=self.recomputed_runs if record.loaded_tokens else (),
+            misses=self.misses,
+            stored=frozenset(self.stored or ()),
+            problem=record.reported_miss,
+            min_load_tokens=min_load_tokens,
+        )
 
     @property
     def exact_chain(self) -> tuple[NamedSegment, ...]:

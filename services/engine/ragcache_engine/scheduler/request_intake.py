@@ -62,16 +62,16 @@ class RequestIntake:
             cacheable: vLLM's own prefix cache would serve this request.
             traceparent: W3C trace context of the request's span. Empty: it is not traced.
         """
-        if not isinstance(params, dict) or (plan_json := params.get(PLAN_FIELD)) is None:
+        if not isinstance(params, dict) or (plan_text := params.get(PLAN_FIELD)) is None:
             if self._settings.plain_prefixes and cacheable and len(token_ids) >= PIECE_TOKENS:
                 return self._accept_plain(request_id, token_ids, cache_salt, traceparent)
             return None
         try:
             signature = params.get(SIGNATURE_FIELD)
-            if reason := self._check_signature(plan_json, token_ids, signature):
+            if reason := self._check_signature(plan_text, token_ids, signature):
                 self._refused.add(request_id, reason)
                 return None
-            plan = ReusePlan.from_json(plan_json)
+            plan = ReusePlan.decode(plan_text)
             segments = checked_segments(plan, token_ids, self._space)
         except Exception as error:
             # A client may put anything into a plan, and vLLM would end on an exception.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
@@ -33,12 +34,17 @@ from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
 from ragcache_engine.telemetry.load_counts import LoadCounts
-from ragcache_engine.telemetry.request_records import RequestRecords
+from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
+from ragcache_engine.telemetry.segment_outcomes import segment_outcomes
 from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE, UseReporter
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import Tracer
+
+if TYPE_CHECKING:
+    from ragcache_engine.announcements.node_announcer import NodeAnnouncer
+    from ragcache_engine.vllm_interface.block_events import PrefixCacheEvents
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -56,6 +62,8 @@ class ConnectorScheduler:
         client: The store.
         costs: Predictions of loads and computations, which this class keeps up to date.
         tracer: Makes the spans of lookups.
+        role: What the engine does of a handoff.
+        announcer: Tells gateways what the engine's caches have. None: they are not told.
     """
 
     def __init__(
@@ -67,10 +75,12 @@ class ConnectorScheduler:
         costs: ReuseCosts,
         tracer: Tracer | None = None,
         role: EngineRole = EngineRole.BOTH,
+        announcer: NodeAnnouncer | None = None,
     ) -> None:
         self._settings = settings
         self._records = records
         self._costs = costs
+        self._announcer = announcer
         self._tiers = TierMap(space)
         self._lookups = LookupExecutor(client, space, settings.lookup_deadline_s, tracer)
         self._intake = RequestIntake(settings, space, self._lookups, role)
@@ -84,6 +94,7 @@ class ConnectorScheduler:
         self._requests: dict[str, RequestState] = {}
         # Of requests since the last report, by stage.
         self._prediction_ratios: dict[str, list[float]] = {}
+        self._savings = LoadCounts()
         # Requests that may still wait in vLLM's queue when a step begins.
         self._arrived: dict[str, RequestState] = {}
         # Jobs of the next step.
@@ -92,10 +103,20 @@ class ConnectorScheduler:
         # The request that vLLM allocates blocks for next.
         self._awaiting_blocks: str | None = None
 
-    def bind(self, pool: BlockPool, block_size: int) -> None:
-        """Use vLLM's block pool, and blend from now on."""
+    def bind(
+        self, pool: BlockPool, block_size: int, cache: PrefixCacheEvents | None = None
+    ) -> None:
+        """Use vLLM's block pool, and blend from now on.
+
+        Args:
+            pool: The block pool.
+            block_size: Tokens per block.
+            cache: The events of the pool's prefix cache. None: it is not followed.
+        """
         self._reservation = BlockReservation(pool, block_size)
         self._lookups.blending_enabled = True
+        if self._announcer is not None and cache is not None:
+            self._announcer.bind(cache)
 
     def on_profile(self, profile: PrefillProfile, *, joins_passes: bool) -> None:
         """Predict computations by the profile that the worker measured.
@@ -117,8 +138,13 @@ class ConnectorScheduler:
         cache_salt: str | None = None,
         cacheable: bool = True,
         traceparent: str = "",
+        block_hashes: Sequence[bytes] = (),
     ) -> None:
-        """Start to track a request, and start its lookup. See ``RequestIntake.accept``."""
+        """Start to track a request, and start its lookup. See ``RequestIntake.accept``.
+
+        Args:
+            block_hashes: vLLM's hashes of the prompt's full blocks.
+        """
         request = self._intake.accept(
             request_id,
             token_ids,
@@ -129,6 +155,9 @@ class ConnectorScheduler:
         )
         if request is not None:
             self._requests[request_id] = self._arrived[request_id] = request
+            if self._announcer is not None and request.segments:
+                domain, segments = request.plan.domain, request.segments
+                self._announcer.begin(request_id, domain, segments, block_hashes, cache_salt)
 
     def loadable_tokens(self, request_id: str, num_local: int) -> int | None:
         """Return how many tokens can be loaded after the num_local ones that vLLM has cached.
@@ -183,6 +212,8 @@ class ConnectorScheduler:
     def on_report(self, report: StepReport) -> None:
         """Apply what the worker reports after a step."""
         self._tiers.update(report.tier_changes)
+        if self._announcer is not None:
+            self._announcer.on_tier_changes(report.tier_changes)
         self.on_passes(report.passes)
         self.on_outcomes(report.outcomes)
 
@@ -277,6 +308,8 @@ class ConnectorScheduler:
             Whether vLLM must keep the blocks until ``on_released``.
         """
         self._arrived.pop(request_id, None)
+        if self._announcer is not None:
+            self._announcer.end(request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -303,7 +336,8 @@ class ConnectorScheduler:
     def take_counts(self) -> LoadCounts:
         """Return what this half counted since the last call."""
         ratios, self._prediction_ratios = self._prediction_ratios, {}
-        return LoadCounts(
+        savings, self._savings = self._savings, LoadCounts()
+        return savings + LoadCounts(
             prediction_ratios=ratios,
             refused_plans=self._intake.take_refused(),
             uses=Counter(self._uses.take_counts()),
@@ -348,8 +382,8 @@ class ConnectorScheduler:
             # vLLM waits for the promised load. The worker reports a load of nothing as failed.
             log.exception("scheduler: load not started request=%s", request_id)
             job = LoadJob(request_id, (), first, end, blocks, request.plan.domain)
+            request.spans, request.span_sources = (), {}
         self._loads.append(job)
-        request.loading = tuple(span.variant for span in job.spans)
         if not request.recorded:
             request.record.begin_load(first)
         request.enter(RequestPhase.LOADING)
@@ -381,11 +415,24 @@ class ConnectorScheduler:
         if not request.recorded:
             request.recorded = True
             request.record.end_prefill()
+            request.record.segments = segment_outcomes(
+                request.reuse(self._settings.min_load_tokens)
+            )
             if not request.plan.trial:
                 for stage, ratio in request.record.prediction_ratios().items():
                     self._prediction_ratios.setdefault(stage, []).append(ratio)
+                self._count_savings(request.record)
             self._records.put(request.plan.request, request.record)
             self._report_uses(request)
+
+    def _count_savings(self, record: RequestRecord) -> None:
+        """Compare a request with loaded KV with computing all that vLLM had not cached."""
+        if not record.loaded_tokens:
+            return
+        num_computed = record.prompt_tokens - record.local_tokens
+        predicted_s = self._costs.predict_compute_s(record.local_tokens, num_computed)
+        if predicted_s is not None:
+            self._savings.add_saved(predicted_s, record.load_s + record.prefill_s)
 
     def _report_uses(self, request: RequestState) -> None:
         """Report the uses of a request that the store has not seen."""

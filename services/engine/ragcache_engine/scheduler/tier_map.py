@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.store_api import StoredVariant
-from ragcache_engine.protocol.messages import STORE_TIER
+from ragcache_engine.protocol.messages import STORE_TIER, TierChange, VariantSpan
+from ragcache_engine.telemetry.segment_outcomes import SpanSource
 from ragcache_kv.values.layout import value_bytes
 
 
@@ -18,13 +19,13 @@ class TierMap:
         self._space = space
         self._local_tiers: dict[VariantKey, str] = {}
 
-    def update(self, changes: Mapping[VariantKey, str | None]) -> None:
+    def update(self, changes: Mapping[VariantKey, TierChange | None]) -> None:
         """Record the worker's tier of each variant. None: no tier stores it any more."""
-        for key, tier in changes.items():
-            if tier is None:
+        for key, change in changes.items():
+            if change is None:
                 self._local_tiers.pop(key, None)
             else:
-                self._local_tiers[key] = tier
+                self._local_tiers[key] = change.tier
 
     def bytes_by_tier(
         self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, StoredVariant]
@@ -37,14 +38,23 @@ class TierMap:
         """
         sizes: Counter[str] = Counter()
         for variant in variants:
-            entry = stored.get(variant)
-            if entry is None:
-                continue
-            if (tier := self._local_tiers.get(variant)) is not None:
-                sizes[tier] += value_bytes(self._space, entry.info.num_tokens)
-            else:
-                sizes[entry.tier] += entry.info.num_bytes
+            if (entry := stored.get(variant)) is not None:
+                tier, num_bytes = self._source(entry)
+                sizes[tier] += num_bytes
         return sizes
+
+    def sources(
+        self, spans: Sequence[VariantSpan], stored: Mapping[VariantKey, StoredVariant]
+    ) -> Mapping[int, SpanSource]:
+        """Return where a load that begins now reads each span from, by the span's start."""
+        found = {}
+        for span in spans:
+            if (entry := stored.get(span.variant)) is not None:
+                base = span.start if span.base_position is None else span.base_position
+                found[span.start] = SpanSource(
+                    span.variant, *self._source(entry), base, span.fix_overhead
+                )
+        return found
 
     def loaded_bytes_by_tier(
         self,
@@ -73,6 +83,12 @@ class TierMap:
     ) -> set[str]:
         """Return the store's tiers that a load of the variants waits for."""
         return {entry.tier for entry in self._remote(variants, stored)}
+
+    def _source(self, entry: StoredVariant) -> tuple[str, int]:
+        """Return the tier that a load reads a stored variant from, and how many bytes."""
+        if (tier := self._local_tiers.get(entry.key)) is not None:
+            return tier, value_bytes(self._space, entry.info.num_tokens)
+        return entry.tier, entry.info.num_bytes
 
     def _remote(
         self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, StoredVariant]

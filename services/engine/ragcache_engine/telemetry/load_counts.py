@@ -51,6 +51,9 @@ class LoadCounts:
     held_bytes: dict[str, int] = field(default_factory=dict)
     # Uses that are reported to the store, by source, and those that were dropped (``UseReporter``).
     uses: Counter[str] = field(default_factory=Counter)
+    # Seconds that loads saved, and that they took in excess, against the predicted computing.
+    saved_s: float = 0.0
+    excess_s: float = 0.0
 
     def __bool__(self) -> bool:
         return any(self.to_dict().values())
@@ -68,6 +71,17 @@ class LoadCounts:
         self.bytes_by_tier.update(outcome.bytes_by_tier)
         if outcome.recompute_s:
             self.recompute_s.append(outcome.recompute_s)
+
+    def add_saved(self, predicted_s: float, took_s: float) -> None:
+        """Count a request with loaded KV.
+
+        Args:
+            predicted_s: Time that computing the loaded and the computed tokens was predicted to
+                take.
+            took_s: Time that loading and computing took.
+        """
+        self.saved_s += max(0.0, predicted_s - took_s)
+        self.excess_s += max(0.0, took_s - predicted_s)
 
     def add_pass(self, prompt_tokens: int) -> None:
         """Count the prompt tokens that one pass computed."""
@@ -92,6 +106,8 @@ class LoadCounts:
             self.evicted + other.evicted,
             self.held_bytes | other.held_bytes,
             self.uses + other.uses,
+            self.saved_s + other.saved_s,
+            self.excess_s + other.excess_s,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +124,8 @@ class LoadCounts:
             "evicted": dict(self.evicted),
             "held_bytes": dict(self.held_bytes),
             "uses": dict(self.uses),
+            "saved_s": self.saved_s,
+            "excess_s": self.excess_s,
         }
 
     @classmethod
@@ -125,6 +143,8 @@ class LoadCounts:
             Counter(value.get("evicted", {})),
             dict(value.get("held_bytes", {})),
             Counter(value.get("uses", {})),
+            float(value.get("saved_s", 0.0)),
+            float(value.get("excess_s", 0.0)),
         )
 
     def summary(self) -> dict[str, int | float]:
@@ -138,6 +158,7 @@ class LoadCounts:
             **{f"values from {tier}": count for tier, count in sorted(self.values_by_tier.items())},
             "load seconds": round(sum(self.load_s), 3),
             "recompute seconds": round(sum(self.recompute_s), 3),
+            "saved seconds": round(self.saved_s, 3),
         }
 
 

@@ -1,30 +1,41 @@
-"""Keeps records of the engine's latest requests, and serves them and the engine's costs over gRPC.
+"""Keeps records of the engine's latest requests, and serves what gateways ask over gRPC.
 
 vLLM's streamed completions carry no connector output, so a gateway asks for a record after the
-first token. It also asks for costs, to choose among engines.
+first token. It also asks for costs, to choose among engines, and follows what the caches have.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
-from ragcache_core.errors import NotFound
+from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
+from ragcache_engine.telemetry.engine_feed import EngineFeed
+from ragcache_engine.telemetry.segment_outcomes import SegmentOutcome
 from ragcache_wire.channel import SERVER_OPTIONS
+from ragcache_wire.clients.feed_client import ENGINE_FEED
+from ragcache_wire.feeds.feed_access import FeedGuard
+from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
+from ragcache_wire.v1 import node_feed_pb2 as feed_pb
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 CAPACITY = 4096
 """Number of records kept. A gateway asks for one right after the first token."""
+
+RECORD_THREADS = 2
+MAX_WATCHERS = 32
+"""Most gateway processes that follow the engine's caches."""
 
 
 @dataclass(slots=True)
@@ -55,6 +66,8 @@ class RequestRecord:
     compute_is_faster: bool = False
     # What the last decision about the load expected. None: it could not predict.
     predicted: PredictedTime | None = None
+    # The valid segments of the plan, set at the first token.
+    segments: tuple[SegmentOutcome, ...] = ()
 
     @property
     def reported_miss(self) -> str:
@@ -151,20 +164,24 @@ class RequestRecords:
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
-    def __init__(self, records: RequestRecords, costs: ReuseCosts) -> None:
+    def __init__(
+        self, records: RequestRecords, costs: ReuseCosts, feed: EngineFeed, guard: FeedGuard
+    ) -> None:
         self._records = records
         self._costs = costs
+        self._feed = feed
+        self._guard = guard
+        self._free_watches = threading.BoundedSemaphore(MAX_WATCHERS)
 
     def GetRequestRecord(  # noqa: N802  name given by the protocol
         self, request: pb.GetRequestRecordRequest, context: Any
     ) -> pb.RequestRecord:
         record = self._records.get(request.request)
         if record is None:
-            error = NotFound("request record", request.request, "ask right after the answer")
-            code, message, fields = to_status(error)
-            context.set_trailing_metadata(trailing_metadata(fields))
-            context.abort(code, message)
-            raise AssertionError("abort raises")
+            _abort(
+                context,
+                NotFound("request record", request.request, "ask right after the answer"),
+            )
         predicted = record.predicted
         return pb.RequestRecord(
             request=request.request,
@@ -188,6 +205,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
                 select_s=predicted.select_s,
                 passes_s=predicted.passes_s,
             ),
+            segments=map(_to_message, record.segments),
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802
@@ -206,15 +224,79 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             reply.prefill.pass_tokens = profile.pass_tokens
         return reply
 
+    def Watch(  # noqa: N802  name given by the protocol
+        self, request: feed_pb.WatchRequest, context: Any
+    ) -> Iterator[feed_pb.NodeChanges]:
+        try:
+            self._guard.check(context.invocation_metadata())
+        except Unauthenticated as error:
+            _abort(context, error)
+        if not self._free_watches.acquire(blocking=False):
+            _abort(context, Unavailable("engine", f"it has {MAX_WATCHERS} watchers, the most"))
+        try:
+            context.add_callback(self._feed.wake)
+            cursor = FeedCursor(self._feed, request.boot, request.after)
+            while context.is_active():
+                if (message := cursor.next()) is not None:
+                    yield message
+                elif not self._feed.wait(cursor.sequence, HEARTBEAT_S):
+                    yield cursor.heartbeat()
+        finally:
+            self._free_watches.release()
 
-def serve_records(records: RequestRecords, costs: ReuseCosts, listen: str) -> grpc.Server:
-    """Serve records and costs at listen ("host:port") until the returned server is stopped.
+
+def _abort(context: Any, error: RagCacheError) -> NoReturn:
+    """End a call with an error."""
+    code, message, fields = to_status(error)
+    context.set_trailing_metadata(trailing_metadata(fields))
+    context.abort(code, message)
+    raise AssertionError("abort raises")
+
+
+def _to_message(outcome: SegmentOutcome) -> pb.SegmentRecord:
+    message = pb.SegmentRecord(
+        start=outcome.start,
+        end=outcome.end,
+        cached_tokens=outcome.cached_tokens,
+        loaded_tokens=outcome.loaded_tokens,
+        recomputed_tokens=outcome.recomputed_tokens,
+        blended=outcome.blended,
+        reason=outcome.reason,
+    )
+    if (source := outcome.source) is not None:
+        message.source.tier = source.tier
+        message.source.num_bytes = source.num_bytes
+        message.source.base_position = source.base_position
+        message.source.fix_overhead = source.fix_overhead
+        message.source.prefix = source.variant.prefix
+    return message
+
+
+def serve_records(
+    records: RequestRecords,
+    costs: ReuseCosts,
+    listen: str,
+    feed: EngineFeed | None = None,
+    keys: SigningKeys | None = None,
+) -> grpc.Server:
+    """Serve records, costs and the feed at listen ("host:port") until the server is stopped.
+
+    Args:
+        records: The latest requests.
+        costs: Predictions of loads and computations.
+        listen: Address to bind.
+        feed: What the engine's caches have. None: nothing is told of them.
+        keys: Keys of the gateways that may read the feed.
 
     Raises:
         RuntimeError: The address is in use.
     """
-    server = grpc.server(futures.ThreadPoolExecutor(2, "records"), options=SERVER_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(records, costs), server)
+    # A watch occupies a thread, which waits most of the time.
+    threads = futures.ThreadPoolExecutor(RECORD_THREADS + MAX_WATCHERS, "records")
+    server = grpc.server(threads, options=SERVER_OPTIONS)
+    guard = FeedGuard(keys, listen, ENGINE_FEED)
+    servicer = _EngineServicer(records, costs, feed or EngineFeed(), guard)
+    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     server.add_insecure_port(listen)
     server.start()
     return server

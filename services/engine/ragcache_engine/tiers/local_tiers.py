@@ -28,6 +28,7 @@ from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import make_tier_policy
 from ragcache_engine.kv_cache.chunk_pool import ChunkPool
 from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.protocol.messages import TierChange
 from ragcache_engine.telemetry.load_counts import TierCounts
 from ragcache_engine.threads import unpinned_pool
 from ragcache_engine.tiers.tier_moves import TierMoves, plan_tier_moves
@@ -77,7 +78,7 @@ class LocalTiers:
         self._reads: list[tuple[VariantKey, VariantUse]] = []
         self._evicted: Counter[str] = Counter()
         self._reported_bytes: dict[str, int] = {}
-        self._changes: dict[VariantKey, str | None] = {}
+        self._changes: dict[VariantKey, TierChange | None] = {}
         # A queue, because a read may end in the garbage collector, which can interrupt the thread
         # that has the lock.
         self._closed_reads: queue.SimpleQueue[TierValue] = queue.SimpleQueue()
@@ -159,8 +160,8 @@ class LocalTiers:
             self._reported_bytes = used
         return TierCounts(evicted, changed)
 
-    def take_changes(self) -> Mapping[VariantKey, str | None]:
-        """Return the new tier's name of each value that moved since the last call; None: none."""
+    def take_changes(self) -> Mapping[VariantKey, TierChange | None]:
+        """Return the new tier of each value that moved since the last call; None: none."""
         with self._lock:
             changes, self._changes = self._changes, {}
         return changes
@@ -307,7 +308,7 @@ class LocalTiers:
             # The tier does not need the offer's own memory any more.
             stored = replace(offer, native=lambda: None)
             self._values[name] = TierValue(stored, tier, allocation)
-            self._changes[offer.key] = TIER_NAMES[tier]
+            self._changes[offer.key] = TierChange(TIER_NAMES[tier], offer.serves_exact)
             if value is not None:
                 self._retire(value)
         return True

@@ -48,6 +48,9 @@ class _RunningLoad:
     missing_reasons: Counter[str] = field(default_factory=Counter)
     values_by_tier: Counter[str] = field(default_factory=Counter)
     bytes_by_tier: Counter[str] = field(default_factory=Counter)
+    tokens_by_tier: Counter[str] = field(default_factory=Counter)
+    # When the last value of each tier was written, in nanoseconds of Unix time.
+    written_ns: dict[str, int] = field(default_factory=dict)
     offers: list[OfferedValue] = field(default_factory=list)
 
     @property
@@ -77,6 +80,8 @@ class _RunningLoad:
         self.num_bytes += value.num_bytes
         self.values_by_tier[value.tier] += 1
         self.bytes_by_tier[value.tier] += value.num_bytes
+        self.tokens_by_tier[value.tier] += num_tokens
+        self.written_ns[value.tier] = time.time_ns()
         if value.offer is not None:
             self.offers.append(value.offer)
 
@@ -206,6 +211,7 @@ class ValueLoader:
                 outcome = load.end(load.job.spans[load.spans_done], "write failed")
             if outcome is not None:
                 outcomes.append(outcome)
+                self._record_tiers(load)
                 del self._loads[request_id]
                 self._tiers.offer(load.offers)
         if outcomes:
@@ -217,6 +223,20 @@ class ValueLoader:
         for load in self._loads.values():
             load.cancelled.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _record_tiers(self, load: _RunningLoad) -> None:
+        """Record a span for each tier that a load has read, until its last value was written."""
+        for tier, written_ns in load.written_ns.items():
+            self._tracer.record(
+                "load tier",
+                load.trace,
+                load.trace.started_ns,
+                written_ns,
+                tier=tier,
+                values=load.values_by_tier[tier],
+                tokens=load.tokens_by_tier[tier],
+                bytes=load.bytes_by_tier[tier],
+            )
 
     def _advance(self, load: _RunningLoad, write: Write) -> LoadOutcome | None:
         while load.spans_done < len(load.job.spans):

@@ -1,0 +1,1 @@
+"""What gateways are told of an engine's caches."""
