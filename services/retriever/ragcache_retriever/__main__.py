@@ -28,6 +28,7 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.metrics import PART, Metrics
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
@@ -36,17 +37,20 @@ from ragcache_retriever.ranking.rerankers.reranker import Reranker
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.served_parts import ServedParts
-from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
 from ragcache_retriever.store.sqlite.files.check import find_damage
 from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
+from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.retriever import MAX_DEFAULT_THREADS
 from ragcache_wire.settings.table import variable
+from ragcache_wire.telemetry.export import export_metrics
+from ragcache_wire.telemetry.log_format import start_logging
 from ragcache_wire.tracing import Tracer, tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
@@ -65,8 +69,9 @@ def main() -> int:
     """Run the service and return its exit status."""
     try:
         settings = RetrieverSettings()
-        start_logging(settings.log_level)
+        start_logging(settings.log_level, settings.log_format, PART)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        keep_collections_short()
         asyncio.run(serve(settings))
     except InvalidInput as error:
         print(f"ragcache_retriever: {error}", file=sys.stderr)
@@ -74,29 +79,23 @@ def main() -> int:
     return 0
 
 
-def start_logging(level: str) -> None:
-    """Log to stderr, one line per event."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    # httpx logs a line for each request to an endpoint, which helps only in debugging.
-    if level != "debug":
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
 async def serve(settings: RetrieverSettings) -> None:
     """Serve until a signal stops the process. Raises InvalidInput for unusable settings."""
-    spans = tracer(settings.otlp_endpoint, "retriever", platform.node())
+    instance = platform.node()
+    spans = tracer(settings.otlp_endpoint, PART, instance, exports_content=settings.trace_content)
+    metrics = Metrics()
+    exported = export_metrics(settings.otlp_endpoint, PART, instance, metrics.collectors)
     try:
-        async with HealthServer(settings.health_listen) as health:
-            await _serve(settings, health, spans)
+        async with HealthServer(settings.health_listen, metrics.collectors) as health:
+            await _serve(settings, health, spans, metrics)
     finally:
         await asyncio.to_thread(spans.close)
+        await asyncio.to_thread(exported.close)
 
 
-async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
+async def _serve(
+    settings: RetrieverSettings, health: HealthServer, spans: Tracer, metrics: Metrics
+) -> None:
     health.set_progress("opening the documents")
     copies = SqliteCopies(settings.data_dir)
     try:
@@ -107,13 +106,14 @@ async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Trace
     threads = IndexThreads.start(usable_cores())
     knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
-    parts = ServedParts(settings, knowledge_base, restart.set)
+    parts = ServedParts(settings, knowledge_base, metrics, restart.set)
     service = RetrieverService(
         knowledge_base,
         spans,
         # Other backends have tools of their own.
         copies=None if store.is_shared else copies,
         restart=restart.set,
+        models=model_names(settings),
     )
     server = _make_server(settings.listen, parts.wrapped(service), health)
     await server.start()
@@ -245,6 +245,16 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
             return LocalModel(lambda: download(name), gate, num_threads)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
+
+
+def model_names(settings: RetrieverSettings) -> ModelNames:
+    """Return the names of the models, without addresses of endpoints."""
+    embedder, reranker = settings.embedder, settings.reranker
+    if not settings.embeds_itself:
+        embedder = settings.embedder_model or ""
+    if reranker not in ("none", "bundled"):
+        reranker = settings.reranker_model or ""
+    return ModelNames(embedder, reranker)
 
 
 def index_options(settings: RetrieverSettings) -> IndexOptions:

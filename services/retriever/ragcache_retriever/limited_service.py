@@ -36,6 +36,18 @@ class LimitedService:
                 async for stage in stages:
                     yield stage
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedReply:
+        """Return the embeddings of texts. It counts as a search. Raises Overloaded."""
+        with self._limits.search():
+            reply: pb.EmbedReply = await self._inner.Embed(request, context)
+        return reply
+
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankReply:
+        """Score texts. It counts as a search. Raises Overloaded."""
+        with self._limits.search():
+            reply: pb.RerankReply = await self._inner.Rerank(request, context)
+        return reply
+
     async def UpsertDocument(
         self, request: pb.UpsertDocumentRequest, context: Context
     ) -> pb.UpsertDocumentReply:

@@ -12,6 +12,8 @@ from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.limited_service import LimitedService
+from ragcache_retriever.measured_service import MeasuredService
+from ragcache_retriever.metrics import Metrics
 from ragcache_retriever.readiness.monitor import Check, ReadinessMonitor
 from ragcache_retriever.readiness.storage_probe import StorageProbe
 from ragcache_retriever.replication.replicated_service import ReplicatedService
@@ -34,8 +36,10 @@ class ServedParts:
         self,
         settings: RetrieverSettings,
         knowledge_base: KnowledgeBase,
+        metrics: Metrics,
         restart: Callable[[], None],
     ) -> None:
+        self._metrics = metrics
         self._settings = settings
         self._knowledge_base = knowledge_base
         # PostgreSQL makes writes durable itself.
@@ -44,14 +48,18 @@ class ServedParts:
             folder, functools.partial(knowledge_base.store.report, "readiness")
         )
         self._is_loaded = False
-        self._replica = make_replica(settings, knowledge_base, self._is_fit, restart)
+        self._replica = replica = make_replica(settings, knowledge_base, self._is_fit, restart)
+        metrics.observe_replica(
+            lag_s=lambda: 0.0 if replica is None else replica.lag_s,
+            is_writer=lambda: replica is None or replica.is_writer,
+        )
 
     def wrapped(self, service: Any) -> Any:
-        """Return a service with limits, and with the calls of replicas if there are several."""
+        """Return a service with limits and metrics, and with the calls of replicas, if any."""
         settings, replica = self._settings, self._replica
         limits = RequestLimits(settings.max_searches, settings.max_upsert_bytes)
-        limited = LimitedService(service, limits)
-        return limited if replica is None else ReplicatedService(limited, replica)
+        measured = MeasuredService(LimitedService(service, limits), self._metrics)
+        return measured if replica is None else ReplicatedService(measured, replica)
 
     async def run(self, server: GrpcServer, health: HealthServer) -> None:
         """Work until cancelled."""
@@ -62,7 +70,10 @@ class ServedParts:
         if self._replica is not None:
             checks.append(self._replica.problem)
         monitor = ReadinessMonitor(checks, server.set_ready, server.set_not_ready)
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(monitor.run(), name="readiness")]
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(monitor.run(), name="readiness"),
+            asyncio.create_task(self._metrics.follow(self._knowledge_base), name="metrics"),
+        ]
         if self._replica is not None:
             tasks.append(asyncio.create_task(self._replica.run(), name="replica"))
         try:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+import numpy as np
 
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.knowledge_base.results import SearchQuery, SearchStage
 from ragcache_retriever.messages.backups import received_backup, sent_backup
 from ragcache_retriever.messages.replies import (
     collection_message,
@@ -29,19 +32,27 @@ from ragcache_retriever.messages.replies import (
 from ragcache_retriever.messages.requests import (
     after_of,
     checked_id,
+    checked_query,
+    checked_texts,
     document_of,
     search_of,
     settings_of,
+    unset_settings,
 )
+from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.store.copies import Copies
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
-from ragcache_wire.tracing import Tracer
+from ragcache_wire.telemetry import semantic_conventions as names
+from ragcache_wire.telemetry import span_attributes
+from ragcache_wire.tracing import Span, Tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Retriever"].full_name
 
 MAX_SIMILAR = 64
+MAX_EMBEDDED = 2048
+MAX_SCORED = 1000
 MAX_REPORT_BYTES = 1 << 20
 MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
 """Most bytes of deletes and chunk texts in one reply."""
@@ -55,11 +66,20 @@ RESTART_DELAY_S = 0.5
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Names of the models of a retriever, for traces."""
+
+    embedder: str = "bundled"
+    reranker: str = "bundled"
+
+
 class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     """Implements retriever.proto.
 
     Args:
-        tracer: Makes spans of searches whose callers are traced.
+        tracer: Makes spans of calls whose callers are traced.
+        models: Named in those spans.
         copies: Backups of the store. None: its backend has tools of its own.
         restart: Ends the process after a restore. Its supervisor starts it again.
     """
@@ -71,9 +91,11 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         *,
         copies: Copies | None = None,
         restart: Callable[[], None] = lambda: None,
+        models: ModelNames = ModelNames(),
     ) -> None:
         self._knowledge_base = knowledge_base
         self._tracer = tracer or Tracer()
+        self._models = models
         self._copies = copies
         self._restart = restart
 
@@ -83,7 +105,9 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         """Create or change a collection."""
         name = checked_name("collection.name", request.collection.name)
         settings = settings_of(request.collection)
-        return collection_message(await self._knowledge_base.put_collection(name, settings))
+        kept = unset_settings(request.collection) if request.keep_unset else ()
+        info = await self._knowledge_base.put_collection(name, settings, kept)
+        return collection_message(info)
 
     async def GetCollection(
         self, request: pb.GetCollectionRequest, context: Context
@@ -167,11 +191,12 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         query = search_of(request)
         tokenizer = self._knowledge_base.tokenizer_identity
         with self._tracer.start_child_of("Search", context.invocation_metadata()) as span:
+            span.set(**span_attributes.retrieval(query.collection))
             async for stage in self._knowledge_base.search(query):
                 message = stage_message(stage, tokenizer)
                 span.event("stage", hits=len(stage.hits), progress=stage.progress)
                 if stage.final:
-                    span.set(hits=len(stage.hits), embed_s=stage.embed_s, search_s=stage.search_s)
+                    self._trace_search(span, query, stage, message)
                     # The caller leaves after the final stage.
                     span.end()
                 yield message
@@ -199,6 +224,27 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
                 for similar in found
             ]
         )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedReply:
+        """Return the embeddings of texts."""
+        texts = checked_texts(request.texts, MAX_EMBEDDED)
+        with self._tracer.start_child_of("Embed", context.invocation_metadata()) as span:
+            span.set(texts=len(texts), **span_attributes.embedding(self._models.embedder))
+            vectors = await self._knowledge_base.embed(texts)
+            span.set(**{names.EMBEDDING_DIMENSION: vectors.shape[1]})
+        packed = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
+        return pb.EmbedReply(vectors=packed, dimension=vectors.shape[1])
+
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankReply:
+        """Score texts by how well they answer a query."""
+        query = checked_query(request.query)
+        texts = checked_texts(request.texts, MAX_SCORED)
+        with self._tracer.start_child_of("Rerank", context.invocation_metadata()) as span:
+            span.set(texts=len(texts), **span_attributes.reranking(self._models.reranker))
+            scores = await self._knowledge_base.score_texts(query, texts)
+            if span.is_recording:
+                _trace_reranking(span, query, texts, scores.tolist())
+        return pb.RerankReply(scores=scores)
 
     async def ListRemovals(
         self, request: pb.ListRemovalsRequest, context: Context
@@ -293,6 +339,38 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         num_documents = await received_backup(self._copies, request)
         asyncio.get_running_loop().call_later(RESTART_DELAY_S, self._restart)
         return pb.RestoreReply(documents=num_documents)
+
+    def _trace_search(
+        self, span: Span, query: SearchQuery, stage: SearchStage, message: pb.SearchStage
+    ) -> None:
+        if not span.is_recording:
+            return
+        if query.mode is not SearchMode.LEXICAL:
+            embedded_ns = span.started_ns + round(1e9 * stage.embed_s)
+            attributes = span_attributes.embedding(self._models.embedder)
+            self._tracer.record("embed", span, span.started_ns, embedded_ns, **attributes)
+        span.set(
+            hits=len(stage.hits),
+            embed_s=stage.embed_s,
+            search_s=stage.search_s,
+            **span_attributes.retrieved([(hit.chunk.id, hit.score) for hit in message.hits]),
+        )
+        if span.has_content:
+            texts = [hit.chunk.text for hit in message.hits]
+            span.set_content(
+                **{names.INPUT_VALUE: query.text, names.RETRIEVAL_QUERY: query.text},
+                **span_attributes.with_texts(names.RETRIEVED_DOCUMENTS, texts),
+            )
+
+
+def _trace_reranking(span: Span, query: str, texts: Sequence[str], scores: Sequence[float]) -> None:
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])
+    span.set(**span_attributes.reranked([(str(i), scores[i]) for i in order]))
+    if span.has_content:
+        span.set_content(
+            **{names.INPUT_VALUE: query, names.RERANKER_QUERY: query},
+            **span_attributes.with_texts(names.RERANKED_DOCUMENTS, [texts[i] for i in order]),
+        )
 
 
 def _memory_bytes() -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
-from ragcache_kv.chunk_tokenizer import ID_BYTES
+from ragcache_core.identity.packed_ids import ID_BYTES
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -80,21 +81,36 @@ class BatchThreads:
         self._query_threads = _started(self._answer, num_query_threads, "embedder-query")
         self._batch_threads = _started(self._work, num_threads, "embedder")
 
-    async def embed_query(self, tokens: Tokens) -> Vectors:
-        """Return the embedding of a query, shape (1, dimension).
+    async def embed_queries(self, queries: Sequence[Tokens]) -> Vectors:
+        """Return the embeddings of the queries of one call, shape (len(queries), dimension).
 
-        Cancelling the call removes the query if it still waits.
+        They wait as one batch after the other, so that another call waits for one of them alone.
+        Cancelling the call removes the queries that still wait.
 
         Raises:
             Unavailable: The threads stop.
         """
-        query = _Query(tokens)
+        vectors = [np.empty((0, self._dimension), np.float32)]
+        first = 0
+        while first < len(queries):
+            batch = self._fitting(queries[first:])
+            vectors += await self._embed_together(batch)
+            first += len(batch)
+        return np.concatenate(vectors)
+
+    def _fitting(self, queries: Sequence[Tokens]) -> Sequence[Tokens]:
+        """Return the first queries, as many as fit into a batch, at least one."""
+        sizes = accumulate(map(len, queries))
+        return queries[: max(1, sum(size <= self._max_query_tokens for size in sizes))]
+
+    async def _embed_together(self, batch: Sequence[Tokens]) -> list[Vectors]:
+        waiting = [_Query(tokens) for tokens in batch]
         with self._lock:
             if self._stopped:
                 raise _stopping()
-            self._queries.append(query)
+            self._queries.extend(waiting)
             self._asked.notify()
-        return await asyncio.wrap_future(query.done)
+        return await asyncio.gather(*(asyncio.wrap_future(query.done) for query in waiting))
 
     async def embed_documents(self, texts: Sequence[Tokens]) -> Vectors:
         """Return the embeddings of texts, shape (len(texts), dimension).

@@ -44,7 +44,8 @@ class Embedder(Protocol):
         The embedder divides the texts into batches. Concurrent calls may share them.
 
         Args:
-            urgent: The text is a query, which goes before documents.
+            urgent: The texts are queries. A few go before documents; the embedder may have many of
+                them wait as documents do.
 
         Raises:
             Unavailable: The embedder does not answer.

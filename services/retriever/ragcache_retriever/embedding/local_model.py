@@ -30,6 +30,9 @@ QUERY_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 1 << 14
 MAX_QUERY_THREADS = 4
 
+MAX_URGENT_TEXTS = 16
+"""Most texts of one call that go before documents. More of them would pause ingestion for long."""
+
 _TOKENIZED_TEXTS = 512
 """Texts of one document that are tokenized and wait at once."""
 
@@ -94,15 +97,15 @@ class LocalModel:
         """See Embedder.embed."""
         assert self._threads is not None, "it is started"
         vectors = [np.empty((0, self._dimension), np.float32)]
-        if urgent:
+        if urgent and len(texts) <= MAX_URGENT_TEXTS:
             with self._gate.query():
                 # Tokenized here: in the other thread, documents may be ahead.
-                queries = [self._tokens(text, urgent=True) for text in texts]
-                vectors += [await self._threads.embed_query(tokens) for tokens in queries]
+                queries = [self._tokens(text, is_query=True) for text in texts]
+                vectors.append(await self._threads.embed_queries(queries))
         else:
             for i in range(0, len(texts), _TOKENIZED_TEXTS):
                 part = texts[i : i + _TOKENIZED_TEXTS]
-                tokens = await run(self._tokenizing, self._all_tokens, part)
+                tokens = await run(self._tokenizing, self._all_tokens, part, urgent)
                 vectors.append(await self._threads.embed_documents(tokens))
         return normalised("embedder", np.concatenate(vectors))
 
@@ -158,18 +161,18 @@ class LocalModel:
         if self._threads is not None:
             self._threads.wait_for_queries()
 
-    def _all_tokens(self, texts: Sequence[str]) -> list[Tokens]:
+    def _all_tokens(self, texts: Sequence[str], are_queries: bool) -> list[Tokens]:
         # One by one: encode_batch would take all cores, also from a query.
         tokens = []
         for text in texts:
             self._gate.wait()
-            tokens.append(self._tokens(text, urgent=False))
+            tokens.append(self._tokens(text, is_query=are_queries))
         return tokens
 
-    def _tokens(self, text: str, *, urgent: bool) -> Tokens:
+    def _tokens(self, text: str, *, is_query: bool) -> Tokens:
         assert self._tokenizer is not None
         assert self._files is not None
-        prompt = self._files.query_prompt if urgent else self._files.document_prompt
+        prompt = self._files.query_prompt if is_query else self._files.document_prompt
         text = prompt + text
         ids: list[int] = self._tokenizer.encode(
             text.lower() if self._files.lower_case else text

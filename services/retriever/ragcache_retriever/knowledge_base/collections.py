@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from ragcache_core.errors import NotFound, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
@@ -21,8 +24,8 @@ from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
 
 MAX_COLLECTIONS = 1000
-REMOVED_AT_ONCE = 256
-"""Documents that one transaction removes of a collection that is deleted."""
+REMOVED_AT_ONCE = 1024
+"""Chunks that one transaction removes of a collection that is deleted."""
 
 
 class CollectionSet:
@@ -116,10 +119,16 @@ class CollectionSet:
 
     # Changes
 
-    async def put(self, name: str, settings: CollectionSettings) -> None:
-        """Create a collection or change its settings."""
+    async def put(
+        self, name: str, settings: CollectionSettings, kept: Collection[str] = ()
+    ) -> None:
+        """Create a collection or change its settings.
+
+        Args:
+            kept: Fields of the settings that stay as they are in a collection that exists.
+        """
         self.check_loaded()
-        await self._threads.write(self._put, name, settings)
+        await self._threads.write(self._put, name, settings, kept)
 
     async def delete(self, name: str) -> CollectionRemoval:
         """Delete a collection. Its documents are no longer found; they are removed in steps."""
@@ -166,7 +175,7 @@ class CollectionSet:
             self._store.commit()
         self.reload()
 
-    def _put(self, name: str, settings: CollectionSettings) -> None:
+    def _put(self, name: str, settings: CollectionSettings, kept: Collection[str]) -> None:
         present = self._stored.get(name)
         if present is not None and present.is_deleting:
             raise Unavailable("retriever", f"collection {name!r} is being deleted", 5.0)
@@ -176,8 +185,11 @@ class CollectionSet:
                 f"there are {MAX_COLLECTIONS} collections already",
                 "delete one, or use metadata and filters",
             )
-        if present is not None and present.settings == settings:
-            return
+        if present is not None:
+            before = {field: getattr(present.settings, field) for field in kept}
+            settings = replace(settings, **before)
+            if settings == present.settings:
+                return
         with self._store.transaction():
             self._store.put_collection(name, settings)
             if present is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from ragcache_core.errors import NotFound
+from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.collection import CollectionDefaults, CollectionSettings
 from ragcache_retriever.documents.splitter import SplitLimit
@@ -36,6 +37,8 @@ from ragcache_retriever.knowledge_base.searching import Searching
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.stages import Ranking
+from ragcache_retriever.ranking.text_scores import score_texts
+from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxClaim, OutboxDelete, Removal
@@ -50,7 +53,7 @@ class KnowledgeBase:
 
     Args:
         markdown: The content type whose headings and code fences are recognized.
-        gate: The gate of the embedder, if that runs in this process.
+        gate: Lets searches go before ingestion. An embedder in this process has the same one.
         split_limit: CPU time in which a document has to be split.
         clock: Unix time in seconds.
     """
@@ -74,13 +77,14 @@ class KnowledgeBase:
         self.tokenizer_identity = tokenizer.identity
         self._embedder = embedder
         self._ranking = ranking
+        self._gate = gate or QueryGate()
         self._preparer = DocumentPreparer(embedder, tokenizer, markdown, split_limit)
         self._indexes = GenerationIndexes(store, indexes)
         self._collections = CollectionSet(
             store, self._indexes, self.threads, self._preparer, defaults
         )
         self._ingestion = Ingestion(
-            store, self._collections, self._indexes, self.threads, self._preparer
+            store, self._collections, self._indexes, self.threads, self._preparer, self._gate
         )
         self._searching = Searching(
             store,
@@ -90,7 +94,7 @@ class KnowledgeBase:
             embedder,
             self._preparer,
             ranking,
-            gate or QueryGate(),
+            self._gate,
         )
         self._remake = Remake(
             store, self._collections, self._indexes, self.threads, self._ingestion
@@ -174,9 +178,15 @@ class KnowledgeBase:
 
     # Collections
 
-    async def put_collection(self, name: str, settings: CollectionSettings) -> CollectionInfo:
-        """Create a collection or change it. Its documents follow in the background."""
-        await self._collections.put(name, settings)
+    async def put_collection(
+        self, name: str, settings: CollectionSettings, kept: Collection[str] = ()
+    ) -> CollectionInfo:
+        """Create a collection or change it. Its documents follow in the background.
+
+        Args:
+            kept: Fields of the settings that stay as they are in a collection that exists.
+        """
+        await self._collections.put(name, settings, kept)
         self._remake.start()
         return await self._collections.info(name)
 
@@ -266,6 +276,17 @@ class KnowledgeBase:
             NotFound: There is no such collection or document.
         """
         return await self._searching.similar_chunks(collection, document_id, top_k)
+
+    async def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return the embeddings of texts, shape (len(texts), dimension). Raises Unavailable."""
+        self._collections.check_loaded()
+        return await self._embedder.embed(texts, urgent=True)
+
+    async def score_texts(self, query: str, texts: Sequence[str]) -> Scores:
+        """Return how well each text answers a query, shape (len(texts),). Raises Unavailable."""
+        self._collections.check_loaded()
+        reranker = self._ranking.text_reranker
+        return await score_texts(self._embedder, reranker, query, texts)
 
     # Outbox. It also serves while the indexes are loaded.
 

@@ -13,6 +13,7 @@ import weakref
 from dataclasses import replace
 
 from ragcache_core.errors import NotFound
+from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.results import UpsertResult
@@ -41,12 +42,14 @@ class Ingestion:
         indexes: GenerationIndexes,
         threads: StoreThreads,
         preparer: DocumentPreparer,
+        gate: QueryGate,
     ) -> None:
         self._store = store
         self._collections = collections
         self._indexes = indexes
         self._threads = threads
         self._preparer = preparer
+        self._gate = gate
         self._document_locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
@@ -138,6 +141,8 @@ class Ingestion:
         chunk_sets: dict[int, ChunkSet],
     ) -> DocumentChange | None:
         """Replace a document. Return None if its collection changed since it was prepared."""
+        # Writing the words of a document takes a core for milliseconds.
+        self._gate.wait()
         generations = self._collections.get(collection).generations
         if chunk_sets.keys() != {generation.row for generation in generations}:
             return None

@@ -34,8 +34,8 @@ NUM_REMAKES = 4
 """Documents that are prepared at once, so that their texts share batches of the embedder."""
 PAGE_SIZE = 256
 """Documents that are listed at a time."""
-RETIRED_AT_ONCE = 32
-"""Documents whose old chunks one transaction removes. Writes wait for it meanwhile."""
+RETIRED_AT_ONCE = 512
+"""Chunks that one transaction removes. Writes wait for it meanwhile."""
 FAILURE_PAUSE_S = 10.0
 PAUSE_S = 0.01
 """Time between two of these transactions, in which the writes that wait go first."""
@@ -204,7 +204,7 @@ class Remake:
     async def _remove_retired(self, generation: int) -> None:
         while True:
             step = await self._threads.write(self._remove_step, generation)
-            if not step.num_documents:
+            if step.is_done:
                 break
             await asyncio.sleep(PAUSE_S)
         await self._threads.write(self._collections.reload)
@@ -217,20 +217,19 @@ class Remake:
 
     async def _delete(self, name: str) -> None:
         while True:
-            num_removed = await self._threads.write(self._delete_step, name)
-            if not num_removed:
+            if await self._threads.write(self._delete_step, name):
                 break
             await asyncio.sleep(PAUSE_S)
         await self._threads.write(self._collections.add_missing)
 
-    def _delete_step(self, name: str) -> int:
+    def _delete_step(self, name: str) -> bool:
         with self._store.transaction(frees_space=True):
             step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
-            if not step.num_documents:
+            if step.is_done:
                 self._store.drop_collection(name)
                 log.info("collections: deleted collection=%s", name)
             self._store.commit()
-        return step.num_documents
+        return step.is_done
 
 
 def _is_complete(stored: StoredCollection, generation: int) -> bool:

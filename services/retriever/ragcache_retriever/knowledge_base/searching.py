@@ -77,7 +77,12 @@ class Searching:
     async def search(self, query: SearchQuery) -> AsyncIterator[SearchStage]:
         """Yield the stages of a search; the last one is final. See KnowledgeBase.search."""
         began = time.perf_counter()
-        vector = await self._embed(query)
+        with contextlib.ExitStack() as stack:
+            # From the first step to the last: documents would resume in between, and a step of
+            # theirs takes the cores for milliseconds.
+            stack.enter_context(self._gate.query())
+            vector = await self._embed(query)
+            counted = stack.pop_all()
         embed_s = time.perf_counter() - began
 
         loop = asyncio.get_running_loop()
@@ -91,13 +96,18 @@ class Searching:
 
         def search() -> None:
             try:
-                with self._gate.query():
+                with counted:
                     self._run(_RunningSearch(query, vector, embed_s, emit, cancelled))
             finally:
                 emit(None)
 
         # The thread does not wait for the reader of the stages, so a slow reader holds no thread.
-        searching = loop.run_in_executor(self._threads.readers, search)
+        try:
+            searching = loop.run_in_executor(self._threads.readers, search)
+        except RuntimeError:  # the threads have ended
+            counted.close()
+            raise
+        searching.add_done_callback(lambda _: counted.close())  # also if it never began
         try:
             while (stage := await stages.get()) is not None:
                 yield stage

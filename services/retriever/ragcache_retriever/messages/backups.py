@@ -36,11 +36,24 @@ async def received_backup(copies: Copies | None, parts: AsyncIterator[pb.BackupP
     """
     incoming = _checked(copies).receive()
     try:
-        async for part in parts:
-            await asyncio.to_thread(incoming.write, part.data)
+        async for part in complete_parts(parts):
+            await asyncio.to_thread(incoming.write, part)
         return await asyncio.to_thread(incoming.finish)
     finally:
         await asyncio.to_thread(incoming.abort)
+
+
+async def complete_parts(parts: AsyncIterator[pb.BackupPart]) -> AsyncIterator[bytes]:
+    """Yield the data of a backup that is restored.
+
+    Raises:
+        InvalidInput: The stream has ended before the backup.
+    """
+    async for part in parts:
+        if part.last:
+            return
+        yield part.data
+    raise InvalidInput("backup", "has ended early", "send all parts, and then the mark of the last")
 
 
 def _checked(copies: Copies | None) -> Copies:

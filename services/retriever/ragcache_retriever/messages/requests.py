@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import math
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import fields
 
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.retrieval.index_kinds import IndexKind
@@ -26,6 +28,7 @@ MAX_ID_CHARS = 512
 MAX_TITLE_CHARS = 1024
 MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
+MAX_TEXTS_CHARS = 1_000_000
 MAX_TOP_K = 1000
 MAX_QUOTA = 1 << 53
 
@@ -70,6 +73,12 @@ def settings_of(message: pb.Collection) -> CollectionSettings:
         _quota("collection.max_documents", message.max_documents),
         _quota("collection.max_text_bytes", message.max_text_bytes),
     )
+
+
+def unset_settings(message: pb.Collection) -> list[str]:
+    """Return the fields of CollectionSettings that a message does not set."""
+    given = {field.name for field, _ in message.ListFields()}
+    return [field.name for field in fields(CollectionSettings) if field.name not in given]
 
 
 def _quota(field: str, value: int) -> int:
@@ -188,6 +197,24 @@ def checked_query(query: str) -> str:
             "query", f"{len(query)} characters are too many", f"send at most {MAX_QUERY_CHARS}"
         )
     return query
+
+
+def checked_texts(texts: Sequence[str], most: int) -> list[str]:
+    """Return texts to embed or to score. Raises InvalidInput for none, an empty one or too many."""
+    if not texts:
+        raise InvalidInput("texts", "are none", "send at least one")
+    if len(texts) > most:
+        raise TooLarge("texts", f"{len(texts)} are too many", f"send at most {most}")
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_TEXTS_CHARS:
+        raise TooLarge(
+            "texts", f"{num_chars} characters are too many", f"send at most {MAX_TEXTS_CHARS}"
+        )
+    for i, text in enumerate(texts):
+        _refuse_nul(f"texts[{i}]", text)
+        if not text.strip():
+            raise InvalidInput(f"texts[{i}]", "is empty", "leave it out")
+    return list(texts)
 
 
 def _refuse_nul(field: str, text: str) -> None:

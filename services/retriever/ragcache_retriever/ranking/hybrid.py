@@ -17,7 +17,7 @@ import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.diversity import diverse_order
-from ragcache_core.retrieval.fused_finality import FusedFinality, FusedStage
+from ragcache_core.retrieval.fused_finality import FusedFinality, FusedStage, SearchForm
 from ragcache_core.retrieval.fusion import (
     DEFAULT_LEXICAL_WEIGHT,
     FusionWeights,
@@ -57,8 +57,8 @@ LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
 EARLY_WAIT_S = 0.02
 """Longest wait for the lexical leg before an early stage, which is then left out."""
-MAX_FINALITIES = 256
-"""Generations whose early stages are remembered."""
+MAX_FINALITIES = 1024
+"""Pairs of a generation and a form of searches whose early stages are remembered."""
 _SPARE_HITS = 8
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
@@ -91,13 +91,19 @@ class HybridRanking:
     def __init__(self, reranker: Reranker | None = None) -> None:
         self._reranker = reranker
         self._threads = ThreadPoolExecutor(LEXICAL_THREADS, "lexical")
-        self._finalities: dict[int, FusedFinality] = {}
+        self._finalities: dict[tuple[int, SearchForm], FusedFinality] = {}
 
     @property
     def optional_reranker(self) -> Reranker | None:
         """See Ranking."""
         reranker = self._reranker
         return reranker if reranker is not None and reranker.needs_choice else None
+
+    @property
+    def text_reranker(self) -> Reranker | None:
+        """See Ranking. The others know candidates of a collection only."""
+        reranker = self._reranker
+        return None if reranker is None or reranker.needs_choice else reranker
 
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search. See Ranking."""
@@ -157,7 +163,7 @@ class HybridRanking:
 
     def _stage(self, running: _HybridSearch, stage: IndexStage) -> RankedStage:
         rows = self._ranked(running, stage, is_final=stage.final)
-        finality = self._finality(running.search.generation)
+        finality = self._finality(running)
         found = tuple(one.row for one in rows)
         if stage.final:
             finality.learn(running.stages, found)
@@ -169,12 +175,20 @@ class HybridRanking:
         running.stages.append(fused)
         return RankedStage(rows, stage.progress, False, finality.probability(fused))
 
-    def _finality(self, generation: int) -> FusedFinality:
-        found = self._finalities.get(generation)
+    def _finality(self, running: _HybridSearch) -> FusedFinality:
+        search = running.search
+        form = SearchForm.of(
+            search.mode.name,
+            reranks=running.reranker is not None,
+            diversity=search.diversity,
+            top_k=search.top_k,
+        )
+        key = search.generation, form
+        found = self._finalities.get(key)
         if found is None:
             while len(self._finalities) >= MAX_FINALITIES:
                 self._finalities.pop(next(iter(self._finalities)), None)
-            found = self._finalities.setdefault(generation, FusedFinality())
+            found = self._finalities.setdefault(key, FusedFinality())
         return found
 
     def _ranked(

@@ -96,6 +96,10 @@ class Ranking(Protocol):
     def optional_reranker(self) -> Reranker | None:
         """The reranker that is used only in collections that gain from it, or None."""
 
+    @property
+    def text_reranker(self) -> Reranker | None:
+        """The reranker that scores any texts, or None."""
+
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search: at least one, the last one final, unless cancelled.
 

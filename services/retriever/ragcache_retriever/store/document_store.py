@@ -91,13 +91,13 @@ class DocumentStore(Protocol):
         """Retire the building generation, because the serving one has the wanted recipe again."""
 
     def remove_retired(self, generation: int, limit: int, now_ms: int) -> BatchRemoval:
-        """Remove the chunks of some documents from a retired generation.
+        """Remove the chunks of some documents from a retired generation, and then its words.
 
-        The last step removes the generation itself and returns 0 documents. Digests that no other
-        generation has go into the outbox.
+        The last step removes the generation itself. Digests that no other generation has go into
+        the outbox.
 
         Args:
-            limit: Most documents of this step.
+            limit: Most chunks of this step. A document with more is a step by itself.
         """
 
     def replace(
@@ -144,10 +144,16 @@ class DocumentStore(Protocol):
         """Mark a collection. It is then no longer found, and its documents can be removed."""
 
     def remove_documents(self, collection: str, limit: int, now_ms: int) -> BatchRemoval:
-        """Remove some documents of a marked collection, with their deletes in the outbox."""
+        """Remove some documents of a marked collection, with their deletes in the outbox.
+
+        The words of the collection go last.
+
+        Args:
+            limit: See ``remove_retired``. Chunks of all generations count.
+        """
 
     def drop_collection(self, collection: str) -> None:
-        """Remove a marked collection without documents, and all its generations."""
+        """Remove a marked collection that is empty, and all its generations."""
 
     def put_report(self, name: str, body: bytes, updated_unix_ms: int) -> None:
         """Store a report in place of the one of its name."""

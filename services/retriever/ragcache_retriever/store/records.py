@@ -224,13 +224,15 @@ class BatchRemoval:
     """What one bounded step of a removal has done.
 
     Attributes:
-        num_documents: Documents whose chunks were removed. 0: none is left.
+        num_documents: Documents whose chunks were removed.
         deletes: What the step has put into the outbox.
+        is_done: Whether nothing is left for another step.
     """
 
     num_documents: int
     indexes: tuple[IndexChange, ...]
     deletes: tuple[OutboxDelete, ...]
+    is_done: bool
 
 
 @dataclass(frozen=True, slots=True)

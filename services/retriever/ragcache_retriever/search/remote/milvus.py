@@ -7,11 +7,16 @@ see all acknowledged changes.
 
 A search of cells or of a graph has two queries, a small and a complete one. Milvus cannot continue
 a query, so the small one is the price of an early result. A scan of all vectors has one query.
+
+A query states the rows that may be found as ranges and a short list. Many scattered rows do not fit
+into one condition. Then Milvus is asked for more hits without it, and the allowed ones are kept. If
+even the most hits of a query have too few of them, several queries have a part of the rows each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +30,7 @@ from pymilvus import DataType, MilvusClient, MilvusException
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search.remote.row_conditions import row_conditions, span
 from ragcache_retriever.search.remote.staged_hits import StagedHits
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
@@ -38,6 +44,8 @@ NUM_CELLS, PROBED_CELLS = 128, 64
 GRAPH_LINKS, GRAPH_BUILD_BEAM, GRAPH_BEAM = 16, 128, 160
 MAX_HITS = 16_384
 """Most hits of one query of Milvus."""
+GROWTH = 4
+"""Factor between the hits of two queries that are filtered after the search."""
 BATCH_BYTES = 16 << 20
 """Bytes of vectors that one call inserts. A message has 64 MiB at most."""
 READ_ROWS = 8192
@@ -166,11 +174,14 @@ class MilvusIndex:
         for effort, parameters in efforts:
             if cancelled is not None and cancelled():
                 return
-            found = self._best(query, min(top_k, MAX_HITS), allowed, parameters)
-            num_scored += effort
-            if cancelled is not None and cancelled():
-                return
             is_last = effort == efforts[-1][0]
+            batches = self._batches(query, min(top_k, MAX_HITS), allowed, parameters, is_last)
+            found: list[tuple[int, float]] = []
+            for batch in batches:
+                found += batch
+                if cancelled is not None and cancelled():
+                    return
+            num_scored += effort
             stage = hits.stage(found, effort / efforts[-1][0], num_scored, is_last=is_last)
             yield stage
             if stage.final:
@@ -189,18 +200,53 @@ class MilvusIndex:
             case _:
                 return [(1, {})]
 
+    def _batches(
+        self,
+        query: Vectors,
+        top_k: int,
+        allowed: Rows | None,
+        parameters: dict[str, int],
+        is_complete: bool,
+    ) -> Iterator[list[tuple[int, float]]]:
+        """Yield hits, after each query. The best ones of all are what one filtered query finds.
+
+        Args:
+            is_complete: Whether there have to be ``top_k`` hits if there are as many rows.
+        """
+        if allowed is None:
+            yield self._best(query, top_k, "", parameters)
+            return
+        conditions = row_conditions(_ROW, allowed)
+        first = next(conditions)
+        second = next(conditions, None)
+        if second is None:
+            yield self._best(query, top_k, first, parameters)
+            return
+        limit = _first_limit(top_k, allowed)
+        while True:
+            found = self._best(query, limit, span(_ROW, allowed), parameters)
+            kept = _only(found, allowed)
+            if len(kept) >= top_k or not is_complete:
+                yield kept[:top_k]
+                return
+            if limit == MAX_HITS:
+                break
+            yield kept
+            limit = min(MAX_HITS, GROWTH * limit)
+        for condition in itertools.chain((first, second), conditions):
+            yield self._best(query, top_k, condition, parameters)
+
     def _best(
-        self, query: Vectors, top_k: int, allowed: Rows | None, parameters: dict[str, int]
+        self, query: Vectors, limit: int, condition: str, parameters: dict[str, int]
     ) -> list[tuple[int, float]]:
-        condition = ""
-        if allowed is not None:
-            condition = f"{_ROW} in [{','.join(map(str, allowed.tolist()))}]"
+        if "ef" in parameters:  # no smaller than the number of hits
+            parameters = {"ef": max(parameters["ef"], limit)}
         with _errors():
             [found] = self._client.search(
                 self._name,
                 [query],
                 filter=condition,
-                limit=top_k,
+                limit=limit,
                 output_fields=[_ROW],
                 search_params={"metric_type": "IP", "params": parameters},
                 timeout=SEARCH_LIMIT_S,
@@ -292,6 +338,19 @@ class MilvusIndexes:
             with _errors():
                 self._connected = MilvusClient(timeout=SEARCH_LIMIT_S, **self._arguments)
         return self._connected
+
+
+def _first_limit(top_k: int, allowed: Rows) -> int:
+    """Return for how many hits to ask, so that about twice ``top_k`` are allowed ones."""
+    num_rows = int(allowed[-1]) - int(allowed[0]) + 1
+    return min(MAX_HITS, -(-2 * top_k * num_rows // len(allowed)))
+
+
+def _only(found: list[tuple[int, float]], allowed: Rows) -> list[tuple[int, float]]:
+    """Return the hits that are allowed, in their order."""
+    rows = np.array([row for row, _ in found], np.int64)
+    i = np.minimum(np.searchsorted(allowed, rows), len(allowed) - 1)
+    return list(itertools.compress(found, allowed[i] == rows))
 
 
 def _used_kind(kind: IndexKind) -> IndexKind:

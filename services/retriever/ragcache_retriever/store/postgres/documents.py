@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from ragcache_core.errors import TooLarge, Unavailable
+from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.filters import number_of
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.postgres.collections import PostgresCollections
 from ragcache_retriever.store.postgres.connections.binary_types import vector_bytes
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
-from ragcache_retriever.store.postgres.kv_deletes import KvDeletes, RemovedChunks
 from ragcache_retriever.store.postgres.lexical import LexicalText, PostgresLexical
 from ragcache_retriever.store.postgres.outbox import PostgresOutbox
 from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.records import (
-    BatchRemoval,
     ChunkSet,
     Document,
     DocumentChange,
     DocumentVersion,
     IndexChange,
 )
-
-_NO_VECTORS = np.empty((0, 0), np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """Rows with an embedding, in document order."""
-
-    rows: tuple[int, ...]
-    chunks: ChunkSet
+from ragcache_retriever.store.sql.documents import (
+    AddedChunks,
+    CollectionUse,
+    CountedDocument,
+    RemovedChunks,
+    SqlDocuments,
+)
 
 
-class PostgresDocuments:
+class PostgresDocuments(SqlDocuments):
     """The tables of documents, chunks and embeddings."""
 
     def __init__(
@@ -48,11 +40,10 @@ class PostgresDocuments:
         lexical: PostgresLexical,
         outbox: PostgresOutbox,
     ) -> None:
+        super().__init__(outbox)
         self._database = database
         self._collections = collections
         self._lexical = lexical
-        self._outbox = outbox
-        self._deletes = KvDeletes(database, outbox)
 
     def replace(
         self,
@@ -83,11 +74,13 @@ class PostgresDocuments:
             generation: self._add_chunks(generation, row, document.title, chunks)
             for generation, chunks in sorted(chunk_sets.items())
         }
-        self._deletes.add(home, collection, document.id, removed, chunk_sets, now_ms)
+        self._add_deletes(home, collection, document.id, removed, chunk_sets, now_ms)
         deletes: tuple[OutboxDelete, ...] = ()
         if claim:
-            deletes = self._deletes.claim(collection, document.id, now_ms)
-        return DocumentChange(_index_changes(removed, added), deletes, self._outbox.last_sequence())
+            deletes = self._claim(collection, document.id, now_ms)
+        return DocumentChange(
+            self._index_changes(removed, added), deletes, self._outbox.last_sequence()
+        )
 
     def put_chunks(
         self,
@@ -109,64 +102,12 @@ class PostgresDocuments:
         if found is None or not self._collections.are_current(home, {generation}):
             return None
         added = self._add_chunks(generation, found[0], found[1], chunks)
-        [change] = _index_changes({}, {generation: added})
+        [change] = self._index_changes({}, {generation: added})
         return change
-
-    def delete(self, collection: str, document_id: str, now_ms: int) -> DocumentChange | None:
-        """See DocumentStore.delete."""
-        home = self._collections.lock(collection)
-        row, _ = self._find(home, document_id)
-        if row is None:
-            return None
-        removed = self._remove_document(home, collection, row, document_id, now_ms)
-        deletes = self._deletes.claim(collection, document_id, now_ms)
-        return DocumentChange(_index_changes(removed, {}), deletes, self._outbox.last_sequence())
-
-    def remove_documents(self, collection: str, limit: int, now_ms: int) -> BatchRemoval:
-        """See DocumentStore.remove_documents."""
-        home = self._collections.lock(collection)
-        first = self._outbox.lock()
-        documents = self._database.query(
-            "SELECT row, id FROM documents WHERE collection = %s ORDER BY id LIMIT %s",
-            (home, limit),
-        )
-        changes: list[IndexChange] = []
-        for row, document_id in documents:
-            removed = self._remove_document(home, collection, row, document_id, now_ms)
-            changes += _index_changes(removed, {})
-        return BatchRemoval(len(documents), tuple(changes), self._outbox.added_after(first))
-
-    def remove_retired(self, generation: int, limit: int, now_ms: int) -> BatchRemoval:
-        """See DocumentStore.remove_retired."""
-        found = self._database.query_one(
-            "SELECT collections.row, name FROM generations JOIN collections"
-            " ON collections.row = generations.collection WHERE generations.row = %s"
-            " FOR UPDATE OF collections",
-            (generation,),
-        )
-        if found is None:
-            return BatchRemoval(0, (), ())
-        home, collection = found
-        self._collections.drop_tables(generation)  # the first step does
-        first = self._outbox.lock()
-        documents = self._database.query(
-            "SELECT document, id FROM prepared JOIN documents ON documents.row = document"
-            " WHERE generation = %s ORDER BY document LIMIT %s",
-            (generation, limit),
-        )
-        changes: list[IndexChange] = []
-        for row, document_id in documents:
-            removed = {generation: self._remove_chunks(generation, row, has_tables=False)}
-            self._deletes.add(home, collection, document_id, removed, {}, now_ms)
-            changes += _index_changes(removed, {})
-        if not documents:
-            self._collections.remove_generation(generation)
-        return BatchRemoval(len(documents), tuple(changes), self._outbox.added_after(first))
 
     # Documents
 
     def _find(self, home: int, document_id: str) -> tuple[int | None, int]:
-        """Return the row of a document and the bytes of its text; None and 0 without one."""
         found = self._database.query_one(
             "SELECT row, text_bytes FROM documents WHERE collection = %s AND id = %s",
             (home, document_id),
@@ -214,50 +155,64 @@ class PostgresDocuments:
         )
         return int(row)
 
-    def _count_document(self, collection: str, num_added: int, bytes_added: int) -> None:
-        """Add to the counters of a collection. Raises TooLarge above a quota."""
+    def _documents_of(self, home: int, limit: int) -> list[CountedDocument]:
+        return self._database.query(
+            "SELECT row, id, coalesce("
+            "(SELECT sum(num_chunks) FROM prepared WHERE document = documents.row), 0)::bigint"
+            " FROM documents WHERE collection = %s ORDER BY id LIMIT %s",
+            (home, limit),
+        )
+
+    def _prepared_in(self, generation: int, limit: int) -> list[CountedDocument]:
+        return self._database.query(
+            "SELECT document, id, num_chunks FROM prepared JOIN documents"
+            " ON documents.row = document WHERE generation = %s ORDER BY document LIMIT %s",
+            (generation, limit),
+        )
+
+    def _delete_document(self, row: int) -> int:
+        [(text_bytes,)] = self._database.query(
+            "DELETE FROM documents WHERE row = %s RETURNING text_bytes", (row,)
+        )
+        return int(text_bytes)
+
+    # Collections
+
+    def _lock_collection(self, name: str) -> int:
+        return self._collections.lock(name)
+
+    def _lock_collection_of(self, generation: int) -> tuple[int, str] | None:
+        found = self._database.query_one(
+            "SELECT collections.row, name FROM generations JOIN collections"
+            " ON collections.row = generations.collection WHERE generations.row = %s"
+            " FOR UPDATE OF collections",
+            (generation,),
+        )
+        return None if found is None else (found[0], found[1])
+
+    def _generations(self, home: int) -> list[int]:
+        found = self._database.query(
+            "SELECT row FROM generations WHERE collection = %s ORDER BY row", (home,)
+        )
+        return [generation for (generation,) in found]
+
+    def _remove_generation(self, generation: int) -> None:
+        self._collections.remove_generation(generation)
+
+    def _add_to_counters(self, collection: str, num_added: int, bytes_added: int) -> CollectionUse:
         [counted] = self._database.query(
             "UPDATE collections SET num_documents = num_documents + %s,"
             " text_bytes = text_bytes + %s WHERE name = %s"
             " RETURNING num_documents, text_bytes, max_documents, max_text_bytes",
             (num_added, bytes_added, collection),
         )
-        num_documents, text_bytes, max_documents, max_text_bytes = counted
-        if num_added > 0 and 0 < max_documents < num_documents:
-            raise TooLarge(
-                "document",
-                f"collection {collection!r} has {max_documents} documents, which is its quota",
-                "delete documents, or raise max_documents of the collection",
-            )
-        if bytes_added > 0 and 0 < max_text_bytes < text_bytes:
-            raise TooLarge(
-                "document.text",
-                f"collection {collection!r} would have {text_bytes} bytes of text, more than its"
-                f" quota of {max_text_bytes}",
-                "delete documents, or raise max_text_bytes of the collection",
-            )
-
-    def _remove_document(
-        self, home: int, collection: str, row: int, document_id: str, now_ms: int
-    ) -> dict[int, RemovedChunks]:
-        removed = self._remove_all_chunks(row)
-        [(text_bytes,)] = self._database.query(
-            "DELETE FROM documents WHERE row = %s RETURNING text_bytes", (row,)
-        )
-        self._count_document(collection, -1, -text_bytes)
-        digests = [digest for one in removed.values() for digest in one.digests]
-        self._outbox.add(
-            collection,
-            document_id,
-            self._deletes.unused(home, digests),
-            names_document=True,
-            now_ms=now_ms,
-        )
-        return removed
+        return CollectionUse(*counted)
 
     # Chunks
 
-    def _add_chunks(self, generation: int, document: int, title: str, chunks: ChunkSet) -> _Added:
+    def _add_chunks(
+        self, generation: int, document: int, title: str, chunks: ChunkSet
+    ) -> AddedChunks:
         found = self._database.query(
             "SELECT nextval(pg_get_serial_sequence('chunks', 'row')) FROM generate_series(1, %s)",
             (len(chunks.chunks),),
@@ -305,7 +260,7 @@ class PostgresDocuments:
             ],
         )
         self._count_chunks(generation, 1, len(rows))
-        return _Added(() if chunks.embeddings is None else rows, chunks)
+        return AddedChunks(() if chunks.embeddings is None else rows, chunks)
 
     def _remove_all_chunks(self, document: int) -> dict[int, RemovedChunks]:
         generations = self._database.query(
@@ -349,6 +304,16 @@ class PostgresDocuments:
             tuple(digest for _, _, digest, *_ in found),
         )
 
+    def _remove_retired_chunks(self, generation: int, document: int) -> RemovedChunks:
+        return self._remove_chunks(generation, document, has_tables=False)
+
+    def _detach_words(self, generation: int) -> None:
+        # The server removes the files of a table at once, of any size.
+        self._collections.drop_tables(generation)
+
+    def _remove_some_words(self, generation: int) -> bool:
+        return False
+
     def _count_chunks(self, generation: int, num_documents: int, num_chunks: int) -> None:
         self._database.execute(
             "UPDATE generations SET num_documents = num_documents + %s,"
@@ -356,16 +321,18 @@ class PostgresDocuments:
             (num_documents, num_chunks, generation),
         )
 
+    def _note_rows(self, generation: int, removed: Sequence[int], added: Sequence[int]) -> None:
+        """Record nothing: other retrievers read the same tables."""
 
-def _index_changes(
-    removed: Mapping[int, RemovedChunks], added: Mapping[int, _Added]
-) -> tuple[IndexChange, ...]:
-    changes = []
-    for generation in sorted(removed.keys() | added.keys()):
-        old = removed[generation].rows if generation in removed else ()
-        new = added[generation].rows if generation in added else ()
-        vectors = added[generation].chunks.embeddings if new else None
-        changes.append(
-            IndexChange(generation, old, new, _NO_VECTORS if vectors is None else vectors)
-        )
-    return tuple(changes)
+    def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
+        wanted = list(dict.fromkeys(digests))
+        used = {
+            digest
+            for (digest,) in self._database.query(
+                "SELECT DISTINCT token_digest FROM chunks JOIN generations"
+                " ON generations.row = chunks.generation"
+                " WHERE token_digest = ANY(%s) AND generations.collection = %s",
+                (wanted, home),
+            )
+        }
+        return tuple(digest for digest in wanted if digest not in used)

@@ -118,8 +118,7 @@ class CollectionTables:
         self._database.note_collections()
 
     def remove_generation(self, generation: int) -> None:
-        """Remove a generation without documents."""
-        self._lexical.drop(generation)
+        """Remove a generation without documents and words."""
         self._database.execute("DELETE FROM generations WHERE row = ?", (generation,))
         self._database.note_collections()
 

@@ -1,6 +1,9 @@
 """The lexical leg: BM25 over the words of chunks, by FTS5.
 
 Each generation has a table of its own, so that the weight of a word follows from its collection.
+
+FTS5 needs about a microsecond for each chunk that it ranks. So only the rarer words of a question
+find chunks, see ``word_choice``. The scores are those of all words.
 """
 
 from __future__ import annotations
@@ -10,16 +13,26 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.sqlite.database import Database, Row
 from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
+from ragcache_retriever.store.sqlite.word_frequencies import WordFrequencies
 
 MAX_LISTED_ROWS = 1 << 14
 """Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
 
 LIMIT_S = 1.0
-"""Longest time of a query. Words of a large collection that most chunks have take longer."""
+"""Longest time of a query. Words of a large collection that many chunks have take longer."""
+
+_ROWS_AT_ONCE = {"data": 256, "docsize": 16_384}
+"""Tables of FTS5 that grow with the chunks, and how many rows of a detached one go at once: about a
+megabyte, and a third of one."""
+
+_AVERAGES, _STRUCTURE = 1, 10
+"""Ids of the records of FTS5 that are no pages of words. See the comment on top of its source file
+``fts5_index.c``."""
 
 _COLUMNS = "title, headings, text"
 _OF_DOCUMENT = (
@@ -34,22 +47,54 @@ class LexicalTables:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._frequencies = WordFrequencies(database)
 
     def create(self, generation: int) -> None:
         """Create the table of a new generation."""
         self._database.execute(create_lexical_table(generation))
 
-    def drop(self, generation: int) -> None:
-        """Remove the table of a generation, if it is there."""
+    def detach(self, generation: int) -> None:
+        """Let no search use the table of a generation. ``remove_some`` then removes its pages.
+
+        FTS5 keeps its pages as rows of tables, and dropping one takes time in proportion to them.
+        So these tables are renamed, and FTS5 drops what is left. It opens its table for that, and
+        needs two records.
+        """
+        if not self.has(generation):
+            return
+        table = lexical_table(generation)
+        for part in _ROWS_AT_ONCE:
+            self._database.execute(
+                f"ALTER TABLE {table}_{part} RENAME TO {_detached(generation, part)}"
+            )
+        self._database.execute(f"CREATE TABLE {table}_data (id INTEGER PRIMARY KEY, block BLOB)")
+        self._database.execute(
+            f"INSERT INTO {table}_data SELECT id, block FROM {_detached(generation, 'data')}"
+            f" WHERE id IN ({_AVERAGES}, {_STRUCTURE})"
+        )
         with self._database.leaving_freed_pages():
-            self._database.execute(f"DROP TABLE IF EXISTS {lexical_table(generation)}")
+            self._database.execute(f"DROP TABLE {table}")
+
+    def remove_some(self, generation: int) -> bool:
+        """Remove some pages of a detached table. Return whether there were any."""
+        for part, limit in _ROWS_AT_ONCE.items():
+            table = _detached(generation, part)
+            if not self._is_table(table):
+                continue
+            with self._database.leaving_freed_pages():
+                removed = self._database.execute(
+                    f"DELETE FROM {table} WHERE rowid IN"
+                    f" (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?)",
+                    (limit,),
+                )
+                if removed.rowcount < limit:
+                    self._database.execute(f"DROP TABLE {table}")
+            return True
+        return False
 
     def has(self, generation: int) -> bool:
         """Whether a generation has a table."""
-        found = self._database.query_one(
-            "SELECT 1 FROM sqlite_master WHERE name = ?", (lexical_table(generation),)
-        )
-        return found is not None
+        return self._is_table(lexical_table(generation))
 
     def add_document(self, generation: int, document: int) -> None:
         """Add the words of a document's chunks, which are stored."""
@@ -70,12 +115,17 @@ class LexicalTables:
         self, generation: int, words: Sequence[str], limit: int, allowed: Rows | None
     ) -> list[LexicalHit]:
         """See DocumentStore.lexical_hits. Any thread may call it."""
-        question = match_expression(words)
-        if not question or (allowed is not None and not len(allowed)):
+        if allowed is not None and not len(allowed):
+            return []
+        choice = self._choice(generation, words, allowed)
+        question = _choice_expression(choice)
+        if not question:
             return []
         table = lexical_table(generation)
         weights = f"{TITLE_WEIGHT}, {HEADINGS_WEIGHT}, {TEXT_WEIGHT}"
-        select = f"SELECT rowid, -bm25({table}, {weights}) AS score FROM {table} WHERE {table} "
+        # The query of a choice with scoring words counts every word twice.
+        score = f"-bm25({table}, {weights})" + (" / 2" if choice.scoring else "")
+        select = f"SELECT rowid, {score} AS score FROM {table} WHERE {table} "
         ordered = " ORDER BY score DESC, rowid LIMIT ?"
         if allowed is None:
             rows: Iterator[Row] = self._database.iterate(
@@ -95,11 +145,46 @@ class LexicalTables:
             rows = _allowed_only(every, allowed, limit)
         return [LexicalHit(row, score) for row, score in rows]
 
+    def _is_table(self, name: str) -> bool:
+        found = self._database.query_one("SELECT 1 FROM sqlite_master WHERE name = ?", (name,))
+        return found is not None
+
+    def _choice(self, generation: int, words: Sequence[str], allowed: Rows | None) -> WordChoice:
+        phrases = {word: _phrase(word) for word in words}
+        counted = self._database.read_one(
+            "SELECT num_chunks FROM generations WHERE row = ?", (generation,)
+        )
+        num_chunks = 0 if counted is None else int(counted[0])
+        frequencies = self._frequencies.of(generation, phrases, num_chunks, LIMIT_S)
+        if allowed is None or num_chunks == 0:
+            return choose_words(frequencies, num_chunks)
+        return choose_words(frequencies, num_chunks, min(1.0, len(allowed) / num_chunks))
+
+
+def _detached(generation: int, part: str) -> str:
+    return f"detached_{generation}_{part}"
+
 
 def match_expression(words: Sequence[str]) -> str:
     """Return the FTS5 query for chunks with any of the words."""
-    quoted = ('"' + word.replace('"', '""').replace("\0", "") + '"' for word in words)
-    return " OR ".join(quoted)
+    return " OR ".join(map(_phrase, words))
+
+
+def _choice_expression(choice: WordChoice) -> str:
+    """Return the FTS5 query for chunks with any of the finding words.
+
+    BM25 adds up the words wherever they are in the query. "(a) AND (a OR b OR b)" finds the chunks
+    with "a", and counts both words twice in them.
+    """
+    finding = match_expression(choice.finding)
+    if not choice.scoring:
+        return finding
+    return f"({finding}) AND ({finding} OR {match_expression(2 * choice.scoring)})"
+
+
+def _phrase(word: str) -> str:
+    """Return the FTS5 query for a word, as it is written."""
+    return '"' + word.replace('"', '""').replace("\0", "") + '"'
 
 
 def _allowed_only(rows: Iterator[Row], allowed: Rows, limit: int) -> Iterator[Row]:

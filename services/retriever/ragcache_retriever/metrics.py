@@ -1,0 +1,86 @@
+"""The retriever's metrics: searches, writes, and the state of the knowledge base."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_wire.telemetry.catalogue import retriever as rows
+from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry
+
+log = logging.getLogger(__name__)
+
+PART: Final = "retriever"
+LEVELS_INTERVAL_S: Final = 10.0
+"""Interval of reads of the knowledge base's sizes. Prometheus usually reads as often."""
+
+
+class Metrics:
+    """The metrics of one retriever."""
+
+    def __init__(self) -> None:
+        self._instruments = registry = MetricRegistry(PART)
+        self.collectors = registry.collectors
+        self.searches = registry.counter(rows.SEARCHES)
+        self.search_seconds = registry.histogram(rows.SEARCH_DURATION)
+        self.search_stages = registry.counter(rows.SEARCH_STAGES)
+        self.search_hits = registry.counter(rows.SEARCH_HITS)
+        self.upserts = registry.counter(rows.UPSERTS)
+        self.upsert_seconds = registry.histogram(rows.UPSERT_DURATION)
+        self.ingested_chunks = registry.counter(rows.INGESTED_CHUNKS)
+        self.ingested_bytes = registry.counter(rows.INGESTED_SIZE)
+        self.deletes = registry.counter(rows.DELETES)
+        self._documents = registry.gauge(rows.DOCUMENTS)
+        self._chunks = registry.gauge(rows.CHUNKS)
+        self._text_bytes = registry.gauge(rows.TEXT_SIZE)
+        self._collections = registry.gauge(rows.COLLECTIONS)
+        self._remake_waiting = registry.gauge(rows.REMAKE_WAITING)
+        self._disk_free_bytes = registry.gauge(rows.DISK_FREE)
+
+    def observe_replica(self, lag_s: Callable[[], float], is_writer: Callable[[], bool]) -> None:
+        """Read the lag in seconds, and whether this replica writes, with the other metrics."""
+
+        def read() -> Iterable[Level]:
+            yield rows.LAG, (), lag_s()
+            yield rows.WRITING, (), float(is_writer())
+
+        self._instruments.observe(read)
+
+    async def follow(self, knowledge_base: KnowledgeBase) -> None:
+        """Keep the sizes of a loaded knowledge base up to date until cancelled."""
+        while True:
+            try:
+                await self._read_sizes(knowledge_base)
+            except Unavailable as error:
+                log.warning("metrics: sizes not read error=%s", error)
+            await asyncio.sleep(LEVELS_INTERVAL_S)
+
+    async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:
+        found = await knowledge_base.collections()
+        self._collections.set(len(found))
+        self._documents.set(sum(one.num_documents for one in found))
+        self._chunks.set(sum(one.num_chunks for one in found))
+        self._text_bytes.set(sum(one.text_bytes for one in found))
+        remakes = [one.remake for one in found if one.remake is not None]
+        self._remake_waiting.set(sum(one.num_documents - one.num_done for one in remakes))
+        disk = await knowledge_base.disk()
+        if disk.free_bytes is not None:
+            self._disk_free_bytes.set(disk.free_bytes)
+
+
+def outcome_of(error: BaseException) -> str:
+    """Return the label of the outcome of a call that raised an error."""
+    match error:
+        case Overloaded():
+            return "refused"
+        case InvalidInput() | TooLarge() | NotFound():
+            return "invalid"
+        case Unavailable():
+            return "unavailable"
+        case asyncio.CancelledError() | GeneratorExit():
+            return "cancelled"
+    return "failed"
