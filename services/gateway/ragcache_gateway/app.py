@@ -7,22 +7,29 @@ import platform
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
+from ragcache_gateway.auth.api_keys import api_keys
+from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.body_limit import BodyLimit
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
+from ragcache_gateway.http.middleware.key_check import KeyCheck
+from ragcache_gateway.http.middleware.port_guard import PortGuard
 from ragcache_gateway.http.middleware.request_limit import RequestLimit
 from ragcache_gateway.http.middleware.request_pools import RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
@@ -32,24 +39,36 @@ from ragcache_gateway.http.routes import (
     chat_routes,
     collection_routes,
     document_routes,
+    embedding_routes,
+    explain_routes,
+    response_routes,
     search_routes,
     status_routes,
+    tree_routes,
 )
+from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.status.metrics import Metrics, workers_folder
 from ragcache_gateway.wiring import connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
+from ragcache_wire.telemetry.export import export_metrics
+from ragcache_wire.telemetry.metrics_server import metrics_server
 from ragcache_wire.tracing import tracer
+from ragcache_wire.watched.limits import Limits
 
 _ROUTES: Final = (
     chat_routes,
+    response_routes,
+    embedding_routes,
     document_routes,
     collection_routes,
     search_routes,
+    explain_routes,
     backup_routes,
     status_routes,
+    tree_routes,
 )
 
 EXPOSED_HEADERS: Final = (
@@ -61,19 +80,62 @@ EXPOSED_HEADERS: Final = (
 """Headers that pages of allowed origins may read, beside those that every page may."""
 
 
-def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
-    """Create the gateway of one model. It connects to the other components when it starts."""
-    metrics = Metrics()
-    spans = tracer(settings.otlp_endpoint, "gateway", platform.node())
+def create_app(
+    settings: GatewaySettings,
+    space: KVSpace,
+    prompts: PromptBuilder,
+    *,
+    limits: Limits | None = None,
+    metrics: Metrics | None = None,
+    drain: Drain | None = None,
+    worker_index: int = 0,
+) -> FastAPI:
+    """Create the gateway of one model. It connects to the other components when it starts.
+
+    Args:
+        limits: Those that the server has, too. None: of the settings.
+        metrics: Those that the server has, too. None: new ones.
+        drain: What the server announces its stop by. None: it does not.
+        worker_index: Of several workers. The first one alone sends deletes that no gateway has sent
+            in time.
+
+    Raises:
+        InvalidInput: The file of API keys cannot be used.
+    """
+    metrics = metrics or Metrics(settings.model_name)
+    limits = limits or settings.live_limits()
+    keys = api_keys(settings)
+    instance = platform.node()
+    spans = tracer(
+        settings.otlp_endpoint, "gateway", instance, exports_content=settings.trace_content
+    )
+    # The parent of several workers serves and exports the metrics of all of them.
+    shared = workers_folder() is not None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        exported = export_metrics(
+            None if shared else settings.otlp_endpoint, "gateway", instance, metrics.registry
+        )
         try:
-            async with connect_services(settings, space, prompts, metrics, spans) as services:
+            async with (
+                metrics_server(None if shared else settings.metrics_listen, metrics.registry),
+                connect_services(
+                    settings,
+                    space,
+                    prompts,
+                    keys,
+                    limits,
+                    metrics,
+                    spans,
+                    worker_index=worker_index,
+                ) as services,
+            ):
                 app.state.services = services
                 yield
         finally:
             await asyncio.to_thread(spans.close)
+            await asyncio.to_thread(exported.close)
 
     app = FastAPI(
         title="RagCache",
@@ -85,10 +147,13 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.drain = drain or Drain()
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     for routes in _ROUTES:
         app.include_router(routes.router)
-    pools = RequestPools(settings, metrics)
+    if settings.console == "on":
+        app.include_router(console_routes.router)
+    pools = RequestPools(settings, limits, metrics)
     # The middleware added last is the outermost.
     app.add_middleware(
         BodyLimit,
@@ -97,11 +162,14 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
         timeout_s=settings.body_timeout_s,
     )
     app.add_middleware(RequestLimit, pools=pools)
+    app.add_middleware(KeyCheck, keys=keys)
+    if settings.admin_listen is not None:
+        app.add_middleware(PortGuard, admin_port=split_address(settings.admin_listen)[1])
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
@@ -116,6 +184,16 @@ def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder
     app.add_middleware(AccessLog, metrics=metrics)
     _translate_errors(app, metrics)
     return app
+
+
+def _allowed_methods(request: Request) -> str:
+    """Return the methods that a path takes; Starlette names those of its first route only."""
+    methods: set[str] = set()
+    for routes in _ROUTES:
+        for route in routes.router.routes:
+            if isinstance(route, APIRoute) and route.matches(request.scope)[0] != Match.NONE:
+                methods |= route.methods
+    return ", ".join(sorted(methods))
 
 
 def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
@@ -139,7 +217,10 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
             record_refusal(error.__cause__)
             return response_to(error.__cause__)
         http = from_status(error.status_code, request.method, request.url.path, str(error.detail))
-        return JSONResponse(http.body, http.status, error.headers)
+        headers = dict(error.headers or {})
+        if http.status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["Allow"] = _allowed_methods(request)
+        return JSONResponse(http.body, http.status, headers)
 
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
         body = error_body("an internal error; the log has more", "server_error", code="internal")

@@ -48,6 +48,11 @@ class CaptureJob:
     blends: bool
 
     @property
+    def domain(self) -> str:
+        """Access domain of all its prefills."""
+        return self.prefills[0].queued.prefill.domain
+
+    @property
     def expected_cached(self) -> int:
         """Tokens at the beginning that the prompt before it has had, too."""
         return self.prompt.head + sum(one.num_tokens for one in self.context)
@@ -69,7 +74,7 @@ class CaptureJob:
         # chunks' attention: questions choose what is recomputed, and an observation takes as long
         # as the computation.
         return plan_exact(
-            beginning, model.space, model.domain, request, documents, self.planned_at_ms
+            beginning, model.space, self.domain, request, documents, self.planned_at_ms
         )
 
 

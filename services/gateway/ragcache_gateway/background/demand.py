@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.scheduling.precompute_queue import Prefill
 from ragcache_wire.v1 import engine_pb2
@@ -34,6 +36,7 @@ class AnsweredQuestion:
         texts: Text of each chunk, in order.
         documents: Name of each chunk's document.
         asked_at_ms: Unix time before the chunks were searched for.
+        domain: Access domain of its KV.
     """
 
     mode: Mode
@@ -41,6 +44,7 @@ class AnsweredQuestion:
     texts: Sequence[str]
     documents: Sequence[str]
     asked_at_ms: int
+    domain: str = PUBLIC_DOMAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,9 @@ class _Costs:
     def _with_saving(self, first: int, end: int, mode: Mode, saved_s: float) -> PrefillDemand:
         question = self.question
         texts, documents = question.texts[first:end], question.documents[first:end]
-        prefill = Prefill(tuple(texts), tuple(documents), question.asked_at_ms, mode)
+        prefill = Prefill(
+            tuple(texts), tuple(documents), question.asked_at_ms, mode, domain=question.domain
+        )
         num_tokens = self.boundaries[end] - self.boundaries[first]
         return PrefillDemand(prefill, num_tokens, saved_s)
 
@@ -124,7 +130,7 @@ def prefill_demands(
     prompt, num_chunks = question.prompt, len(question.texts)
     costs = _Costs(question, record)
     # Nothing is precomputed after a client's own system prompt.
-    has_our_template = prompt.token_ids[: prompt.head] == tuple(template)
+    has_our_template = prompt.token_ids[: prompt.head] == PackedIds.of(template)
     if question.mode == "blend":
         demands = [costs.demand(index, index + 1, "blend") for index in range(num_chunks)]
         if has_our_template and record.recomputed_tokens:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments, longest_exact_chain
@@ -113,6 +114,7 @@ class _Batch:
 
     engine: Engine
     context: tuple[TokenizedPrefill, ...]
+    domain: str
     num_sequences: int = 0
 
 
@@ -338,9 +340,10 @@ class Precomputer:
         self, missing: Sequence[TokenizedPrefill], stored: Sequence[TokenizedPrefill]
     ) -> tuple[TokenizedPrefill, ...]:
         """Return what to compute chunks after; empty for the first sequence of a batch."""
-        batch = self._batch
+        batch, domain = self._batch, missing[0].queued.prefill.domain
         if batch is not None and not (
-            batch.num_sequences >= CONTEXT_SEQUENCES
+            batch.domain != domain
+            or batch.num_sequences >= CONTEXT_SEQUENCES
             or batch.engine not in self._engines.known
             or batch.engine.failure is not None
             or any(self._queue.is_deleted(one.queued.prefill) for one in batch.context)
@@ -353,9 +356,13 @@ class Precomputer:
             context = tuple(missing[: context_size(sizes)])
             found: tuple[TokenizedPrefill, ...] = ()
         else:
-            others = [one for one in (*stored, *self._recent) if one.num_tokens <= room_tokens]
+            others = [
+                one
+                for one in (*stored, *self._recent)
+                if one.num_tokens <= room_tokens and one.queued.prefill.domain == domain
+            ]
             found = context = tuple(others[: context_size([one.num_tokens for one in others])])
-        self._batch = _Batch(self._engines.choose(), context) if context else None
+        self._batch = _Batch(self._engines.choose(), context, domain) if context else None
         return found
 
     async def _tokenize(self, sequence: Sequence[QueuedPrefill]) -> list[TokenizedPrefill]:
@@ -480,7 +487,9 @@ class Precomputer:
     def _engine_for(self, job: CaptureJob) -> Engine:
         """Choose the engine that has the job's context in its prefix cache."""
         batch = self._batch
-        if batch is None or not job.blends or batch.engine.failure is not None:
+        if batch is None or not job.blends or batch.domain != job.domain:
+            return self._engines.choose()
+        if batch.engine.failure is not None:
             return self._engines.choose()
         return batch.engine
 
@@ -495,7 +504,7 @@ class Precomputer:
         """Have an engine compute a prompt, and return what it counted."""
         body = {
             "model": self._model.name,
-            "prompt": list(prompt.token_ids),
+            "prompt": prompt.token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
             "stream": True,
@@ -503,6 +512,8 @@ class Precomputer:
             "priority": LOWEST_PRIORITY,
             "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._model.plan_keys),
         }
+        if plan.domain != PUBLIC_DOMAIN:
+            body["cache_salt"] = plan.domain
         async with AsyncExitStack() as stack:
             completion = await self._engines.complete_on(engine, body, stack)
             async for _ in completion.deltas():

@@ -218,7 +218,7 @@ class QualityTrials:
 
     def _plan(self, replay: QuestionReplay, request: str) -> ReusePlan:
         question = replay.question
-        space, domain = self._model.space, self._model.domain
+        space, domain = self._model.space, question.domain
         if replay.alpha is None:
             plan = plan_compute(question.prompt, space, domain, request)
         else:
@@ -240,7 +240,7 @@ class QualityTrials:
         left_tokens = self._model.max_model_len - len(token_ids)
         return {
             "model": self._model.name,
-            "prompt": list(token_ids),
+            "prompt": token_ids,
             "max_tokens": min(MAX_ANSWER_TOKENS, left_tokens),
             "temperature": 0.0,
             "stream": True,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.errors import RagCacheError
 from ragcache_core.scheduling.slices import slice_tokens
 from ragcache_gateway.engines.client import Engine
+from ragcache_gateway.engines.prefill_costs import profile_of
 from ragcache_wire.v1 import engine_pb2
 
 UNKNOWN_STEP_TOKENS = 512
@@ -61,20 +62,3 @@ class SliceCosts:
             rest_s = seconds - self._correction * self._profile.predict(cached, computed)
             request_s = min(_MAX_REQUEST_S, max(0.0, rest_s))
             self._request_s += _WEIGHT * (request_s - self._request_s)
-
-
-def profile_of(message: engine_pb2.PrefillProfile) -> PrefillProfile | None:
-    """Read an engine's profile; None if it has none."""
-    if not message.computed:
-        return None
-    width = len(message.computed)
-    rows = range(0, len(message.seconds), width)
-    try:
-        return PrefillProfile(
-            tuple(message.cached),
-            tuple(message.computed),
-            tuple(tuple(message.seconds[first : first + width]) for first in rows),
-            message.pass_tokens,
-        )
-    except InvalidInput:
-        return None

@@ -7,14 +7,16 @@ a question in the opposite order, so that each one has another prefix than in th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import BaseModel, Field
 
+from ragcache_core.access.caller import Caller
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan.prompt import Prompt, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.chat.pipeline import (
     ChatServices,
@@ -34,7 +36,7 @@ class Captured(BaseModel):
     tokens: int = Field(description="Of the chunks and the template before them.")
 
 
-async def capture(services: ChatServices, request: ChatRequest) -> Captured:
+async def capture(services: ChatServices, request: ChatRequest, caller: Caller) -> Captured:
     """Have an engine compute and store a question's chunks in the opposite order.
 
     Raises:
@@ -43,7 +45,7 @@ async def capture(services: ChatServices, request: ChatRequest) -> Captured:
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(services.idle.question())
-        question = read_question(services, request)
+        question = read_question(services, request, caller)
         prompted = await build_prompt(services, await retrieve(services, question))
         if not prompted.prompt.passages:
             raise InvalidInput("messages", "find no documents", "ask about what was ingested")
@@ -66,7 +68,7 @@ def _plan(services: ChatServices, prompted: PromptedQuestion) -> tuple[Prompt, d
     plan = plan_exact(
         prompt,
         model.space,
-        model.domain,
+        prompted.question.caller.domain,
         f"capture-{uuid.uuid4().hex}",
         documents,
         prompted.search.asked_at_ms,
@@ -78,17 +80,16 @@ def _plan(services: ChatServices, prompted: PromptedQuestion) -> tuple[Prompt, d
         max_tokens=1,
         plan=plan,
         plan_keys=model.plan_keys,
-        cache_salt=None,
+        cache_salt=prompted.question.caller.cache_salt,
+        priority=prompted.question.caller.priority,
     )
     return prompt, body
 
 
 def reversed_chunks(prompt: Prompt) -> Prompt:
     """Return the prompt's head with its chunks in the opposite order, and nothing after them."""
-    token_ids = list(prompt.token_ids[: prompt.head])
     starts = (prompt.head, *prompt.chunk_ends)
-    ends = []
-    for start, end in zip(reversed(starts[:-1]), reversed(prompt.chunk_ends), strict=True):
-        token_ids += prompt.token_ids[start:end]
-        ends.append(len(token_ids))
-    return Prompt(tuple(token_ids), prompt.head, tuple(ends), prompt.stable_head)
+    bounds = reversed(list(itertools.pairwise(starts)))
+    chunks = [prompt.token_ids[start:end] for start, end in bounds]
+    head, digests = prompt.token_ids[: prompt.head], prompt.chunk_digests[::-1]
+    return assemble(head, chunks, (), prompt.stable_head, digests)

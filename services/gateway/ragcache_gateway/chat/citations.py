@@ -9,6 +9,7 @@ from ragcache_gateway.documents.search_schema import updated_text
 from ragcache_gateway.prompts.passages import Passage
 
 PREVIEW_CHARS = 200
+_PREVIEW_SOURCE_CHARS = 4 * PREVIEW_CHARS
 
 
 def cite(passages: Iterable[Passage]) -> list[Citation]:
@@ -32,5 +33,10 @@ def cite(passages: Iterable[Passage]) -> list[Citation]:
 
 def preview(text: str) -> str:
     """Return the beginning of a text on one line."""
-    line = " ".join(text.split())
+    # Only the beginning is split: the rest of a long chunk cannot change the result.
+    num_chars = _PREVIEW_SOURCE_CHARS
+    line = " ".join(text[:num_chars].split())
+    while len(line) <= PREVIEW_CHARS and num_chars < len(text):
+        num_chars *= 4
+        line = " ".join(text[:num_chars].split())
     return line if len(line) <= PREVIEW_CHARS else line[: PREVIEW_CHARS - 1] + "…"

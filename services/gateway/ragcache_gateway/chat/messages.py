@@ -2,57 +2,102 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any, Final
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.chat.schema import ChatMessage
+from ragcache_gateway.chat.schema import ChatMessage, ChatRequest
 from ragcache_gateway.prompts.conversation import Conversation, Turn
 
-_SYSTEM_ROLES = ("system", "developer")
+_SYSTEM_ROLES: Final = ("system", "developer")
+_TEMPLATE_FIELDS: Final = (
+    "tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort",
+)  # fmt: skip
+_RESERVED_ARGUMENTS: Final = frozenset(
+    {
+        *_TEMPLATE_FIELDS,
+        *("conversation", "messages", "chat_template", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        "tokenizer_kwargs",
+    }
+) - {"reasoning_effort"}
+_MESSAGE_FIELDS: Final = frozenset({"role", "content"})
 
 
-def read_conversation(
-    messages: Sequence[ChatMessage], stable_prefix: int | None = None
-) -> Conversation:
-    """Split messages into system prompt, history and question.
-
-    Args:
-        messages: The messages of a request.
-        stable_prefix: Number of leading characters of the system prompt that other requests have,
-            too. None: unknown.
+def read_conversation(request: ChatRequest) -> Conversation:
+    """Split the messages of a request into system prompt and turns.
 
     Raises:
-        InvalidInput: A message has the wrong role or is empty, or the system prompt is shorter than
-            its stable prefix. The error names the field.
+        InvalidInput: The system prompt is shorter than its stable prefix, a tool call cannot be
+            read, or an argument of the template is reserved. The error names the field.
     """
+    messages = request.messages
     num_system = 0
     while num_system < len(messages) and messages[num_system].role in _SYSTEM_ROLES:
         num_system += 1
-    for index, message in enumerate(messages[num_system:], num_system):
-        if message.role in _SYSTEM_ROLES:
-            raise InvalidInput(
-                f"messages[{index}].role",
-                f"is {message.role} after the conversation has begun",
-                "put system messages first",
-            )
-    last = len(messages) - 1
-    if last < num_system or messages[last].role != "user":
-        raise InvalidInput(
-            f"messages[{last}].role",
-            f"is {messages[last].role}, but the last message is the question",
-            "end with a message of the user",
-        )
-    question = messages[last].text()
-    if not question.strip():
-        raise InvalidInput(f"messages[{last}].content", "is empty", "send a question")
     system_texts = (message.text() for message in messages[:num_system])
     system = "\n\n".join(filter(str.strip, system_texts))
-    history = tuple(Turn(message.role, message.text()) for message in messages[num_system:last])
+    turns = tuple(_turn(message, i) for i, message in enumerate(messages) if i >= num_system)
+    stable_prefix = request.ragcache.stable_prefix
     if stable_prefix is not None and stable_prefix > len(system):
         raise InvalidInput(
             "ragcache.stable_prefix",
             f"is {stable_prefix}, and the system prompt has {len(system)} characters",
             "count the characters of the system messages, joined by blank lines",
         )
-    return Conversation(system or DEFAULT_SYSTEM_PROMPT, history, question, stable_prefix)
+    return Conversation(system or None, turns, stable_prefix, _template_arguments(request))
+
+
+def question_field(messages: Sequence[ChatMessage]) -> str:
+    """Return the path of the message that has the question."""
+    last = max(
+        (i for i, one in enumerate(messages) if one.role == "user"), default=len(messages) - 1
+    )
+    return f"messages[{last}].content"
+
+
+def _turn(message: ChatMessage, i: int) -> Turn:
+    fields = message.model_dump(exclude_unset=True, exclude=set(_MESSAGE_FIELDS))
+    fields = {name: value for name, value in fields.items() if value not in (None, [], {})}
+    calls = fields.get("tool_calls")
+    if calls is not None:
+        fields["tool_calls"] = [
+            _tool_call(call, f"messages[{i}].tool_calls[{n}].function")
+            for n, call in enumerate(calls)
+        ]
+    role = "system" if message.role in _SYSTEM_ROLES else message.role
+    return Turn(role, message.text(), fields)
+
+
+def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, which templates expect."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidInput(path, "is missing", "send name and arguments of the call")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            # A model may have written it, and the history has to stay usable. vLLM does the same.
+            arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _template_arguments(request: ChatRequest) -> dict[str, Any]:
+    """Return the arguments of the chat template, as vLLM makes them of a request."""
+    given = request.chat_template_kwargs or {}
+    for name in given:
+        if name in _RESERVED_ARGUMENTS:
+            raise InvalidInput(
+                f"chat_template_kwargs.{name}", "is set by the gateway", "leave it out"
+            )
+    fields = {"tools": request.tools, **(request.model_extra or {})}
+    arguments = {name: fields[name] for name in _TEMPLATE_FIELDS if fields.get(name) is not None}
+    effort = arguments.get("reasoning_effort")
+    if effort is not None:
+        arguments["enable_thinking"] = effort != "none"
+    return {**arguments, **given}

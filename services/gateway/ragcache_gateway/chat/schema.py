@@ -2,63 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
+from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.engines.completion import Usage
+from ragcache_gateway.explain.schema import Explanation
 
-MAX_MESSAGES = 1024
-MAX_STOPS = 4
-_INT64 = 2**63
+MAX_MESSAGES = 16_384
+MAX_SEARCHES = 8
 
-_SAMPLING_FIELDS = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
-)  # fmt: skip
+_TEXT_ONLY: Final = "leave it out; messages and answers are text"
 
-IGNORED_FIELDS = frozenset(
-    {
-        # The gateway decides which KV is reused and shared, never a client.
-        "cache_salt", "ec_transfer_params", "kv_transfer_params", "priority", "prompt_cache_key",
-        "prompt_cache_retention", "prompt_embeds", "prompt_token_ids", "request_id", "session_id",
-        "vllm_xargs",
-        # Fields for OpenAI's own platform.
-        "metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user",
-    }
-)  # fmt: skip
-"""Fields that the gateway accepts and ignores."""
-
-REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
+REFUSED_FIELDS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "audio": ((), _TEXT_ONLY),
+    "chat_template": ((), "leave it out; the served model's template applies"),
+    "echo": ((False,), "leave it out; the prompt holds documents, which an answer does not repeat"),
+    "function_call": (("none", "auto"), "send tool_choice, which has replaced it"),
+    "functions": (([],), "send tools, which have replaced it"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "web_search_options": ((), "leave it out; name a collection in ragcache.collection"),
 }
-"""OpenAI's fields that would change the answer and that the gateway does not support, with the
-values that have no effect. Null has no effect in any field."""
+"""Fields of chat completions that vLLM ignores, or that contradict retrieval: the values that have
+no effect, and the fix. Null has no effect in any field."""
 
 
 class TextPart(BaseModel):
     """A part of a message's content; only text is supported."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text", "input_text", "output_text"]
+    text: str
 
 
 def _tag(value: object) -> str | None:
@@ -68,14 +48,7 @@ def _tag(value: object) -> str | None:
 
 
 Content = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Tag("~list")],
-    Discriminator(_tag),
-]
-
-_Stop = Annotated[Text, Field(min_length=1)]
-Stop = Annotated[
-    Annotated[_Stop, Tag("~text")]
-    | Annotated[list[_Stop], Field(max_length=MAX_STOPS), Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Tag("~list")],
     Discriminator(_tag),
 ]
 
@@ -83,46 +56,59 @@ Stop = Annotated[
 class ChatMessage(BaseModel):
     """One turn of the conversation.
 
-    System (or developer) messages come first and replace the built-in system prompt. The last
-    message is the user's question.
+    System (or developer) messages at the beginning replace the built-in system prompt. The user's
+    last message is the question. Tool calls and their results are turns like others.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: Text | None = Field(default=None, description="Accepted and ignored.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _screen(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        # An answer that a client sends back as history has empty fields (refusal, tool_calls, ...).
-        known = cls.model_fields
-        return {k: v for k, v in value.items() if k in known or v not in (None, [], {})}
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = Field(
+        default=None, description="Only an assistant's message with tool calls may lack it."
+    )
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     def text(self) -> str:
         """Return the content as one text."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content or ())
 
 
 class StreamOptions(BaseModel):
     """What a stream contains besides the answer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = Field(
         default=None, description="End the stream with a chunk that has no choices but the usage."
     )
-    include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
 
 
 class RagCacheOptions(SearchOptions):
     """Which documents the answer comes from, and which stored KV it may use."""
 
+    retrieve: bool | None = Field(
+        default=None,
+        description="Whether to answer from documents. Default: true for chats and responses; for "
+        "completions, true if this object is given.",
+    )
+    rewrite: Literal["off", "rules", "model"] | None = Field(
+        default=None,
+        description="How the search query is made from a conversation. off: the user's last "
+        "message. rules: with the nouns of earlier turns where the message refers to them. model: "
+        "the served model writes it. Default: the platform's setting.",
+    )
+    max_searches: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_SEARCHES,
+        strict=True,
+        description="Most searches for one answer. With more than one, the served model may ask "
+        "for another search after it has seen what was found.",
+    )
     reuse: Literal["exact", "blend", "off"] | None = Field(
         default=None,
         description=(
@@ -143,7 +129,15 @@ class RagCacheOptions(SearchOptions):
             "only with blend. Default: the platform's setting."
         ),
     )
-
+    order: Literal["rank", "cached"] | None = Field(
+        default=None,
+        description=(
+            "rank: the prompt has the documents best first. cached: it begins with documents whose "
+            "KV is stored in this order, so that more is reused; the answer may differ, because "
+            "models attend to positions differently. Citations are best first in both. Default: "
+            "the platform's setting."
+        ),
+    )
     stable_prefix: int | None = Field(
         default=None,
         ge=1,
@@ -152,6 +146,19 @@ class RagCacheOptions(SearchOptions):
             "Leading characters of the system prompt that other requests have, too: what comes "
             "before a date, a user or a session. Their KV is stored once. Default: the gateway "
             "finds what recent system prompts have in common."
+        ),
+    )
+    explain: bool = Field(
+        default=False,
+        strict=True,
+        description="Explain for each chunk where its KV came from (`ragcache.explanation`).",
+    )
+    events: bool = Field(
+        default=False,
+        strict=True,
+        description=(
+            "Begin a stream with events named `ragcache.stage`, which say what happens before the "
+            "first token. Clients of OpenAI's do not expect them. Only for streams."
         ),
     )
     trial: bool = Field(
@@ -163,16 +170,37 @@ class RagCacheOptions(SearchOptions):
         ),
     )
 
+    def retrieves(self, *, default: bool) -> bool:
+        """Whether the answer comes from documents."""
+        return default if self.retrieve is None else self.retrieve
+
+    def check_events(self, stream: bool | None) -> None:
+        """Refuse events for an answer in one piece. Raises InvalidInput."""
+        if self.events and not stream:
+            raise InvalidInput(
+                "ragcache.events", "is only for streams", "set stream to true or leave it out"
+            )
+
+
+def allow_null(schema: dict[str, Any]) -> None:
+    """Let a field's schema allow null, which requests may send for its default."""
+    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"type": "null"}]
+
 
 class ChatRequest(BaseModel):
     """A question to answer from documents.
 
-    The gateway refuses unknown fields, and OpenAI's fields that would change the answer and are not
-    listed. It ignores fields that control an engine's cache, such as kv_transfer_params.
+    All further fields of OpenAI and vLLM reach the engine as they are: tools, response formats, log
+    probabilities, sampling. The gateway ignores fields that control an engine's cache or its queue,
+    such as kv_transfer_params and priority.
     """
 
+    ID_PREFIX: ClassVar = "chatcmpl"
+    MAX_TOKENS_FIELD: ClassVar = "max_completion_tokens"
+
     model_config = ConfigDict(
-        extra="forbid",
+        extra="allow",
+        strict=True,
         json_schema_extra={
             "examples": [
                 {
@@ -192,55 +220,64 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(
         default=None, ge=1, strict=True, description="OpenAI's newer name of max_tokens."
     )
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64, strict=True)
-    stop: Stop | None = None
-    n: Literal[1] | None = Field(default=None, description="The gateway gives one answer.")
-    ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions)
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions that the model may call, in OpenAI's format."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Further arguments of the model's chat template."
+    )
+    ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions, json_schema_extra=allow_null)
 
     @model_validator(mode="before")
     @classmethod
     def _screen(cls, value: Any) -> Any:
-        return screen_fields(value) if isinstance(value, dict) else value
+        return screen_fields(value, REFUSED_FIELDS) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ChatRequest:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidInput(
-                "stream_options", "is only for streams", "set stream to true or leave it out"
-            )
+        check_stream_options(self.stream, self.stream_options)
+        self.ragcache.check_events(self.stream)
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidInput(
                 "max_completion_tokens", f"differs from max_tokens {old}", "send one of the two"
             )
+        for i, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise InvalidInput(f"messages[{i}].content", "is missing", "send a text")
         return self
+
+    def retrieves(self) -> bool:
+        """Whether the answer comes from documents."""
+        return self.ragcache.retrieves(default=True)
 
     def answer_tokens(self) -> int | None:
         """Return the most tokens the answer may have; None if the client sets no limit."""
         return self.max_completion_tokens or self.max_tokens
 
-    def sampling(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, Any]:
         """Return the fields that the engine gets as they are."""
-        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        return {name: value for name, value in fields.items() if value is not None}
+        return self.model_dump(
+            exclude_unset=True, exclude={"ragcache", "max_tokens", "max_completion_tokens"}
+        )
+
+    def num_choices(self) -> int:
+        """Return the number of answers in the response."""
+        return num_choices(self.model_extra)
 
 
-def screen_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body without ignored fields. Raises InvalidInput for a refused field."""
-    kept = {}
-    for name, value in body.items():
-        if value is None or name in IGNORED_FIELDS:
-            continue
-        if name in REFUSED_FIELDS:
-            if value not in REFUSED_FIELDS[name]:
-                raise InvalidInput(name, "is not supported", "leave it out")
-            continue
-        kept[name] = value
-    return kept
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Refuse options of a stream without one. Raises InvalidInput."""
+    if options is not None and not stream:
+        raise InvalidInput(
+            "stream_options", "is only for streams", "set stream to true or leave it out"
+        )
+
+
+def num_choices(fields: dict[str, Any] | None) -> int:
+    """Return a request's ``n``. The engine refuses values that are none."""
+    n = (fields or {}).get("n", 1)
+    return n if isinstance(n, int) and n > 0 else 1
 
 
 class Citation(BaseModel):
@@ -274,7 +311,10 @@ class AnswerTiming(BaseModel):
         default=None, description="The part of load that recomputed blended tokens."
     )
     prefill: float | None = Field(default=None, description="Computing the rest of the prompt.")
-    first_token: float = Field(description="From the request to the first token.")
+    first_token: float | None = Field(
+        description="From the request to the first token. Of an answer in one piece, it follows "
+        "from the engine's record."
+    )
     total: float
 
 
@@ -304,6 +344,16 @@ class AnswerCacheUse(BaseModel):
     )
 
 
+class AnswerTokens(BaseModel):
+    """The prompt's tokens, by where their KV came from. Their sum is prompt_tokens."""
+
+    cached_tokens: int = Field(description="Found in the engine's own prefix cache.")
+    loaded_tokens: int = Field(description="Loaded from the cache store, exact.")
+    blended_tokens: int = Field(description="Loaded, and approximate: computed after other chunks.")
+    recomputed_tokens: int = Field(description="Loaded as approximate, and recomputed.")
+    computed_tokens: int = Field(description="Computed.")
+
+
 class AnswerQuality(BaseModel):
     """What is known of the quality of blended answers, for a question that asked for a blend."""
 
@@ -321,10 +371,14 @@ class RagCacheAnswer(BaseModel):
     """Where an answer comes from, and what it cost."""
 
     citations: list[Citation]
+    queries: list[str] = Field(description="What was searched for; empty without retrieval.")
     timing_ms: AnswerTiming
     cache: AnswerCacheUse
     quality: AnswerQuality | None = Field(
         default=None, description="Null if the question did not ask for a blend."
+    )
+    explanation: Explanation | None = Field(
+        default=None, description="Only with `ragcache.explain`; see /v1/requests/{request_id}."
     )
     first_token_logprobs: dict[str, float] | None = Field(
         default=None,
@@ -333,46 +387,66 @@ class RagCacheAnswer(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The answer."""
+    """An answer, with everything that the engine says of it."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class Choice(BaseModel):
-    """The one answer of a completion."""
+    """One of the answers of a completion."""
 
-    index: Literal[0] = 0
+    model_config = ConfigDict(extra="allow")
+
+    index: int
     message: AnswerMessage
-    logprobs: None = None
-    finish_reason: str = Field(description="stop, or length when max_tokens ended the answer.")
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = Field(
+        description="stop, length when max_tokens ended the answer, or tool_calls."
+    )
+
+
+class AnswerUsage(Usage):
+    """Tokens as the engine counted them."""
+
+    ragcache: AnswerTokens | None = None
 
 
 class ChatCompletion(BaseModel):
     """A complete answer."""
+
+    model_config = ConfigDict(extra="allow")
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage | None = Field(description="Null if the engine did not report it.")
+    usage: AnswerUsage | None = Field(description="Null if the engine did not report it.")
     ragcache: RagCacheAnswer
 
 
 class Delta(BaseModel):
-    """The next text of an answer."""
+    """The next part of an answer."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChunkChoice(BaseModel):
-    """The one answer of a stream."""
+    """The next part of one of the answers of a stream."""
 
-    index: Literal[0] = 0
+    model_config = ConfigDict(extra="allow")
+
+    index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
 
 
@@ -380,18 +454,22 @@ class RagCacheChunk(BaseModel):
     """The ragcache extension: citations in the first chunk of a stream, the rest in the last."""
 
     citations: list[Citation] | None = None
+    queries: list[str] | None = None
     timing_ms: AnswerTiming | None = None
     cache: AnswerCacheUse | None = None
     quality: AnswerQuality | None = None
+    explanation: Explanation | None = None
 
 
 class ChatCompletionChunk(BaseModel):
     """One event of a stream; its data is this object, and `[DONE]` after the last one."""
+
+    model_config = ConfigDict(extra="allow")
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     ragcache: RagCacheChunk | None = None

@@ -1,15 +1,34 @@
-"""One staged search of the retriever, read to its final stage."""
+"""Staged searches of the retriever, read to their final stage."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import Unavailable
+from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
+from ragcache_gateway.speculation.early_stage import EarlyStage
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class StageArrival:
+    """A stage of a search without its hits.
+
+    Args:
+        elapsed_s: When it arrived, since the gateway requested the search.
+        progress: Share of the search that was done, in [0, 1].
+        final_probability: Estimate that its hits are the final ones, in [0, 1].
+    """
+
+    elapsed_s: float
+    num_hits: int
+    progress: float
+    final_probability: float
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +43,8 @@ class SearchResult:
         retrieve_s: Time of the whole search as the gateway measures it.
         embed_s: The retriever's time for embedding the question.
         search_s: The retriever's time for searching the index.
+        queries: What was searched for.
+        arrivals: When each stage arrived.
     """
 
     hits: Sequence[pb.Hit]
@@ -33,40 +54,112 @@ class SearchResult:
     retrieve_s: float
     embed_s: float
     search_s: float
+    queries: tuple[str, ...] = ()
+    arrivals: tuple[StageArrival, ...] = ()
+
+    def extended(self, later: SearchResult) -> SearchResult:
+        """Add the hits of a later search after these, and its times.
+
+        The order of these hits stays, so that KV that was computed for them stays valid.
+        """
+        known = {hit.chunk.id for hit in self.hits}
+        return SearchResult(
+            hits=[*self.hits, *(hit for hit in later.hits if hit.chunk.id not in known)],
+            num_stages=self.num_stages + later.num_stages,
+            kept_stages=[*self.kept_stages, *later.kept_stages],
+            asked_at_ms=self.asked_at_ms,
+            retrieve_s=self.retrieve_s + later.retrieve_s,
+            embed_s=self.embed_s + later.embed_s,
+            search_s=self.search_s + later.search_s,
+            queries=(*self.queries, *later.queries),
+            arrivals=(
+                *self.arrivals,
+                *(
+                    replace(one, elapsed_s=self.retrieve_s + one.elapsed_s)
+                    for one in later.arrivals
+                ),
+            ),
+        )
+
+
+def no_search() -> SearchResult:
+    """Return the result of an answer without retrieval."""
+    return SearchResult((), 0, (), time.time_ns() // 1_000_000, 0.0, 0.0, 0.0)
 
 
 async def search_to_final_stage(
-    retriever: RetrieverClient, request: pb.SearchRequest, *, keeps_stages: bool = False
+    retriever: RetrieverClient,
+    request: pb.SearchRequest,
+    *,
+    keeps_stages: bool = False,
+    on_early_stage: Callable[[EarlyStage], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> SearchResult:
     """Search and wait for the final stage. Cancelling this cancels the search.
 
     Args:
         keeps_stages: Whether the result has every stage.
+        on_early_stage: Gets every stage before the final one as it arrives.
+        progress: Tells the client each stage, without its hits.
 
     Raises:
         RagCacheError: The retriever refused the search or failed.
     """
     asked_at_ms = time.time_ns() // 1_000_000
     start = time.perf_counter()
-    num_stages = 0
+    arrivals: list[StageArrival] = []
     kept: list[pb.SearchStage] = []
     final: pb.SearchStage | None = None
+    progress.search_begun()
     async with aclosing(retriever.search_stages(request)) as search:
         async for stage in search:
-            num_stages += 1
+            elapsed_s = time.perf_counter() - start
+            arrival = _arrival(stage, elapsed_s)
+            arrivals.append(arrival)
+            progress.search_advanced(
+                arrival.num_hits,
+                arrival.progress,
+                arrival.final_probability,
+                is_final=arrival.is_final,
+            )
             if keeps_stages:
                 kept.append(stage)
             if stage.final:
                 final = stage
                 break
+            if on_early_stage is not None:
+                on_early_stage(_early_stage(stage, elapsed_s, asked_at_ms))
     if final is None:
         raise Unavailable("retriever", "the search ended before its final stage")
     return SearchResult(
         hits=final.hits,
-        num_stages=num_stages,
+        num_stages=len(arrivals),
         kept_stages=kept,
         asked_at_ms=asked_at_ms,
         retrieve_s=time.perf_counter() - start,
         embed_s=final.embed_us / 1e6,
         search_s=final.search_us / 1e6,
+        queries=(request.query,),
+        arrivals=tuple(arrivals),
+    )
+
+
+def _arrival(stage: pb.SearchStage, elapsed_s: float) -> StageArrival:
+    return StageArrival(
+        elapsed_s=elapsed_s,
+        num_hits=len(stage.hits),
+        progress=stage.progress,
+        final_probability=1.0 if stage.final else stage.final_probability,
+        is_final=stage.final,
+    )
+
+
+def _early_stage(stage: pb.SearchStage, elapsed_s: float, asked_at_ms: int) -> EarlyStage:
+    return EarlyStage(
+        hits=stage.hits,
+        final_probability=stage.final_probability,
+        progress=stage.progress,
+        search_s=stage.search_us / 1e6,
+        elapsed_s=elapsed_s,
+        asked_at_ms=asked_at_ms,
     )

@@ -5,8 +5,8 @@ shard has acknowledged it. This gateway sends the deletes of its own requests at
 seconds it also claims deletes that no gateway is sending: those of a gateway that has ended, those
 that a shard has not acknowledged, and those of documents that were split again.
 
-A delete has one id. A shard that has applied it ignores a repetition, so an attempt that was
-interrupted is repeated as a whole.
+A delete has one id in each access domain. A shard that has applied it ignores a repetition, so an
+attempt that was interrupted is repeated as a whole.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.identity.keys import chunk_key_of_digest
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.prompts.served_model import ServedModel
@@ -53,6 +55,13 @@ def _unix_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _id_in(domain: str, delete: bytes) -> bytes:
+    """Return the id of a delete in one domain. A shard applies each id once."""
+    if domain == PUBLIC_DOMAIN:
+        return delete
+    return blake2b(domain.encode(), key=delete, digest_size=len(delete)).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """One attempt to send a delete.
@@ -80,6 +89,7 @@ class DeleteSender:
     """Sends deletes, and tells the outbox which of them the shards have acknowledged.
 
     Args:
+        domains: Returns every access domain that may hold KV of a document.
         answer_wait_s: How long a caller waits for the other shards after one has acknowledged.
         retry_s: How long a shard that has failed is not called.
         now_ms: Returns the Unix time.
@@ -89,6 +99,7 @@ class DeleteSender:
         self,
         model: ServedModel,
         *,
+        domains: Callable[[], Sequence[str]],
         retriever: RetrieverClient,
         store: AsyncShardedStore,
         metrics: Metrics,
@@ -97,6 +108,7 @@ class DeleteSender:
         now_ms: Callable[[], int] = _unix_ms,
     ) -> None:
         self._model = model
+        self._domains = domains
         self._retriever = retriever
         self._store = store
         self._metrics = metrics
@@ -178,38 +190,61 @@ class DeleteSender:
         is_full = len(attempts) == CLAIM_LIMIT
         return is_full and any(attempt.acknowledged for attempt in attempts)
 
+    async def send_domain(self, id_: bytes, domain: str) -> bool:
+        """Delete everything in a domain. Return whether every shard has acknowledged it.
+
+        Args:
+            id_: Of the delete. A repetition has the same one.
+        """
+        deletion = Deletion(id=id_, domain=domain, made_at_ms=self._now_ms())
+        calls = [self._call(address, lambda: [deletion]) for address in self._store.addresses()]
+        return None not in await asyncio.gather(*calls)
+
     def _begin(self, delete: pb.OutboxDelete) -> _Attempt:
         return _Attempt(
             delete.id,
             {
-                address: self._spawn(self._call(address, delete))
+                address: self._spawn(self._call(address, partial(self._deletions, delete)))
                 for address in self._store.addresses()
             },
         )
 
-    async def _call(self, address: str, delete: pb.OutboxDelete) -> int | None:
-        """Send a delete to one shard. Return how many variants it removed; None: it failed."""
+    async def _call(self, address: str, deletions: Callable[[], Sequence[Deletion]]) -> int | None:
+        """Delete on one shard. Return how many variants it removed; None: it failed.
+
+        Args:
+            deletions: Makes what to send, when the call has its turn.
+        """
+        removed = 0
         async with self._slots[address]:
             if time.monotonic() - self._failed_s.get(address, -math.inf) < self._retry_s:
                 return None
             try:
-                removed = await self._store.delete_on(address, self._deletion(delete))
-            except InvalidInput as error:
-                # A repetition would be refused, too.
-                log.error("deletes: shard refused shard=%s error=%s", address, error)  # noqa: TRY400
-                self._metrics.deletes_lost.inc()
-                return 0
+                for deletion in deletions():
+                    removed += await self._delete(address, deletion)
             except Exception as error:
                 self._record_failure(address, error)
                 return None
         self._failed_s.pop(address, None)
         return removed
 
-    def _deletion(self, delete: pb.OutboxDelete) -> Deletion:
+    async def _delete(self, address: str, deletion: Deletion) -> int:
+        try:
+            return await self._store.delete_on(address, deletion)
+        except InvalidInput as error:
+            # A repetition would be refused, too.
+            log.error("deletes: shard refused shard=%s error=%s", address, error)  # noqa: TRY400
+            self._metrics.deletes_lost.inc()
+            return 0
+
+    def _deletions(self, delete: pb.OutboxDelete) -> list[Deletion]:
+        return [self._deletion(delete, domain) for domain in self._domains()]
+
+    def _deletion(self, delete: pb.OutboxDelete, domain: str) -> Deletion:
         names_domain = delete.names_document or delete.everything
-        space, domain = self._model.space, self._model.domain
+        space = self._model.space
         return Deletion(
-            id=delete.id,
+            id=_id_in(domain, delete.id),
             chunks=tuple(
                 chunk_key_of_digest(space, domain, digest) for digest in delete.token_digests
             ),
@@ -250,7 +285,7 @@ class DeleteSender:
     async def _finish(self, attempts: Iterable[_Attempt]) -> None:
         """Wait for the calls of attempts, and tell the outbox what the shards have acknowledged."""
         complete: list[bytes] = []
-        partial: list[bytes] = []
+        incomplete: list[bytes] = []
         for attempt in attempts:
             if attempt.calls:
                 await asyncio.wait(attempt.calls.values())
@@ -258,10 +293,10 @@ class DeleteSender:
                 continue
             # A shard that has joined meanwhile may have older KV.
             silent = set(self._store.addresses()) - attempt.acknowledged.keys()
-            (partial if silent else complete).append(attempt.id)
-        if complete or partial:
+            (incomplete if silent else complete).append(attempt.id)
+        if complete or incomplete:
             try:
-                await self._retriever.acknowledge_deletes(complete, partial)
+                await self._retriever.acknowledge_deletes(complete, incomplete)
             except RagCacheError as error:
                 log.info("deletes: sent again later, the outbox is away error=%s", error)
 

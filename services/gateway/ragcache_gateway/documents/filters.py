@@ -65,7 +65,7 @@ class MatchIn(BaseModel):
 class RangeIn(BaseModel):
     """Bounds of a value that is read as a number. Other values are outside."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     gt: float | None = Field(default=None, allow_inf_nan=False)
     gte: float | None = Field(default=None, allow_inf_nan=False)
@@ -162,8 +162,8 @@ class FilterIn(BaseModel):
         parts += map(Not, _converted(self.must_not))
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
-    def to_message(self, field: str) -> pb.Filter:
-        """Convert to the retriever's message.
+    def checked(self, field: str) -> Filter:
+        """Convert to the filter language, and check the size.
 
         Args:
             field: Path of the filter in the request, for errors.
@@ -176,7 +176,7 @@ class FilterIn(BaseModel):
             check_size(wanted)
         except InvalidInput as error:
             raise InvalidInput(field, error.problem, error.fix) from error
-        return filter_message(wanted)
+        return wanted
 
 
 def _check_depth(value: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache_gateway.documents.filters import FilterField
+from ragcache_core.access.caller import Caller
+from ragcache_gateway.documents.filters import FilterField, filter_message
 from ragcache_gateway.documents.text_type import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -24,12 +25,10 @@ _MODES: Final[dict[str, pb.SearchMode.ValueType]] = {
 class SearchOptions(BaseModel):
     """Which chunks a search finds, and how."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     collection: Text = "default"
-    top_k: int = Field(
-        default=4, ge=1, le=MAX_TOP_K, strict=True, description="Chunks to retrieve."
-    )
+    top_k: int = Field(default=4, ge=1, le=MAX_TOP_K, description="Chunks to retrieve.")
     filter: FilterField | None = Field(
         default=None, description="Documents to consider. Default: all of the collection."
     )
@@ -57,21 +56,24 @@ class SearchOptions(BaseModel):
         "Default: the retriever's setting.",
     )
 
-    def to_search(self, query: str, path: str = "") -> pb.SearchRequest:
+    def to_search(self, query: str, caller: Caller, path: str = "") -> pb.SearchRequest:
         """Convert to the retriever's message.
 
         Args:
+            caller: Its filter applies to the search, too.
             path: Where the options are in the request, for errors.
 
         Raises:
             InvalidInput: The filter is too large.
         """
         field = f"{path}.filter" if path else "filter"
+        own = None if self.filter is None else self.filter.checked(field)
+        wanted = caller.narrowed(own)
         return pb.SearchRequest(
             collection=self.collection,
             query=query,
             top_k=self.top_k,
-            filter=None if self.filter is None else self.filter.to_message(field),
+            filter=None if wanted is None else filter_message(wanted),
             mode=_MODES[self.mode],
             min_score=self.min_score,
             diversity=self.diversity,
@@ -84,6 +86,7 @@ class SearchRequest(SearchOptions):
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
         json_schema_extra={
             "examples": [
                 {

@@ -85,10 +85,14 @@ class DocumentWriter:
             self._deletes.wake()
             await self._catch_up()
 
-    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
-        """Create a collection or change it. The KV of chunks that it removes is deleted soon."""
+    async def put_collection(self, collection: pb.Collection, *, keep_unset: bool) -> pb.Collection:
+        """Create a collection or change it. The KV of chunks that it removes is deleted soon.
+
+        Args:
+            keep_unset: Whether a collection that exists keeps the settings that are unset here.
+        """
         try:
-            return await self._retriever.put_collection(collection)
+            return await self._retriever.put_collection(collection, keep_unset=keep_unset)
         finally:
             self._deletes.wake()
             await self._catch_up()

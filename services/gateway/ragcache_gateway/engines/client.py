@@ -5,32 +5,61 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import orjson
 
-from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_gateway.engines.completion import PART, encode_body, error_from_response
+from ragcache_core.errors import NotFound, RagCacheError, Unavailable
+from ragcache_gateway.engines.completion import (
+    COMPLETIONS,
+    MAX_LOOP_TOKENS,
+    PART,
+    encode_body,
+    endpoint_of,
+    error_from_response,
+    num_prompt_tokens,
+    request_id_headers,
+    usage_of,
+    without_plan,
+)
+from ragcache_gateway.engines.completion_span import (
+    record_end,
+    record_first_token,
+    start_completion_span,
+)
 from ragcache_gateway.engines.completion_stream import (
     Completion,
     RequestNotSent,
+    WholeCompletion,
     describe_error,
+)
+from ragcache_gateway.engines.connections import (
+    AllConnectionsUsed,
+    ConnectFailed,
+    ConnectionProblem,
+    EngineConnections,
+    EngineResponse,
 )
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.tracing import Span, SpanKind, Tracer
+from ragcache_wire.tracing import Span, Tracer
 from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.limits import Limits
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 64 << 10
-_COMPLETIONS = "/v1/completions"
+MAX_WHOLE_BYTES = 64 << 20
+"""Largest answer in one piece. Log probabilities of every prompt token take megabytes."""
 # vLLM's server closes idle connections after 5 s. A request sent while it closes one would fail.
 _KEEPALIVE_S = 2.0
 _WRITE_TIMEOUT_S = 10.0
+_JSON = {"content-type": "application/json"}
 # Generous: a long prefill on few cores slows the engine's HTTP server down, and busy is healthy.
 _HEALTH_TIMEOUT_S = 10.0
 
@@ -40,49 +69,46 @@ class Engine:
 
     Args:
         address: ``host:port`` of its HTTP server.
-        records: ``host:port`` of its gRPC server of request records.
+        records: ``host:port`` of its gRPC server of records and of the feed. None: the engine runs
+            without RagCache. It gets no plans and has no records.
     """
 
     def __init__(
         self,
         address: str,
-        records: str,
+        records: str | None,
         settings: GatewaySettings,
+        limits: Limits,
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
         self.address = address
+        self.records = records
         self.in_flight = 0
+        self.pending = 0  # of those in flight, the ones without a first token
         self.failure: str | None = "it has not answered yet"
         self._idle = asyncio.Event()
         self._idle.set()
-        self._settings = settings
+        self._unanswered: set[asyncio.Timeout] = set()  # ends each request without an answer yet
+        self._limits = limits
         self._tracer = tracer
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
-        self._records = EngineClient(records)
-        self._client = httpx.AsyncClient(
-            base_url=f"http://{address}",
-            timeout=httpx.Timeout(
-                None,  # reads have their own deadlines, which span several reads
-                connect=settings.engine_connect_timeout_s,
-                write=_WRITE_TIMEOUT_S,
-                pool=settings.engine_connect_timeout_s,
-            ),
-            limits=httpx.Limits(
-                # The health check needs one connection more than the requests.
-                max_connections=settings.max_questions + 2,
-                keepalive_expiry=_KEEPALIVE_S,
-            ),
-            # Requests inside the cluster do not go through a proxy that the environment names.
-            trust_env=False,
-            verify=False,  # nothing is encrypted, and loading certificates takes time
+        self._records = EngineClient(records) if records is not None else None
+        self._connections = EngineConnections(
+            address,
+            # The pool of questions bounds the requests.
+            max_connections=None,
+            connect_timeout_s=settings.engine_connect_timeout_s,
+            write_timeout_s=_WRITE_TIMEOUT_S,
+            keepalive_s=_KEEPALIVE_S,
         )
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
-        await self._records.close()
+        self._connections.close()
+        if self._records is not None:
+            await self._records.close()
 
     async def close_when_idle(self) -> None:
         """Close when the last request in flight has ended, or when cancelled."""
@@ -91,68 +117,134 @@ class Engine:
         finally:
             await self.close()
 
-    async def complete(self, body: Mapping[str, Any], stack: AsyncExitStack) -> Completion:
-        """Start a completion and wait for its first token; the caller sets the deadline.
+    async def complete(
+        self,
+        body: Mapping[str, Any],
+        stack: AsyncExitStack,
+        request_id: str | None = None,
+        on_accepted: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """Start a streamed completion and wait for its first token; the caller sets the deadline.
 
         When the stack closes, the connection closes and the engine aborts the request.
+
+        Args:
+            request_id: Id of the answer; None: the engine chooses one.
+            on_accepted: Gets the engine's address when it has accepted the request.
 
         Raises:
             Unavailable: The engine failed; RequestNotSent if it never got the request.
             InvalidInput: The engine refused the request.
         """
-        span = self._start_span()
+        span = start_completion_span(self._tracer, self.address, body)
         try:
             async with AsyncExitStack() as attempt:
-                self._add_in_flight(1)
-                attempt.callback(self._add_in_flight, -1)
-                response = await self._post(body, span.headers())
-                attempt.push_async_callback(response.aclose)
-                span.set(**{"http.response.status_code": response.status_code})
-                if response.status_code != httpx.codes.OK:
-                    raise error_from_response(response.status_code, await _read_error(response))
-                completion = Completion(response, self._settings.next_token_timeout_s, span)
-                await completion.wait_for_first()
-                span.event("first token")
+                with self._counted_as_pending():
+                    async with self._ended_with_waiting():
+                        response = await self._start(body, attempt, span, request_id)
+                        if on_accepted is not None:
+                            on_accepted(self.address)
+                        timeout_s = self._limits.current().next_token_timeout_s
+                        completion = Completion(response, timeout_s, span)
+                        await completion.wait_for_first()
+                record_first_token(span)
                 stack.push_async_exit(attempt.pop_all())
         except BaseException as error:
             span.end(error)
             raise
-        stack.callback(span.end)
+        stack.callback(_end_stream, completion)
         self.failure = None
         return completion
 
+    async def complete_whole(
+        self, body: Mapping[str, Any], stack: AsyncExitStack, request_id: str | None = None
+    ) -> WholeCompletion:
+        """Have the engine answer in one piece; the caller sets the deadline.
+
+        A cancel closes the connection, and the engine aborts the request. The request counts as in
+        flight until the stack closes, because its record is still to be fetched.
+
+        Raises as ``complete``.
+        """
+        span = start_completion_span(self._tracer, self.address, body)
+        sent_s = time.perf_counter()
+        try:
+            async with AsyncExitStack() as attempt:
+                async with self._ended_with_waiting():
+                    response = await self._start(body, attempt, span, request_id)
+                whole = WholeCompletion(await _read_whole(response), sent_s, span)
+                stack.push_async_exit(attempt.pop_all())
+        except BaseException as error:
+            span.end(error)
+            raise
+        record_end(span, usage_of(whole.body), whole.body, whole.text)
+        span.end()
+        self.failure = None
+        return whole
+
+    async def _start(
+        self, body: Mapping[str, Any], attempt: AsyncExitStack, span: Span, request_id: str | None
+    ) -> EngineResponse:
+        """Send a request, and return the response when its head has come."""
+        self._add_in_flight(1)
+        attempt.callback(self._add_in_flight, -1)
+        headers = {**span.headers(), **request_id_headers(request_id)}
+        response = await self._post(body, headers)
+        attempt.callback(response.release)
+        span.set(**{"http.response.status_code": response.status})
+        if response.status != HTTPStatus.OK:
+            raise error_from_response(response.status, await _read_error(response))
+        return response
+
     async def request_record(self, request: str) -> engine_pb2.RequestRecord:
         """Fetch the engine's record of a request. Raises NotFound, or Unavailable."""
+        if self._records is None:
+            raise NotFound("request record", request, "the engine runs without RagCache")
         return await self._records.request_record(request)
 
     async def costs(self) -> engine_pb2.Costs:
         """Fetch what computation costs in the engine. Raises Unavailable."""
+        if self._records is None:
+            raise Unavailable(PART, f"{self.address} runs without RagCache")
         return await self._records.costs()
 
-    async def probe(self, body: Mapping[str, Any]) -> None:
-        """Ask for an answer of one token and record whether it came. Never raises."""
-        try:
-            async with asyncio.timeout(self._settings.first_token_timeout_s):
-                response = await self._client.post(_COMPLETIONS, json=body)
-            if response.status_code != httpx.codes.OK:
-                raise error_from_response(response.status_code, response.content[:MAX_ERROR_BYTES])
-            self.failure = None
-        except TimeoutError:
-            self.failure = f"no token came within {self._settings.first_token_timeout_s:g} s"
-        except (httpx.HTTPError, RagCacheError) as error:
-            self.failure = describe_error(error)
+    def end_waiting(self) -> None:
+        """End each request that waits for its first token or its answer. It gets Unavailable."""
+        now_s = asyncio.get_running_loop().time()
+        for unanswered in self._unanswered:
+            unanswered.reschedule(now_s)
+        self._unanswered.clear()
 
-    async def check_health(self) -> None:
-        """Call the engine's health endpoint and record a failure. Never raises."""
+    async def probe(self, body: Mapping[str, Any]) -> bool:
+        """Ask for an answer of one token and return whether it came. Never raises."""
+        try:
+            async with asyncio.timeout(self._limits.current().first_token_timeout_s):
+                status, content = await self._ask("POST", COMPLETIONS, encode_body(body))
+            if status != HTTPStatus.OK:
+                raise error_from_response(status, content)
+        except TimeoutError:
+            timeout_s = self._limits.current().first_token_timeout_s
+            self.failure = f"no token came within {timeout_s:g} s"
+        except (ConnectionProblem, RagCacheError) as error:
+            self.failure = describe_error(error)
+        else:
+            self.failure = None
+            return True
+        return False
+
+    async def check_health(self) -> bool:
+        """Call the engine's health endpoint and return whether it is healthy. Never raises."""
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                response = await self._client.get("/health")
-            if response.status_code != httpx.codes.OK:
-                self._record_failure(f"its health check answered {response.status_code}")
+                status, _ = await self._ask("GET", "/health")
+            if status == HTTPStatus.OK:
+                return True
+            self._record_failure(f"its health check answered {status}")
         except TimeoutError:
             self._record_failure(f"its health check took longer than {_HEALTH_TIMEOUT_S:g} s")
-        except httpx.HTTPError as error:
+        except ConnectionProblem as error:
             self._record_failure(describe_error(error))
+        return False
 
     def record_failure(self, error: RagCacheError) -> None:
         """Record that the engine failed a request, until it answers again."""
@@ -162,6 +254,31 @@ class Engine:
         self._failures.inc()
         self.failure = problem
 
+    @contextlib.contextmanager
+    def _counted_as_pending(self) -> Generator[None, None, None]:
+        self.pending += 1
+        try:
+            yield
+        finally:
+            self.pending -= 1
+
+    @contextlib.asynccontextmanager
+    async def _ended_with_waiting(self) -> AsyncGenerator[None, None]:
+        """Let ``end_waiting`` end what runs inside. Raises Unavailable then."""
+        unanswered = asyncio.timeout(None)
+        try:
+            async with unanswered:
+                self._unanswered.add(unanswered)
+                try:
+                    yield
+                finally:
+                    self._unanswered.discard(unanswered)
+        except TimeoutError as error:
+            if not unanswered.expired():
+                raise
+            problem = f"it sent no answer, and {self.failure or 'its health check failed'}"
+            raise Unavailable(PART, problem) from error
+
     def _add_in_flight(self, count: int) -> None:
         self.in_flight += count
         if self.in_flight:
@@ -170,49 +287,55 @@ class Engine:
             self._idle.set()
         self._in_flight_gauge.set(self.in_flight)
 
-    def _start_span(self) -> Span:
-        """Start the span of one attempt, by OpenTelemetry's conventions for HTTP clients."""
-        span = self._tracer.start_child("engine", SpanKind.CLIENT)
-        host, _, port = self.address.rpartition(":")
-        attributes: dict[str, str | int] = {
-            "http.request.method": "POST",
-            "server.address": host.strip("[]"),
-            "server.port": int(port),
-            "url.full": f"http://{self.address}{_COMPLETIONS}",
-        }
-        span.set(**attributes)
-        return span
-
-    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
-        content = await asyncio.to_thread(encode_body, body)
-        headers = {**headers, "Content-Type": "application/json"}
-        request = self._client.build_request("POST", _COMPLETIONS, content=content, headers=headers)
+    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> EngineResponse:
+        if self._records is None:
+            body = without_plan(body)
+        if num_prompt_tokens(body) <= MAX_LOOP_TOKENS:
+            content = encode_body(body)
+        else:
+            content = await asyncio.to_thread(encode_body, body)
+        headers = {**headers, **_JSON}
         for is_last_attempt in (False, True):
             try:
-                return await self._client.send(request, stream=True)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                return await self._connections.request(
+                    "POST", endpoint_of(body), body=content, headers=headers
+                )
+            except AllConnectionsUsed as error:
+                raise RequestNotSent(PART, describe_error(error)) from error
+            except ConnectFailed as error:
                 # Nothing has reached the engine yet, so a second attempt cannot run it twice.
                 if is_last_attempt:
                     raise RequestNotSent(PART, describe_error(error)) from error
-            except httpx.PoolTimeout as error:
-                raise RequestNotSent(PART, "all connections to it are in use") from error
-            except httpx.HTTPError as error:
+            except ConnectionProblem as error:
                 raise Unavailable(PART, describe_error(error)) from error
         raise AssertionError("the loop returns or raises")
 
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Return the status and the beginning of a response. Raises ConnectionProblem."""
+        response = await self._connections.request(method, path, body=body, headers=_JSON)
+        try:
+            return response.status, await response.read_all(MAX_ERROR_BYTES)
+        finally:
+            response.release()
 
-async def watch_health(engine: Engine, probe: Mapping[str, Any], every_s: float) -> None:
+
+async def watch_health(
+    engine: Engine, probe: Mapping[str, Any], every_s: float, on_failed: Callable[[Engine], None]
+) -> None:
     """Keep the engine's state current while no request shows it; runs until cancelled.
 
     Args:
         probe: Body of a request for one token, for an engine that has failed.
+        on_failed: Is called after each check or probe that the engine has failed.
     """
     logged_failure = engine.failure
     while True:
         if engine.failure is None:
-            await engine.check_health()
+            is_healthy = await engine.check_health()
         else:
-            await engine.probe(probe)
+            is_healthy = await engine.probe(probe)
+        if not is_healthy:
+            on_failed(engine)
         if engine.failure != logged_failure:
             logged_failure = engine.failure
             if logged_failure is None:
@@ -226,11 +349,29 @@ async def watch_health(engine: Engine, probe: Mapping[str, Any], every_s: float)
         await asyncio.sleep(every_s)
 
 
-async def _read_error(response: httpx.Response) -> bytes:
-    body = b""
-    with contextlib.suppress(httpx.HTTPError):
-        async for part in response.aiter_bytes():
-            body += part
-            if len(body) >= MAX_ERROR_BYTES:
-                break
-    return body[:MAX_ERROR_BYTES]
+def _end_stream(completion: Completion) -> None:
+    """End the span of a stream whose client has left or got all of it."""
+    record_end(completion.span, completion.usage, completion.last_chunk, completion.text)
+    completion.span.end()
+
+
+async def _read_whole(response: EngineResponse) -> dict[str, Any]:
+    """Read an answer in one piece. Raises Unavailable."""
+    try:
+        content = await response.read_all(MAX_WHOLE_BYTES + 1)
+        if len(content) > MAX_WHOLE_BYTES:
+            raise Unavailable(PART, f"its answer is longer than {MAX_WHOLE_BYTES} bytes")
+        body = orjson.loads(content)
+    except ConnectionProblem as error:
+        raise Unavailable(PART, f"the answer broke: {describe_error(error)}") from error
+    except ValueError as error:
+        raise Unavailable(PART, f"it sent an answer that cannot be read: {error}") from error
+    if not isinstance(body, dict) or not body.get("choices"):
+        raise Unavailable(PART, "it sent an answer without choices")
+    return body
+
+
+async def _read_error(response: EngineResponse) -> bytes:
+    with contextlib.suppress(ConnectionProblem):
+        return await response.read_all(MAX_ERROR_BYTES)
+    return b""

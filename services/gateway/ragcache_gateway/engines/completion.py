@@ -1,43 +1,68 @@
-"""The engines' completions API: request bodies, and what events and errors say."""
+"""The engines' OpenAI API: request bodies, and what events and errors say."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic_core import to_json
+import numpy as np
+import numpy.typing as npt
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 PART = "engine"
 
-FIRST_TOKEN_LOGPROBS = {"logprobs": 20, "return_tokens_as_token_ids": True}
-"""Fields with which an engine also returns the likeliest tokens, by their ids; 20 is vLLM's
+TRANSFER_PARAMS = "kv_transfer_params"
+"""Field of a body with the plan and its signature."""
+
+MAX_LOOP_TOKENS = 8192
+"""Prompts of at most this length are planned and encoded in the event loop's thread, in about 0.1
+ms. Threads take longer to change, and longer prompts would delay other streams."""
+
+PROMPT_TOKEN_IDS = "prompt_token_ids"
+"""Field of a chat's transfer parameters with the prompt."""
+
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+
+FIRST_TOKEN_LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
+"""Fields with which an engine's chat also returns the likeliest tokens, by their ids; 20 is vLLM's
 limit."""
+
+CONTROL_FIELDS = frozenset(
+    {
+        "cache_salt", "ec_transfer_params", "kv_transfer_params", "priority", "prompt_cache_key",
+        "prompt_cache_retention", "prompt_embeds", "prompt_token_ids", "request_id", "session_id",
+        "vllm_xargs",
+    }
+)  # fmt: skip
+"""Fields that control an engine's caches and its scheduling, so only the gateway may set them.
+``vllm_xargs`` belongs to them, because vLLM takes transfer parameters from it, too."""
+
+_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The next text of an answer. The last one has a finish reason.
-
-    Args:
-        top_logprobs: Log probabilities of the likeliest first tokens, by a text that names each
-            one; None if they were not requested.
-    """
+    """The next text of a completion. The last one has a finish reason."""
 
     text: str
     finish_reason: str | None
-    top_logprobs: dict[str, float] | None = None
 
 
 class PromptTokensDetails(BaseModel):
     """How many prompt tokens the engine did not compute."""
+
+    model_config = ConfigDict(extra="allow")
 
     cached_tokens: int | None = None
 
@@ -45,10 +70,34 @@ class PromptTokensDetails(BaseModel):
 class Usage(BaseModel):
     """Tokens as the engine counted them."""
 
+    model_config = ConfigDict(extra="allow")
+
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int = 0
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+
+
+def usage_of(body: Mapping[str, Any]) -> Usage | None:
+    """Return the engine's count of tokens of an answer in one piece; None if it is not readable."""
+    try:
+        return Usage.model_validate(body.get("usage"))
+    except ValidationError:
+        return None
+
+
+def finish_reasons(body: Mapping[str, Any]) -> list[str]:
+    """Return why each choice of an answer, or of a chunk of its stream, has ended."""
+    reasons = [one.get("finish_reason") for one in body["choices"] if isinstance(one, dict)]
+    return [reason for reason in reasons if isinstance(reason, str)]
+
+
+def text_of(body: Mapping[str, Any]) -> str:
+    """Return the text of the first choice of an answer, or of a chunk of its stream."""
+    for choice in body.get("choices") or ():
+        part = choice.get("message") or choice.get("delta") or {}
+        return str(choice.get("text") or part.get("content") or "")
+    return ""
 
 
 def completion_body(
@@ -60,47 +109,152 @@ def completion_body(
     plan: ReusePlan,
     plan_keys: SigningKeys | None,
     cache_salt: str | None,
+    priority: int,
 ) -> dict[str, Any]:
-    """Make the body for the engine's ``/v1/completions``.
-
-    The completion always streams, so that the gateway can measure the time of the first token.
+    """Make the body of a streamed completion of the gateway's own, for ``/v1/completions``.
 
     Args:
-        sampling: Fields of the client's request that the engine gets as they are.
+        sampling: Further fields.
         cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
+        priority: Of the caller's key. 0 is not sent: not every engine schedules by priority.
     """
     body: dict[str, Any] = {
         "model": model,
-        "prompt": list(token_ids),
+        "prompt": PackedIds.of(token_ids),
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "kv_transfer_params": transfer_params(plan, token_ids, plan_keys),
+        TRANSFER_PARAMS: transfer_params(plan, token_ids, plan_keys),
         **sampling,
     }
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
+    return with_engine_controls(body, cache_salt=cache_salt, priority=priority)
+
+
+def client_body(
+    fields: Mapping[str, Any], *, model: str, max_tokens_field: str, max_tokens: int | None
+) -> dict[str, Any]:
+    """Make the engine's body from a client's request, with every field that a client may set.
+
+    Args:
+        fields: The client's request without the ragcache extension.
+        max_tokens_field: Name of the endpoint's field for the length of an answer.
+        max_tokens: The length; None: as the client's fields say.
+    """
+    body = {name: value for name, value in fields.items() if name not in CONTROL_FIELDS}
+    body["model"] = model
+    if max_tokens is not None:
+        body[max_tokens_field] = max_tokens
+    if body.get("stream"):
+        body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     return body
 
 
-def encode_body(body: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a body. Run it in a thread: a long prompt takes milliseconds.
+def with_prompt(
+    body: dict[str, Any], token_ids: Sequence[int], plan: ReusePlan, keys: SigningKeys | None
+) -> dict[str, Any]:
+    """Return a client's body with the prompt that the gateway has built, and its plan.
 
-    pydantic's encoder is five times as fast as that of the standard library, and neither releases
-    Python's lock.
+    A chat has messages instead of a prompt. vLLM takes the token ids of a chat's prompt from the
+    transfer parameters, removes them, and renders no template. It still parses tool calls and
+    reasoning, and applies response formats, as the rest of the request says.
     """
-    return to_json(body)
+    params = transfer_params(plan, token_ids, keys)
+    ids = PackedIds.of(token_ids)
+    if "messages" in body:
+        return {**body, TRANSFER_PARAMS: {**params, PROMPT_TOKEN_IDS: ids}}
+    return {**body, "prompt": ids, TRANSFER_PARAMS: params}
+
+
+def with_engine_controls(
+    body: dict[str, Any], *, cache_salt: str | None = None, priority: int = 0
+) -> dict[str, Any]:
+    """Return a body with what controls the engine's prefix cache and its queue.
+
+    Args:
+        cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
+        priority: A lower one goes first. 0 is not sent: not every engine schedules by priority.
+    """
+    controls = {"cache_salt": cache_salt, "priority": priority or None}
+    return body | {name: value for name, value in controls.items() if value is not None}
+
+
+def endpoint_of(body: Mapping[str, Any]) -> str:
+    """Return the path of the engine's endpoint for a body."""
+    return CHAT_COMPLETIONS if "messages" in body else COMPLETIONS
+
+
+def request_id_headers(request_id: str | None) -> dict[str, str]:
+    """Return headers that make vLLM answer with this id. It adds the endpoint's prefix itself."""
+    return {} if request_id is None else {"X-Request-Id": request_id.partition("-")[2]}
+
+
+def num_prompt_tokens(body: Mapping[str, Any]) -> float:
+    """Return the tokens of a body's prompt. Infinity: unknown, it is a client's text."""
+    ids = body.get(TRANSFER_PARAMS, {}).get(PROMPT_TOKEN_IDS, body.get("prompt"))
+    return len(ids) if isinstance(ids, PackedIds | list) else math.inf
+
+
+def encode_body(body: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a body, in which token ids are packed."""
+    try:
+        return orjson.dumps(body, default=_to_array, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # A client's own fields may have numbers over 64 bits, which only this encoder takes.
+        return json.dumps(body, default=list).encode()
+
+
+def _to_array(ids: object) -> npt.NDArray[np.uint32]:
+    if not isinstance(ids, PackedIds):
+        raise TypeError(f"{type(ids).__name__} is not part of a body")
+    return ids.array
 
 
 def transfer_params(
     plan: ReusePlan, token_ids: Sequence[int], keys: SigningKeys | None
 ) -> dict[str, Any]:
     """Make a completion's kv_transfer_params: the plan for a prompt, signed if there are keys."""
-    plan_json = plan.to_json()
+    encoded = plan.encode()
     if keys is None:
-        return {"ragcache": plan_json}
-    signature = sign(plan_json, token_ids, keys.current()[0])
-    return {"ragcache": plan_json, SIGNATURE_FIELD: signature}
+        return {"ragcache": encoded}
+    signature = sign(encoded, token_ids, keys.current()[0])
+    return {"ragcache": encoded, SIGNATURE_FIELD: signature}
+
+
+def prefill_body(body: Mapping[str, Any], priority: int) -> dict[str, Any]:
+    """Make the body that has an engine compute the prompt of another body, and one token after it.
+
+    Args:
+        body: As ``with_prompt`` has made it.
+        priority: In vLLM a lower number comes first.
+    """
+    params = dict(body[TRANSFER_PARAMS])
+    prompt = params.pop(PROMPT_TOKEN_IDS, None) or body["prompt"]
+    prefill = {
+        "model": body["model"],
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        TRANSFER_PARAMS: params,
+    }
+    return with_engine_controls(prefill, cache_salt=body.get("cache_salt"), priority=priority)
+
+
+def without_plan(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body for an engine that runs without RagCache. A chat keeps its token ids.
+
+    It has no priority: vLLM refuses one unless it was started to schedule by priority.
+    """
+    dropped = (TRANSFER_PARAMS, "priority")
+    kept = {name: value for name, value in body.items() if name not in dropped}
+    token_ids = body.get(TRANSFER_PARAMS, {}).get(PROMPT_TOKEN_IDS)
+    return kept if token_ids is None else {**kept, TRANSFER_PARAMS: {PROMPT_TOKEN_IDS: token_ids}}
+
+
+def plan_of(body: Mapping[str, Any]) -> object:
+    """Return a body's plan, encoded."""
+    return body[TRANSFER_PARAMS]["ragcache"]
 
 
 def probe_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -115,15 +269,11 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
         Unavailable: The event is an error of the engine, or not readable.
     """
     try:
-        event = json.loads(data)
+        event = orjson.loads(data)
         if "error" in event:
-            raise Unavailable(PART, _error_message(event))
+            raise error_from_event(event)
         found: list[TextDelta | Usage] = [
-            TextDelta(
-                str(choice.get("text") or ""),
-                choice.get("finish_reason"),
-                _first_top_logprobs(choice.get("logprobs")),
-            )
+            TextDelta(str(choice.get("text") or ""), choice.get("finish_reason"))
             for choice in event.get("choices", ())
         ]
         if event.get("usage"):
@@ -133,25 +283,36 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
     return found
 
 
-def _first_top_logprobs(logprobs: Any) -> dict[str, float] | None:
-    """Return the likeliest tokens of the first one of an event."""
-    if not logprobs or not logprobs.get("top_logprobs"):
-        return None
-    return {str(token): float(value) for token, value in logprobs["top_logprobs"][0].items()}
-
-
 def error_from_response(status: int, body: bytes) -> RagCacheError:
     """Return the error that a response other than 200 stands for."""
     try:
-        message = _error_message(json.loads(body))
+        parsed = orjson.loads(body)
     except ValueError:
-        message = body[:200].decode(errors="replace")
+        parsed = body[:200].decode(errors="replace")
+    message = _error_message(parsed)
     if status in (400, 422):
-        return InvalidInput("request", f"is refused by the engine: {message}", "correct it")
+        return InvalidInput(
+            _error_field(parsed), f"is refused by the engine: {message}", "correct it"
+        )
     return Unavailable(PART, f"it answered {status}: {message}")
 
 
+def error_from_event(event: Mapping[str, Any]) -> RagCacheError:
+    """Return the error that an error event of a stream stands for."""
+    return Unavailable(PART, _error_message(event))
+
+
+def _error_of(value: object) -> object:
+    return value.get("error") if isinstance(value, dict) else value
+
+
 def _error_message(value: object) -> str:
-    error = value.get("error") if isinstance(value, dict) else value
+    error = _error_of(value)
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:500]
+    return str(message)[:_MAX_MESSAGE_CHARS]
+
+
+def _error_field(value: object) -> str:
+    error = _error_of(value)
+    field = error.get("param") if isinstance(error, dict) else None
+    return str(field).removeprefix("body.")[:100] if field else "request"

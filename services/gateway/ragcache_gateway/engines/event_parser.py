@@ -14,6 +14,10 @@ MAX_EVENT_BYTES = 1 << 20
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
+_DATA, _END = b"data: ", b"\n\n"
+_NEXT = _END + _DATA
+
+
 class SseParser:
     """Turns parts of a stream, split anywhere, into the data of its events."""
 
@@ -27,6 +31,10 @@ class SseParser:
         Raises:
             ValueError: An event is longer than MAX_EVENT_BYTES.
         """
+        if not self._incomplete_line and not self._data and _is_simple(part):
+            events = part[len(_DATA) : -len(_END)].split(_NEXT)
+            if b"\n" not in b"".join(events):
+                return events
         *lines, self._incomplete_line = self._split_lines(self._incomplete_line + part)
         events = []
         for line in lines:
@@ -46,3 +54,8 @@ class SseParser:
         lines = _LINE_END.split(buffer[: len(buffer) - len(pending)])
         lines[-1] += pending
         return lines
+
+
+def _is_simple(part: bytes) -> bool:
+    """Whether a part may consist of whole events with a line of data each, as engines send them."""
+    return part.startswith(_DATA) and part.endswith(_END) and b"\r" not in part

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines.client import Engine, watch_health
@@ -17,14 +17,21 @@ from ragcache_gateway.engines.completion_stream import (
     Completion,
     FirstTokenTimeout,
     RequestNotSent,
+    WholeCompletion,
 )
 from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.tracing import Tracer
+from ragcache_wire.watched.limits import Limits
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SLOWEST_TOKEN_S = 1.0
+"""Time for each token of an answer in one piece, whose progress the gateway cannot see."""
 
 MAX_LOST_ENGINES = 2
 """A request is abandoned after this many engines failed with it, so that one bad request cannot
@@ -41,11 +48,13 @@ class EnginePool:
     def __init__(
         self,
         settings: GatewaySettings,
+        limits: Limits,
         probe: Mapping[str, Any],
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
         self._settings = settings
+        self._limits = limits
         self._probe = probe
         self._metrics = metrics
         self._tracer = tracer
@@ -99,25 +108,83 @@ class EnginePool:
             await engine.close()
 
     async def complete(
-        self, body: Mapping[str, Any], stack: AsyncExitStack
+        self,
+        body: Mapping[str, Any],
+        stack: AsyncExitStack,
+        request_id: str | None = None,
+        preferred: Engine | None = None,
+        on_accepted: Callable[[str], None] | None = None,
     ) -> tuple[Engine, Completion]:
-        """Start a completion and wait for its first token, which the returned engine sent.
+        """Start a streamed completion and wait for its first token, which the engine sent.
 
-        If an engine fails before that, another healthy engine gets the request. When the stack
-        closes, the engine aborts the completion.
+        If an engine or its health check fails before that, another healthy engine gets the
+        request. When the stack closes, the engine aborts the completion.
+
+        Args:
+            request_id: Id of the answer; None: the engine chooses one.
+            preferred: The engine that gets the request first, if it is healthy.
+            on_accepted: Gets the address of each engine that accepts the request.
 
         Raises:
             Unavailable: No engine could answer.
             InvalidInput: The engine refused the request.
         """
+        timeout_s = self._limits.current().first_token_timeout_s
+        return await self._first_of(
+            lambda engine: engine.complete(body, stack, request_id, on_accepted),
+            timeout_s,
+            f"no first token came within {timeout_s:g} s",
+            preferred,
+        )
+
+    async def complete_whole(
+        self,
+        body: Mapping[str, Any],
+        max_tokens: int,
+        stack: AsyncExitStack,
+        request_id: str | None = None,
+        preferred: Engine | None = None,
+    ) -> tuple[Engine, WholeCompletion]:
+        """Have an engine answer in one piece. If it or its health check fails, another one answers.
+
+        Args:
+            max_tokens: Most tokens of the answer. Each adds a second to the deadline.
+            request_id: See ``complete``.
+            preferred: See ``complete``.
+
+        Raises:
+            Unavailable: No engine could answer.
+            InvalidInput: The engine refused the request.
+        """
+        limits = self._limits.current()
+        timeout_s = limits.first_token_timeout_s + limits.next_token_timeout_s
+        timeout_s += SLOWEST_TOKEN_S * max_tokens
+        return await self._first_of(
+            lambda engine: engine.complete_whole(body, stack, request_id),
+            timeout_s,
+            f"no answer came within {timeout_s:g} s",
+            preferred,
+        )
+
+    async def _first_of(
+        self,
+        attempt: Callable[[Engine], Awaitable[T]],
+        timeout_s: float,
+        timeout_problem: str,
+        preferred: Engine | None,
+    ) -> tuple[Engine, T]:
+        """Return the result of the first engine that does not fail, the preferred one first."""
         tried: list[Engine] = []
         times_lost = 0
         try:
-            async with asyncio.timeout(self._settings.first_token_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while True:
-                    tried.append(self._choose_except(tried))
+                    if not tried and preferred in self._healthy_except(tried):
+                        tried.append(self._choose(preferred))
+                    else:
+                        tried.append(self._choose_except(tried))
                     try:
-                        return tried[-1], await tried[-1].complete(body, stack)
+                        return tried[-1], await attempt(tried[-1])
                     except Unavailable as error:
                         tried[-1].record_failure(error)
                         times_lost += not isinstance(error, RequestNotSent)
@@ -129,13 +196,25 @@ class EnginePool:
                             error,
                         )
         except TimeoutError:
-            timed_out = self._first_token_timeout()
+            timed_out = FirstTokenTimeout(PART, timeout_problem)
             tried[-1].record_failure(timed_out)
             raise timed_out from None
 
+    def last_chosen(self, engine: Engine) -> int:
+        """Return the number of the last choice of an engine, which ascends; 0: it had none."""
+        return self._last_chosen.get(engine, 0)
+
+    @property
+    def healthy(self) -> list[Engine]:
+        """The engines that have not failed, by address."""
+        return [engine for engine in self.known if engine.failure is None]
+
     def choose(self) -> Engine:
-        """Choose the engine that would get the next request. Raises Unavailable without one."""
-        return self._choose_except([])
+        """Choose an engine with RagCache, for background work. Raises Unavailable without one."""
+        own = [engine for engine in self._health_tasks if engine.records is not None]
+        if not own:
+            raise Unavailable(PART, "there is none that runs RagCache")
+        return self._choose(self._least_busy([e for e in own if e.failure is None] or own))
 
     async def complete_on(
         self, engine: Engine, body: Mapping[str, Any], stack: AsyncExitStack
@@ -147,17 +226,14 @@ class EnginePool:
         if engine not in self._health_tasks:
             raise Unavailable(PART, f"{engine.address} has left")
         try:
-            async with asyncio.timeout(self._settings.first_token_timeout_s):
+            async with asyncio.timeout(self._limits.current().first_token_timeout_s):
                 return await engine.complete(body, stack)
         except Unavailable as error:
             engine.record_failure(error)
             raise
         except TimeoutError:
-            raise self._first_token_timeout() from None
-
-    def _first_token_timeout(self) -> FirstTokenTimeout:
-        timeout_s = self._settings.first_token_timeout_s
-        return FirstTokenTimeout(PART, f"no first token came within {timeout_s:g} s")
+            timeout_s = self._limits.current().first_token_timeout_s
+            raise FirstTokenTimeout(PART, f"no first token came within {timeout_s:g} s") from None
 
     def _healthy_except(self, tried: Sequence[Engine]) -> list[Engine]:
         return [
@@ -167,14 +243,22 @@ class EnginePool:
         ]
 
     def _choose_except(self, tried: Sequence[Engine]) -> Engine:
-        """Choose the engine with the fewest requests in flight, then the least recently chosen."""
+        return self._choose(self._least_busy_except(tried))
+
+    def _choose(self, engine: Engine) -> Engine:
+        self._last_chosen[engine] = next(self._choice_numbers)
+        return engine
+
+    def _least_busy_except(self, tried: Sequence[Engine]) -> Engine:
+        """Return the engine with the fewest requests in flight, then the least recently chosen."""
         # If none is healthy, the request finds out whether a failed engine answers again.
         candidates = self._healthy_except(tried) or list(self._health_tasks)
         if not candidates:
             raise Unavailable(PART, self.problem or "")
-        engine = min(candidates, key=lambda e: (e.in_flight, self._last_chosen.get(e, 0)))
-        self._last_chosen[engine] = next(self._choice_numbers)
-        return engine
+        return self._least_busy(candidates)
+
+    def _least_busy(self, engines: Sequence[Engine]) -> Engine:
+        return min(engines, key=lambda e: (e.in_flight, self._last_chosen.get(e, 0)))
 
     async def _resolve_periodically(self, resolved: asyncio.Event) -> None:
         while True:
@@ -191,18 +275,33 @@ class EnginePool:
 
     def _update_engines(self) -> None:
         records_by_address = {
-            host_and_port(address, host.http_port): host_and_port(address, host.records_port)
+            host_and_port(address, host.http_port): (
+                None if host.records_port is None else host_and_port(address, host.records_port)
+            )
             for host, addresses in self._resolved.items()
             for address in addresses
         }
         for engine in list(self._health_tasks):
-            if records_by_address.pop(engine.address, None) is None:
+            if engine.address not in records_by_address:
                 self._remove(engine)
+            records_by_address.pop(engine.address, None)
         for address, records in records_by_address.items():
             log.info("engine pool: engine joins address=%s", address)
-            engine = Engine(address, records, self._settings, self._metrics, self._tracer)
-            watching = watch_health(engine, self._probe, self._settings.engine_watch_s)
+            engine = Engine(
+                address, records, self._settings, self._limits, self._metrics, self._tracer
+            )
+            watching = watch_health(
+                engine, self._probe, self._settings.engine_watch_s, self._move_waiting
+            )
             self._health_tasks[engine] = asyncio.create_task(watching)
+
+    def _move_waiting(self, failed: Engine) -> None:
+        """End the requests that wait on a failed engine, so that another engine gets them.
+
+        Without another engine they stay: the failed one may only be busy.
+        """
+        if self._healthy_except([failed]):
+            failed.end_waiting()
 
     def _remove(self, engine: Engine) -> None:
         log.info(

@@ -1,16 +1,20 @@
-"""An answer as a stream of server-sent events, each one a ``ChatCompletionChunk``."""
+"""An answer as a stream of server-sent events.
+
+The gateway parses the first event and the last ones, and passes those between them on as they are.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_core.errors import RagCacheError
-from ragcache_gateway.chat.accounting import AnswerAccount
-from ragcache_gateway.chat.pipeline import Answer, ChatServices, account, text_deltas
+from ragcache_gateway.chat.pipeline import Answer, ChatServices, account, relay_events
+from ragcache_gateway.chat.plain_completion import PlainCompletion
+from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.http.errors import to_http
+from ragcache_gateway.http.streaming.client_writer import ClientWriter
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""
@@ -19,38 +23,84 @@ SIGN_OF_LIFE = b": waiting\n\n"
 """A comment, which clients ignore."""
 
 
-async def answer_events(
-    services: ChatServices, answer: Answer, *, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer: citations in the first, timing and cache use in the last.
+async def write_answer(
+    services: ChatServices, answer: Answer, client: ClientWriter, *, include_usage: bool
+) -> None:
+    """Write the events of an answer: citations in the first, timing and cache use in the last.
 
-    Without include_usage the last chunk is the one with the finish reason, because a client that
-    did not request usage expects no chunk without choices. A failure becomes the last event.
+    The events between them are the engine's own. Without include_usage the last chunk is the one
+    with the finish reason, because a client that did not request usage expects no chunk without
+    choices. A failure becomes the last event.
     """
-    sources: dict[str, Any] = {
-        "citations": [citation.model_dump() for citation in answer.citations]
-    }
-    if answer.quality is not None:
-        sources["quality"] = answer.quality.model_dump(mode="json")
-    yield _delta_event(answer, {"role": "assistant", "content": ""}, ragcache=sources)
-    finish_reason = None
+    assert isinstance(answer.completion, Completion)
+    completion = answer.completion
+    num_choices = answer.planned.question.request.num_choices()
+    is_first = True
+
+    def deliver(events: list[bytes]) -> bool:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            client.write(_with_sources(json.loads(events[0]), answer))
+            events = events[1:]
+        if events:
+            client.write(_encode_all(events))
+        return client.is_full
+
     try:
-        async with aclosing(text_deltas(services, answer)) as deltas:
-            async for delta in deltas:
-                finish_reason = delta.finish_reason or finish_reason
-                if delta.text:
-                    yield _delta_event(answer, {"content": delta.text})
+        await relay_events(services, answer.engine, completion, num_choices, deliver, client.drain)
     except RagCacheError as error:
-        yield encode_event(to_http(error).body)
+        client.write(encode_event(to_http(error).body))
         return
-    costs = await account(services, answer)
+    last = completion.last_chunk
+    assert last is not None, "a stream that ends without an error has ended every choice"
+    if is_first:
+        last["ragcache"] = _sources(answer)
+    text, end = _split_end(last)
+    if text is not None:
+        client.write(encode_event(text))
     if include_usage:
-        yield _delta_event(answer, {}, finish_reason)
-        usage = costs.usage and costs.usage.model_dump()
-        yield _chunk_event(answer, [], usage=usage, ragcache=_ragcache_fields(costs))
-    else:
-        yield _delta_event(answer, {}, finish_reason, ragcache=_ragcache_fields(costs))
-    yield DONE
+        client.write(encode_event(end))
+    if client.is_full:
+        await client.drain()
+    costs = await account(services, answer)
+    fields = {"timing_ms": costs.timing.model_dump(), "cache": costs.cache.model_dump()}
+    if costs.explanation is not None:
+        fields["explanation"] = costs.explanation.model_dump(mode="json")
+    if include_usage:
+        usage = costs.usage and costs.usage.model_dump(exclude_unset=True)
+        end = {name: end[name] for name in ("id", "object", "created", "model") if name in end}
+        end |= {"choices": [], "usage": usage}
+    client.write(encode_event({**end, "ragcache": {**end.get("ragcache", {}), **fields}}))
+    client.write(DONE)
+
+
+async def write_plain(
+    services: ChatServices, plain: PlainCompletion, client: ClientWriter, *, include_usage: bool
+) -> None:
+    """Write the events of a completion without retrieval, as the engine sends them."""
+    completion = plain.completion
+    assert isinstance(completion, Completion)
+
+    def deliver(events: list[bytes]) -> bool:
+        client.write(_encode_all(events))
+        return client.is_full
+
+    try:
+        await relay_events(
+            services, plain.engine, completion, plain.num_choices, deliver, client.drain
+        )
+    except RagCacheError as error:
+        client.write(encode_event(to_http(error).body))
+        return
+    assert completion.last_chunk is not None
+    client.write(encode_event(completion.last_chunk))
+    if include_usage and completion.usage is not None:
+        fields = ("id", "object", "created", "model")
+        end = {name: completion.last_chunk.get(name) for name in fields}
+        usage = completion.usage.model_dump(exclude_unset=True)
+        client.write(encode_event({**end, "choices": [], "usage": usage}))
+    client.write(DONE)
 
 
 def encode_event(value: Mapping[str, Any]) -> bytes:
@@ -58,25 +108,39 @@ def encode_event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _ragcache_fields(costs: AnswerAccount) -> dict[str, Any]:
-    return {"timing_ms": costs.timing.model_dump(), "cache": costs.cache.model_dump()}
+def _encode_all(events: Sequence[bytes]) -> bytes:
+    """Encode several events whose data is encoded already."""
+    return b"data: " + b"\n\ndata: ".join(events) + b"\n\n"
 
 
-def _delta_event(
-    answer: Answer, delta: dict[str, str], finish_reason: str | None = None, **fields: object
-) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return _chunk_event(answer, [choice], **fields)
+def _with_sources(chunk: dict[str, Any], answer: Answer) -> bytes:
+    return encode_event({**chunk, "ragcache": _sources(answer)})
 
 
-def _chunk_event(answer: Answer, choices: list[dict[str, Any]], **fields: object) -> bytes:
-    return encode_event(
-        {
-            "id": answer.id,
-            "object": "chat.completion.chunk",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": choices,
-            **fields,
-        }
-    )
+def _sources(answer: Answer) -> dict[str, Any]:
+    sources: dict[str, Any] = {
+        "citations": [citation.model_dump() for citation in answer.citations],
+        "queries": list(answer.planned.search.queries),
+    }
+    if answer.quality is not None:
+        sources["quality"] = answer.quality.model_dump(mode="json")
+    return sources
+
+
+def _split_end(chunk: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Split the last chunk into one with text and one with the finish reasons.
+
+    So the text does not wait for the costs, which the gateway asks for at the end. A chunk without
+    text stays whole.
+    """
+    deltas = [choice.get("delta") for choice in chunk["choices"]]
+    if not all(isinstance(delta, dict) for delta in deltas) or not any(map(_has_text, deltas)):
+        return None, chunk
+    text = [{**one, "finish_reason": None, "stop_reason": None} for one in chunk["choices"]]
+    ends = [{**one, "delta": {}, "logprobs": None, "token_ids": None} for one in chunk["choices"]]
+    rest = {name: value for name, value in chunk.items() if name != "ragcache"}
+    return {**chunk, "choices": text}, {**rest, "choices": ends}
+
+
+def _has_text(delta: Mapping[str, Any]) -> bool:
+    return any(value for name, value in delta.items() if name != "role")

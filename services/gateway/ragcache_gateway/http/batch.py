@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, Field
 from starlette.types import Receive
 
+from ragcache_core.access.caller import Caller, NotAllowed
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.retriever_errors import to_rest_error
@@ -97,12 +98,14 @@ class DocumentBatch:
         *,
         writer: DocumentWriter,
         extractor: TextExtractor,
+        caller: Caller,
         limit: BatchLimit,
     ) -> None:
         self._parser = parser
         self._receive = receive
         self._writer = writer
         self._extractor = extractor
+        self._caller = caller
         self._limit = limit
         self._summary = BatchSummary()
         self._events: asyncio.Queue[BatchEvent] = asyncio.Queue(_EVENTS)
@@ -203,6 +206,11 @@ class DocumentBatch:
         self._summary.documents += 1
         if isinstance(item, RefusedDocument):
             await self._fail(index, item.id, item.error)
+            return
+        try:
+            self._caller.check_collection(item.fields.collection)
+        except NotAllowed as error:
+            await self._fail(index, item.fields.id, error)
             return
         await self._slots.acquire()
         size = item.num_bytes

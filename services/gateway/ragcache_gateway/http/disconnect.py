@@ -69,10 +69,7 @@ class EventStream(Response):
         self._stack = stack
         self._send_timeout_s = send_timeout_s
         self._watches = watches
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        # Without it, nginx and similar proxies buffer events.
-        self.headers["x-accel-buffering"] = "no"
+        mark_as_event_stream(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ClientDisconnected."""
@@ -101,3 +98,11 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
             raise ClientDisconnected from None
+
+
+def mark_as_event_stream(response: Response) -> None:
+    """Set the headers of a stream of events."""
+    del response.headers["content-length"]
+    response.headers["cache-control"] = "no-cache"
+    # Without it, nginx and similar proxies buffer events.
+    response.headers["x-accel-buffering"] = "no"

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
+from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.scheduling.retry_after import jitter
 
@@ -71,6 +72,30 @@ class TooBusy(RagCacheError):
     def __init__(self, problem: str, retry_after_s: float) -> None:
         super().__init__(problem)
         self.retry_after_s = retry_after_s
+
+
+class NotAuthenticated(RagCacheError):
+    """A request without a valid key. The error never has what the client sent."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"Authorization: the API key {problem}; send `Authorization: Bearer KEY` with a key of "
+            "this gateway"
+        )
+
+
+class MissingScope(RagCacheError):
+    """A key without the scope that a path needs.
+
+    Args:
+        name: Name of the key.
+    """
+
+    def __init__(self, name: str, scope: Scope) -> None:
+        super().__init__(
+            f"Authorization: the key {name!r} lacks the scope {scope}; use another key"
+        )
+        self.scope = scope
 
 
 class Forbidden(RagCacheError):
@@ -142,6 +167,20 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
         case Forbidden():
             code = f"{error.header.lower()}_not_allowed"
             http = HttpError(403, error_body(str(error), "permission_error", error.header, code))
+        case NotAuthenticated():
+            body = error_body(
+                str(error), "invalid_request_error", "Authorization", "invalid_api_key"
+            )
+            http = HttpError(401, body, {"WWW-Authenticate": 'Bearer realm="ragcache"'})
+        case MissingScope():
+            body = error_body(str(error), "permission_error", "Authorization", "missing_scope")
+            challenge = (
+                f'Bearer realm="ragcache", error="insufficient_scope", scope="{error.scope}"'
+            )
+            http = HttpError(403, body, {"WWW-Authenticate": challenge})
+        case NotAllowed():
+            code = f"{error.field.rpartition('.')[2]}_not_allowed"
+            http = HttpError(403, error_body(str(error), "permission_error", error.field, code))
         case Unavailable():
             body = error_body(
                 f"{error}; try again",

@@ -7,10 +7,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from ragcache_core.access.caller import Caller
 from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.writer import DocumentWriter
+from ragcache_gateway.explain.tree_outline import TreeReader
+from ragcache_gateway.explain.worker_answers import WorkerAnswers
 from ragcache_gateway.extraction.extractor import TextExtractor
+from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.parts_watch import PartsWatch
+from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -24,17 +29,29 @@ class GatewayServices:
     settings: GatewaySettings
     metrics: Metrics
     chat: ChatServices
+    answers: WorkerAnswers
     documents: DocumentWriter
     extractor: TextExtractor
     retriever: RetrieverClient
     store: AsyncShardedStore
     parts_watch: PartsWatch
+    cache_view: CacheView
+    tree_reader: TreeReader
 
 
-def _services_of(request: Request) -> GatewayServices:
+# FastAPI runs dependencies that are plain functions in threads.
+async def _services_of(request: Request) -> GatewayServices:
     services: GatewayServices = request.app.state.services
     return services
 
 
+async def _caller_of(request: Request) -> Caller:
+    caller: Caller = getattr(request.state, CALLER)
+    return caller
+
+
 Services = Annotated[GatewayServices, Depends(_services_of)]
 """Type of a route's parameter that gets the services."""
+
+Asking = Annotated[Caller, Depends(_caller_of)]
+"""Type of a route's parameter that gets the caller."""

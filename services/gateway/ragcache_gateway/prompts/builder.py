@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
-
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import (
+    CHUNK_SEPARATOR,
     CHUNKS_PLACEHOLDER,
     STABLE_PREFIX_END,
     Prompt,
@@ -19,7 +19,12 @@ from ragcache_core.plan.prompt import (
 from ragcache_core.plan.stable_prefix import StablePrefixes
 from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.passages import Passage, fit_to_budget, group_by_document
-from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache
+from ragcache_gateway.prompts.tokenizer import (
+    TEMPLATE_ERRORS,
+    ChatTokenizer,
+    ChunkTokens,
+    TokenCache,
+)
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -53,6 +58,40 @@ class AnswerPrompt:
     max_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """What a prompt consists of, before its documents have an order.
+
+    Args:
+        documents: The passages of each document, best rank first.
+        chunks: The tokens of each of these passages.
+    """
+
+    frame: TemplateFrame
+    documents: tuple[tuple[Passage, ...], ...]
+    chunks: tuple[tuple[ChunkTokens, ...], ...]
+    max_tokens: int
+
+    def join(self, order: Sequence[int] | None = None) -> AnswerPrompt:
+        """Return the prompt.
+
+        Args:
+            order: Rank of the document at each position. None: the order of the ranks.
+        """
+        ranks = range(len(self.documents)) if order is None else order
+        chunks = [tokens for rank in ranks for tokens in self.chunks[rank]]
+        passages = tuple(passage for rank in ranks for passage in self.documents[rank])
+        frame = self.frame
+        prompt = assemble(
+            frame.head,
+            [chunk.ids for chunk in chunks],
+            frame.tail,
+            frame.stable_head,
+            [chunk.digest for chunk in chunks],
+        )
+        return AnswerPrompt(prompt, passages, self.max_tokens)
+
+
 class PromptBuilder:
     """Builds prompts for one model. Not safe for several threads, because its tokenizer is not.
 
@@ -74,21 +113,62 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._default_max_tokens = min(default_max_tokens, max_model_len // 4)
-        self._chunks = TokenCache(self.encode_chunk, cache_bytes)
+        self._chunks = TokenCache(cache_bytes)
         self._has_warned = False
         self._stable_prefixes = StablePrefixes()
 
     def build(
-        self, conversation: Conversation, hits: Sequence[pb.Hit], max_tokens: int | None
+        self,
+        conversation: Conversation,
+        hits: Sequence[pb.Hit],
+        max_tokens: int | None,
+        *,
+        with_documents: bool = True,
     ) -> AnswerPrompt:
-        """Build the prompt with as many documents as fit beside the messages and the answer.
+        """Build the prompt with its documents in the order of their ranks. Raises as ``select``."""
+        return self.select(conversation, hits, max_tokens, with_documents=with_documents).join()
+
+    def select(
+        self,
+        conversation: Conversation,
+        hits: Sequence[pb.Hit],
+        max_tokens: int | None,
+        *,
+        with_documents: bool = True,
+    ) -> PromptParts:
+        """Select as many documents as fit beside the messages and the answer.
+
+        Args:
+            with_documents: See ``frame``.
 
         Raises:
             InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        self._check_length(conversation, max_tokens)
-        frame = self.frame(conversation)
+        self._check_length(conversation.num_chars(), max_tokens)
+        frame = self.frame(conversation, with_documents=with_documents)
+        return self._with_chunks(frame, hits, max_tokens)
+
+    def select_for_text(
+        self, text: str, hits: Sequence[pb.Hit], max_tokens: int | None
+    ) -> PromptParts:
+        """Select documents for a prompt in which a text follows them, without a chat template.
+
+        Raises:
+            InvalidInput: The text leaves no space for the answer or for one chunk.
+        """
+        max_tokens = max_tokens or self._default_max_tokens
+        self._check_length(len(text), max_tokens)
+        frame = TemplateFrame(self._tokenizer.beginning(), self._tokenizer.encode_template(text))
+        return self._with_chunks(frame, hits, max_tokens)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Return the number of tokens of texts."""
+        return sum(len(self._tokenizer.encode_template(text)) for text in texts)
+
+    def _with_chunks(
+        self, frame: TemplateFrame, hits: Sequence[pb.Hit], max_tokens: int
+    ) -> PromptParts:
         frame_tokens = len(frame.head) + len(frame.tail)
         budget_tokens = self._max_model_len - max_tokens - frame_tokens
         if budget_tokens < 0:
@@ -98,41 +178,55 @@ class PromptBuilder:
                 f"the {self._max_model_len} of the model",
                 "shorten them or lower max_tokens",
             )
-        passages = fit_to_budget(
-            group_by_document(hits), lambda chunk: len(self._ids(chunk)), budget_tokens
-        )
-        chunks = [self._ids(passage.chunk) for passage in passages]
-        prompt = assemble(frame.head, chunks, frame.tail, frame.stable_head)
-        return AnswerPrompt(prompt, tuple(passages), max_tokens)
+        # The cache may be too small to keep all of them until the end.
+        tokens_of: dict[str, ChunkTokens] = {}
 
-    def frame(self, conversation: Conversation) -> TemplateFrame:
+        def num_tokens(chunk: pb.Chunk) -> int:
+            tokens_of[chunk.id] = tokens = self._tokens(chunk)
+            return len(tokens.ids)
+
+        passages = fit_to_budget(group_by_document(hits), num_tokens, budget_tokens)
+        documents = tuple(
+            tuple(group)
+            for _, group in itertools.groupby(passages, key=lambda one: one.chunk.document_id)
+        )
+        chunks = tuple(tuple(tokens_of[one.chunk.id] for one in group) for group in documents)
+        return PromptParts(frame, documents, chunks, max_tokens)
+
+    def frame(self, conversation: Conversation, *, with_documents: bool = True) -> TemplateFrame:
         """Render the chat template and tokenize what comes before and after the chunks.
 
         The stable part of the head is what the conversation marks, or else what heads before this
         one have in common with it.
 
+        Args:
+            with_documents: Whether chunks follow the system prompt. Without them, the head ends
+                with the system prompt, and a conversation without one has no head.
+
         Raises:
             InvalidInput: The template does not accept this conversation.
         """
-        stable, varying = conversation.system, ""
+        system = conversation.system_with_documents if with_documents else conversation.system
+        stable, varying = system or "", ""
         if conversation.stable_prefix is not None:
             length = conversation.stable_prefix
-            stable, varying = conversation.system[:length], conversation.system[length:]
+            stable, varying = stable[:length], stable[length:]
         mark = STABLE_PREFIX_END if varying else ""
-        system = f"{stable}{mark}{varying}\n\n{CHUNKS_PLACEHOLDER}"
-        messages = [
-            {"role": "system", "content": system},
-            *({"role": turn.role, "content": turn.content} for turn in conversation.history),
-            {"role": "user", "content": conversation.question},
-        ]
+        separator = CHUNK_SEPARATOR if with_documents else ""
+        messages = [turn.to_template() for turn in conversation.turns]
+        if system is not None:
+            content = f"{stable}{mark}{varying}{separator}{CHUNKS_PLACEHOLDER}"
+            messages.insert(0, {"role": "system", "content": content})
         try:
-            text = self._tokenizer.render(messages)
-        except TemplateError as error:
+            text = self._tokenizer.render(messages, conversation.template)
+        except TEMPLATE_ERRORS as error:
             raise InvalidInput(
                 "messages",
                 f"are refused by the model's chat template: {error}",
                 "alternate user and assistant, starting with user",
             ) from error
+        if system is None:
+            return TemplateFrame((), self._tokenizer.encode_template(text))
         parts = text.split(CHUNKS_PLACEHOLDER)
         if len(parts) != 2:
             raise InvalidInput(
@@ -147,32 +241,41 @@ class PromptBuilder:
         stable_head = len(before) if rest else self._stable_prefixes.split(head)
         return TemplateFrame(head, self._tokenizer.encode_template(parts[1]), stable_head)
 
+    def chunk_digest(self, chunk: pb.Chunk) -> bytes:
+        """Return the ``token_digest`` of a found chunk."""
+        return self._tokens(chunk).digest
+
     def encode_chunk(self, text: str) -> list[int]:
         """Return the token ids of a chunk, see ChatTokenizer.encode_chunk."""
         return self._tokenizer.encode_chunk(text)
 
-    def _ids(self, chunk: pb.Chunk) -> Sequence[int]:
-        """Return the token ids of a found chunk: those that the retriever has stored, if it has.
+    def _tokens(self, chunk: pb.Chunk) -> ChunkTokens:
+        """Return the tokens of a found chunk: those that the retriever has stored, if it has.
 
         It has none of this tokenizer while it prepares documents for a new one.
         """
-        if chunk.token_ids and chunk.tokenizer_identity == self._tokenizer.identity:
-            ids = self._tokenizer.unpack(chunk.token_ids)
-            if ids is not None:
-                return ids
+        packed = chunk.token_ids
+        if packed and chunk.tokenizer_identity == self._tokenizer.identity:
+            # The ids have been checked if they are equal to those in the cache.
+            if (known := self._chunks.get(chunk.id, packed)) is not None:
+                return known
+            if (ids := self._tokenizer.unpack(packed)) is not None:
+                return self._chunks.put(chunk.id, ids)
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("prompts: token ids of the retriever are invalid chunk=%r", chunk.id)
-        return self._chunks.get(chunk.text)
+        # A name of its own: no id of a chunk begins with NUL.
+        name = f"\0{chunk.text}"
+        known = self._chunks.get(name)
+        return known or self._chunks.put(name, PackedIds.of(self.encode_chunk(chunk.text)))
 
-    def _check_length(self, conversation: Conversation, max_tokens: int) -> None:
+    def _check_length(self, num_chars: int, max_tokens: int) -> None:
         if max_tokens >= self._max_model_len:
             raise InvalidInput(
                 "max_tokens",
                 f"is {max_tokens}, and question and answer together have {self._max_model_len}",
                 "lower it",
             )
-        num_chars = conversation.num_chars()
         if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
             raise InvalidInput(
                 "messages",

@@ -62,14 +62,16 @@ def plan_reuse(
     request_id: str,
     documents: Sequence[str],
     planned_at_ms: int,
+    domain: str,
 ) -> ReusePlan:
     """Make the plan that tells an engine which chunks of a prompt it may load.
 
     Args:
         documents: Name of each chunk's document (``document_name``).
         planned_at_ms: Unix time before the chunks were searched for.
+        domain: Access domain of the caller's KV.
     """
-    space, domain = model.space, model.domain
+    space = model.space
     match reuse.mode:
         case "off":
             return plan_compute(prompt, space, domain, request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace
+from ragcache_core.identity.keys import KVSpace
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 
@@ -17,11 +17,9 @@ class ServedModel:
         max_model_len: Most tokens of a prompt and its answer together.
         space: KV space of the model; only KV of one space can be exchanged.
         plan_keys: Keys that sign reuse plans; None: plans carry no signature.
-        domain: Access domain of all KV. A client can never set it.
     """
 
     name: str
     max_model_len: int
     space: KVSpace
     plan_keys: SigningKeys | None
-    domain: str = PUBLIC_DOMAIN

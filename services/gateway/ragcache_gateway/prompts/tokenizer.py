@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import token_digest
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_kv.chunk_tokenizer import ChunkTokenizer, tokenizer_identity
+
+_OBJECTS_BYTES = 400
+"""Python's objects for one cached chunk."""
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What rendering raises for messages that a template does not expect."""
 
 
 class ChatTokenizer:
@@ -25,16 +35,25 @@ class ChatTokenizer:
         self._chunks = ChunkTokenizer(library.backend_tokenizer)
         self.identity = identity
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
+    ) -> str:
         """Render a conversation as text, up to where the answer begins.
 
+        Args:
+            arguments: Further arguments of the template, such as tools.
+
         Raises:
-            TemplateError: The template refuses the conversation.
+            Exception: One of TEMPLATE_ERRORS, if the template refuses the conversation.
         """
-        text: str = self._library.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        given = {"add_generation_prompt": True, **(arguments or {})}
+        text: str = self._library.apply_chat_template(messages, tokenize=False, **given)
         return text
+
+    def beginning(self) -> list[int]:
+        """Return the token ids that begin every prompt without a template; often none."""
+        ids: list[int] = self._library("")["input_ids"]
+        return ids
 
     def encode_template(self, text: str) -> list[int]:
         """Return the token ids of rendered text, in which control tokens are recognized."""
@@ -48,7 +67,7 @@ class ChatTokenizer:
         """
         return self._chunks.encode_chunk(text)
 
-    def unpack(self, packed: bytes) -> array[int] | None:
+    def unpack(self, packed: bytes) -> PackedIds | None:
         """Return a chunk's token ids from their bytes; None if no chunk can have them."""
         return self._chunks.unpack(packed)
 
@@ -79,36 +98,52 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     return ChatTokenizer(library, identity)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkTokens:
+    """Token ids of a chunk, and their ``token_digest``."""
+
+    ids: PackedIds
+    digest: bytes
+
+
 class TokenCache:
-    """Least-recently-used cache of token ids by text. Not safe for several threads.
+    """Least-recently-used cache of chunks' tokens. Not safe for several threads.
 
     Args:
-        encode: Computes the token ids of a text that the cache does not have.
-        capacity_bytes: Most memory of the cached texts and ids together.
+        capacity_bytes: Most memory of the cached names and ids together.
     """
 
-    def __init__(self, encode: Callable[[str], Sequence[int]], capacity_bytes: int) -> None:
-        self._encode = encode
+    def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
-        self._ids_by_text: OrderedDict[str, array[int]] = OrderedDict()  # oldest use first
+        self._tokens: OrderedDict[str, ChunkTokens] = OrderedDict()  # oldest use first
 
-    def get(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text, from the cache if it has them."""
-        ids = self._ids_by_text.get(text)
-        if ids is not None:
-            self._ids_by_text.move_to_end(text)
-            return ids
-        ids = array("I", self._encode(text))
-        num_bytes = _entry_bytes(text, ids)
+    def get(self, name: str, packed: bytes | None = None) -> ChunkTokens | None:
+        """Return the tokens of a chunk, if the cache has them.
+
+        Args:
+            packed: Ids that they have to be equal to. None: any.
+        """
+        found = self._tokens.get(name)
+        if found is None or (packed is not None and found.ids.packed != packed):
+            return None
+        self._tokens.move_to_end(name)
+        return found
+
+    def put(self, name: str, ids: PackedIds) -> ChunkTokens:
+        """Keep and return the tokens of a chunk."""
+        tokens = ChunkTokens(ids, token_digest(ids))
+        if name in self._tokens:
+            self._used_bytes -= _entry_bytes(name, self._tokens.pop(name))
+        num_bytes = _entry_bytes(name, tokens)
         if num_bytes <= self._capacity_bytes:
             while self._used_bytes + num_bytes > self._capacity_bytes:
-                self._used_bytes -= _entry_bytes(*self._ids_by_text.popitem(last=False))
-            self._ids_by_text[text] = ids
+                self._used_bytes -= _entry_bytes(*self._tokens.popitem(last=False))
+            self._tokens[name] = tokens
             self._used_bytes += num_bytes
-        return ids
+        return tokens
 
 
-def _entry_bytes(text: str, ids: array[int]) -> int:
+def _entry_bytes(name: str, tokens: ChunkTokens) -> int:
     # A Python string takes one to four bytes per character; four never underestimates.
-    return 4 * len(text) + ids.itemsize * len(ids)
+    return 4 * len(name) + len(tokens.ids.packed) + _OBJECTS_BYTES

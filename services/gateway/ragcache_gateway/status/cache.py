@@ -22,6 +22,20 @@ class ShardState(BaseModel):
     reset_reason: str = Field(description="The error that the metadata had.")
 
 
+class SourceSummary(BaseModel):
+    """How well the gateway knows what one engine or shard has."""
+
+    source: str = Field(description="engine:ADDRESS or store:ADDRESS.")
+    state: str = Field(
+        description="synchronized: plans use what it has. predicted: it has no feed, so its cache "
+        "is inferred from the prompts that it got. Otherwise plans do not use it: connecting, "
+        "snapshot, silent or refused."
+    )
+    silence_s: float = Field(description="Seconds since it was last heard of.")
+    snapshots: int = Field(description="Snapshots since the gateway started.")
+    problem: str = Field(description="Why the last call ended; empty if it goes on.")
+
+
 class CacheSummary(BaseModel):
     """What the answering shards store, and what clients have read from them since they started."""
 
@@ -44,15 +58,20 @@ class CacheSummary(BaseModel):
         description="Share of reads that hit; null before the first read."
     )
     shards: list[ShardState]
+    sources: list[SourceSummary] = Field(
+        description="How well this gateway knows what each engine and shard has."
+    )
 
 
 def summarize_cache(
     stats_by_address: Mapping[str, pb.StatsReply | None],
+    sources: list[SourceSummary],
 ) -> CacheSummary:
     """Sum the counters of the shards.
 
     Args:
         stats_by_address: Each shard's reply; None for a shard that does not answer.
+        sources: How well the cache view knows each engine and shard.
     """
     replies = [reply for reply in stats_by_address.values() if reply is not None]
     hits = sum(reply.hits_memory + reply.hits_disk for reply in replies)
@@ -79,6 +98,7 @@ def summarize_cache(
             )
             for address, reply in sorted(stats_by_address.items())
         ],
+        sources=sources,
     )
 
 

@@ -1,181 +1,237 @@
-"""The gateway's Prometheus metrics."""
+"""The gateway's metrics, as the catalogue describes them."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, multiprocess
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+from ragcache_gateway.status.tenant_metrics import TenantMetrics
+from ragcache_wire.telemetry import semantic_conventions as names
+from ragcache_wire.telemetry.catalogue import gateway as rows
+from ragcache_wire.telemetry.metric_registry import MetricRegistry, exemplar
+from ragcache_wire.tracing import current_span
+
+METRICS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""Variable of prometheus_client: the folder in which all workers keep their metrics."""
+
+
+def workers_folder() -> Path | None:
+    """Return the folder that all workers share; None: this process is the only one."""
+    folder = os.environ.get(METRICS_FOLDER)
+    return None if folder is None else Path(folder)
+
+
+def metrics_of_workers(folder: Path) -> CollectorRegistry:
+    """Return the metrics of all workers, which are read from their folder whenever they are asked.
+
+    Args:
+        folder: See ``workers_folder``.
+    """
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return registry
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCost:
+    """What a complete answer took.
+
+    Attributes:
+        stages_ms: Time of each stage; None if the engine gave no record.
+        tokens_by_source: Prompt tokens by the source of their KV; empty without a record.
+        loaded_bytes: KV loaded from the cache store.
+        miss: Why the engine loaded no more; None without a record.
+        prompt_tokens: Tokens of the prompt; None if the engine did not report its usage.
+        completion_tokens: Tokens of the answer; 0 if the engine did not report its usage.
+        first_token_s: Time until the first token; None if it is not known.
+        total_s: Time until the last token.
+    """
+
+    stages_ms: Mapping[str, float | None]
+    tokens_by_source: Mapping[str, int]
+    loaded_bytes: int
+    miss: str | None
+    prompt_tokens: int | None
+    completion_tokens: int
+    first_token_s: float | None
+    total_s: float
+
+    @property
+    def loaded(self) -> str:
+        """What was loaded of what was planned, as the label of a metric."""
+        if self.miss is None:
+            return "unknown"
+        tokens = self.tokens_by_source
+        if not any(tokens.get(source) for source in ("loaded", "blended", "recomputed")):
+            return "none"
+        return "partial" if self.miss else "full"
+
+
+class FrequentCounter:
+    """A counter that is added to for each chunk of each answer.
+
+    prometheus_client takes several microseconds to find a series by its labels. This remembers the
+    series, whose number the catalogue bounds.
+
+    Args:
+        counter: None of its series is ever removed.
+    """
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._series: dict[tuple[str, ...], Counter] = {}
+
+    def add(self, *labels: str, number: float = 1) -> None:
+        """Add to the series with these values of the labels."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._counter.labels(*labels)
+        series.inc(number)
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of its own."""
+    """The metrics of one gateway.
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    Args:
+        model: Name of the served model.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        self._instruments = MetricRegistry("gateway")
+        self.registry = self._instruments.collectors
+        folder = workers_folder()
+        self.exposed = self.registry if folder is None else metrics_of_workers(folder)
+        """The metrics of all workers, or of this process if it is the only one."""
+        self._define_answer_metrics(model)
         self._define_request_metrics()
         self._define_engine_metrics()
         self._define_background_metrics()
+        self._define_speculation_metrics()
         self._define_delete_metrics()
+        self.tenants = TenantMetrics(self._instruments)
+
+    def _define_answer_metrics(self, model: str) -> None:
+        labels = (names.OPERATION_CHAT, names.PROVIDER, model)
+        registry = self._instruments
+        self._first_token = registry.histogram(rows.TIME_TO_FIRST_TOKEN).labels(*labels)
+        self._request_duration = registry.histogram(rows.REQUEST_DURATION).labels(*labels)
+        self._output_token = registry.histogram(rows.TIME_PER_OUTPUT_TOKEN).labels(*labels)
+        usage = registry.histogram(rows.TOKEN_USAGE)
+        self._input_tokens = usage.labels(*labels, names.INPUT_TOKENS)
+        self._output_tokens = usage.labels(*labels, names.OUTPUT_TOKENS)
+        self._stage = registry.histogram(rows.STAGE)
+        self._prompt_tokens = registry.counter(rows.PROMPT_TOKENS)
+        self._loaded_bytes = registry.counter(rows.LOADED_BYTES)
+        self._answers = registry.counter(rows.ANSWERS)
+        self._prediction_ratio = registry.histogram(rows.PREDICTION_RATIO)
+        self.chunks = FrequentCounter(registry.counter(rows.CHUNKS))
+        self.chunk_misses = FrequentCounter(registry.counter(rows.CHUNK_MISSES))
+        self.planned_chunks = FrequentCounter(registry.counter(rows.PLANNED_CHUNKS))
+        # They exist before the first answer, so that a query tells zero from nothing.
+        self.chunks.add("computed", "", number=0)
+        self.chunk_misses.add("never stored", number=0)
 
     def _define_request_metrics(self) -> None:
-        self.requests = Counter(
-            "ragcache_gateway_requests_total",
-            "Requests answered, by route and status code.",
-            ("route", "code"),
-            registry=self.registry,
-        )
-        self.in_flight = Gauge(
-            "ragcache_gateway_requests_in_flight",
-            "Requests being answered, by pool: question, document, batch, backup or status.",
-            ("pool",),
-            registry=self.registry,
-        )
-        self.disconnects = Counter(
-            "ragcache_gateway_client_disconnects_total",
-            "Clients that disconnected before their answer was complete.",
-            registry=self.registry,
-        )
-        self.upstream_failures = Counter(
-            "ragcache_gateway_upstream_failures_total",
-            "Calls to another part that failed or timed out.",
-            ("part",),
-            registry=self.registry,
-        )
-        self.first_token = Histogram(
-            "ragcache_gateway_first_token_seconds",
-            "From a question to the first token of its answer (TTFT).",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.stage = Histogram(
-            "ragcache_gateway_stage_seconds",
-            "Time of each stage before the first token, for complete answers.",
-            ("stage",),
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "ragcache_gateway_prompt_tokens_total",
-            "Prompt tokens by the source of their KV: loaded is exact, blended is approximate, "
-            "recomputed are the tokens among them that the engine computed again.",
-            ("source",),
-            registry=self.registry,
-        )
-        self.loaded_bytes = Counter(
-            "ragcache_gateway_loaded_bytes_total",
-            "KV loaded from the cache store.",
-            registry=self.registry,
-        )
+        self.requests = self._instruments.counter(rows.REQUESTS)
+        self.in_flight = self._instruments.gauge(rows.REQUESTS_IN_FLIGHT)
+        self.connections = self._instruments.gauge(rows.CONNECTIONS)
+        self.connections_refused = self._instruments.counter(rows.CONNECTIONS_REFUSED)
+        self.slow_headers = self._instruments.counter(rows.SLOW_HEADERS)
+        self.disconnects = self._instruments.counter(rows.CLIENT_DISCONNECTS)
+        self.upstream_failures = self._instruments.counter(rows.UPSTREAM_FAILURES)
+        # They exist before the first failure, so that a query tells zero from nothing.
+        for part in ("engine", "retriever", "cachestore"):
+            self.upstream_failures.labels(part)
 
     def _define_engine_metrics(self) -> None:
-        self.engine_in_flight = Gauge(
-            "ragcache_gateway_engine_requests_in_flight",
-            "Requests that an engine is answering, by address; for the engines there are now.",
-            ("engine",),
-            registry=self.registry,
-        )
-        self.engine_failures = Counter(
-            "ragcache_gateway_engine_failures_total",
-            "Requests and health checks that an engine failed, by address; for the engines there "
-            "are now.",
-            ("engine",),
-            registry=self.registry,
-        )
+        self.engine_in_flight = self._instruments.gauge(rows.ENGINE_REQUESTS_IN_FLIGHT)
+        self.engine_failures = self._instruments.counter(rows.ENGINE_FAILURES)
+        self._sources = self._instruments.gauge(rows.SOURCES)
 
     def _define_background_metrics(self) -> None:
-        self.precomputed = Counter(
-            "ragcache_gateway_precomputed_chunks_total",
-            "Prefills of chunks ahead of questions, by outcome (computed, stored already, refused, "
-            "failed, dropped for lack of space, evicted by the engine before they were complete) "
-            "and by source: written, or asked if a question had missed them.",
-            ("outcome", "source"),
-            registry=self.registry,
-        )
-        self.precompute_waiting = Gauge(
-            "ragcache_gateway_precompute_waiting_chunks",
-            "Prefills that wait for an idle window.",
-            registry=self.registry,
-        )
-        self.precomputed_tokens = Counter(
-            "ragcache_gateway_precomputed_tokens_total",
-            "Tokens of chunks computed ahead of questions, each chunk once.",
-            registry=self.registry,
-        )
-        self.precompute_seconds = Counter(
-            "ragcache_gateway_precompute_seconds_total",
-            "Time that engines spent on prefills ahead of questions.",
-            registry=self.registry,
-        )
-        self.background_delay = Counter(
-            "ragcache_gateway_background_delay_seconds_total",
-            "Time that questions waited at most for a request in an idle window.",
-            registry=self.registry,
-        )
-        self.blend_alpha = Gauge(
-            "ragcache_gateway_blend_alpha",
-            "Alpha of blends where a quality target is set: the engines' default until enough "
-            "trials have run, then the least alpha that reaches the target; +Inf if none does and "
-            "every question is computed. NaN: no target is set.",
-            registry=self.registry,
-        )
-        self.blend_quality = Gauge(
-            "ragcache_gateway_blend_expected_quality",
-            "ROUGE-L F1 with full recomputation that this alpha is expected to reach; NaN before "
-            "it is known.",
-            registry=self.registry,
-        )
-        self.blend_recomputed = Gauge(
-            "ragcache_gateway_blend_expected_recomputed",
-            "Share of blended tokens that this alpha is expected to recompute; NaN before it is "
-            "known.",
-            registry=self.registry,
-        )
+        registry = self._instruments
+        self.precomputed = registry.counter(rows.PRECOMPUTED_CHUNKS)
+        self.precompute_waiting = registry.gauge(rows.PRECOMPUTE_WAITING_CHUNKS)
+        self.precomputed_tokens = registry.counter(rows.PRECOMPUTED_TOKENS)
+        self.precompute_seconds = registry.counter(rows.PRECOMPUTE_SECONDS)
+        self.background_delay = registry.counter(rows.BACKGROUND_DELAY)
+        self.blend_alpha = registry.gauge(rows.BLEND_ALPHA)
+        self.blend_quality = registry.gauge(rows.BLEND_EXPECTED_QUALITY)
+        self.blend_recomputed = registry.gauge(rows.BLEND_EXPECTED_RECOMPUTED)
         for gauge in (self.blend_alpha, self.blend_quality, self.blend_recomputed):
             gauge.set(math.nan)
-        self.blend_trials = Counter(
-            "ragcache_gateway_blend_trials_total",
-            "Questions asked again as blends: tried, unblended if no chunk was blended, or failed.",
-            ("outcome",),
-            registry=self.registry,
-        )
+        self.blend_trials = registry.counter(rows.BLEND_TRIALS)
+
+    def _define_speculation_metrics(self) -> None:
+        registry = self._instruments
+        self.speculation_decisions = registry.counter(rows.SPECULATION_DECISIONS)
+        self.speculation_guesses = registry.counter(rows.SPECULATION_GUESSES)
+        self.speculation_wasted_tokens = registry.counter(rows.SPECULATION_WASTED_TOKENS)
+        self.speculation_saved_s = registry.counter(rows.SPECULATION_SAVED)
+        self.speculation_warm_ups = registry.counter(rows.SPECULATION_WARM_UPS)
+        self.speculation_prefetched = registry.counter(rows.SPECULATION_PREFETCHED_VARIANTS)
 
     def _define_delete_metrics(self) -> None:
-        self.deletes_waiting = Gauge(
-            "ragcache_gateway_deletes_waiting",
-            "Deletes in the outbox that no shard of the cache store has acknowledged yet; the same "
-            "number in all gateways.",
-            registry=self.registry,
-        )
-        self.deletes_lost = Counter(
-            "ragcache_gateway_deletes_lost_total",
-            "Deletes that a shard of the cache store refused.",
-            registry=self.registry,
-        )
+        self.deletes_waiting = self._instruments.gauge(rows.DELETES_WAITING)
+        self.deletes_lost = self._instruments.counter(rows.DELETES_LOST)
 
     def remove_engine(self, address: str) -> None:
-        """Remove the series of an engine that has left: another engine may get its address."""
+        """Remove the series of an engine that has left: another engine may get its address.
+
+        With several workers prometheus_client cannot remove series, and they stay.
+        """
+        if workers_folder() is not None:
+            self.engine_in_flight.labels(address).set(0)
+            return
         self.engine_in_flight.remove(address)
         self.engine_failures.remove(address)
 
-    def observe_answer(
-        self,
-        stages_ms: Mapping[str, float | None],
-        tokens_by_source: Mapping[str, int],
-        loaded_bytes: int,
-    ) -> None:
-        """Count a complete answer.
+    def observe_first_token(self, first_token_s: float, tenant: str) -> None:
+        """Record the time to the first token of an answer, in seconds.
 
         Args:
-            stages_ms: Time of each stage; None if the engine gave no record.
-            tokens_by_source: Prompt tokens by the source of their KV.
-            loaded_bytes: KV loaded from the cache store.
+            tenant: ``Caller.tenant_label``, here and below.
         """
-        for stage, time_ms in stages_ms.items():
+        self._first_token.observe(first_token_s, _exemplar())
+        self.tenants.observe_first_token(tenant, first_token_s)
+
+    def observe_prediction(self, predicted_s: float, took_s: float) -> None:
+        """Record the predicted and the measured time from the engine's queue to the first token."""
+        if predicted_s > 0:
+            self._prediction_ratio.observe(took_s / predicted_s, _exemplar())
+
+    def set_sources(self, number: Mapping[tuple[str, str], int]) -> None:
+        """Set how many sources the cache view has, by their kind and state."""
+        for kind, state in rows.SOURCES.known_series():
+            self._sources.labels(kind, state).set(number.get((kind, state), 0))
+
+    def observe_answer(self, cost: AnswerCost, tenant: str) -> None:
+        """Count a complete answer."""
+        self.tenants.observe_tokens(tenant, cost.tokens_by_source, cost.completion_tokens)
+        trace = _exemplar()
+        for stage, time_ms in cost.stages_ms.items():
             if time_ms is not None:
-                self.stage.labels(stage).observe(time_ms / 1e3)
-        for source, num_tokens in tokens_by_source.items():
-            self.prompt_tokens.labels(source).inc(max(0, num_tokens))
-        self.loaded_bytes.inc(loaded_bytes)
+                self._stage.labels(stage).observe(time_ms / 1e3, trace)
+        for source, num_tokens in cost.tokens_by_source.items():
+            self._prompt_tokens.labels(source).inc(max(0, num_tokens))
+        self._loaded_bytes.inc(cost.loaded_bytes)
+        self._answers.labels(cost.loaded, cost.miss or "").inc()
+        self._request_duration.observe(cost.total_s, trace)
+        if cost.prompt_tokens is not None:
+            self._input_tokens.observe(cost.prompt_tokens)
+            self._output_tokens.observe(cost.completion_tokens)
+        if cost.completion_tokens > 1 and cost.first_token_s is not None:
+            decode_s = cost.total_s - cost.first_token_s
+            self._output_token.observe(decode_s / (cost.completion_tokens - 1), trace)
+
+
+def _exemplar() -> dict[str, str] | None:
+    """Return an exemplar that leads to the trace of the request, if it is sampled."""
+    span = current_span()
+    return exemplar(span.headers()) if span.is_recording else None

@@ -9,13 +9,16 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_gateway.http.disconnect import ClientDisconnected
+from ragcache_gateway.http.middleware.key_check import CALLER
+from ragcache_gateway.http.middleware.request_span import TRACE_KEY
 from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.status.tenant_metrics import CLIENT_CLOSED_STATUS
+from ragcache_wire.telemetry.log_format import log_fields
+from ragcache_wire.telemetry.metric_registry import exemplar
 
 log = logging.getLogger(__name__)
 
-CLIENT_CLOSED_STATUS = 499
-"""Status counted for a client that disconnected before its answer began, as nginx does."""
-
+_API_PREFIX = "/v1/"
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
@@ -57,8 +60,25 @@ class AccessLog:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(route, status).inc()
+            caller = scope.get("state", {}).get(CALLER)
+            if caller is not None and scope["path"].startswith(_API_PREFIX):
+                self._metrics.tenants.observe_request(caller.tenant_label, status)
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             elapsed_ms = 1e3 * (time.perf_counter() - start)
             # repr: a path may contain line breaks, and a log line must stay one line.
             path = repr(scope["path"])
-            log.log(level, "%s %s %s %.0f ms", scope["method"], path, status, elapsed_ms)
+            log.log(
+                level,
+                "%s %s %s %.0f ms",
+                scope["method"],
+                path,
+                status,
+                elapsed_ms,
+                extra=log_fields(
+                    method=scope["method"],
+                    route=route,
+                    status=status,
+                    duration_ms=round(elapsed_ms, 3),
+                    **(exemplar(scope.get(TRACE_KEY, {})) or {}),
+                ),
+            )

@@ -7,14 +7,19 @@ is, waits for neither and is never refused.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
+from ragcache_core.access.endpoints import is_console_path
 from ragcache_core.scheduling.retry_after import SlotForecast
 from ragcache_gateway.http.errors import TooBusy
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.watched.limits import Limits
 
-QUESTION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/quality/captures"})
+QUESTION_PATHS: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/quality/captures", "/v1/responses"}
+)
 """Paths whose answers need an engine."""
 
 STATUS_PATHS: Final = frozenset(
@@ -24,6 +29,7 @@ STATUS_PATHS: Final = frozenset(
         "/metrics",
         "/openapi.json",
         "/v1/cache",
+        "/v1/cache/tree",
         "/v1/models",
         "/v1/quality",
         "/v1/status",
@@ -46,12 +52,16 @@ class RequestPool:
 
     Args:
         name: What the requests ask for, in messages and as the label of the metric.
-        max_requests: Most requests at once; None: not limited.
+        max_requests: Returns the most requests at once, which may change; None: not limited.
         max_body_bytes: Most bytes of all bodies in memory at once.
     """
 
     def __init__(
-        self, name: str, max_requests: int | None, max_body_bytes: int, metrics: Metrics
+        self,
+        name: str,
+        max_requests: Callable[[], int] | None,
+        max_body_bytes: int,
+        metrics: Metrics,
     ) -> None:
         self._name = name
         self._max_requests = max_requests
@@ -64,7 +74,7 @@ class RequestPool:
     def enter(self) -> float:
         """Take a slot; return the time at which it was taken. Raises TooBusy."""
         now = time.monotonic()
-        if self._max_requests is not None and self._num_requests >= self._max_requests:
+        if self._max_requests is not None and self._num_requests >= self._max_requests():
             problem = f"{self._num_requests} {self._name} requests are in flight already"
             raise TooBusy(f"{problem}; try again", self._wait_s(now))
         self._count(1, now)
@@ -101,16 +111,18 @@ class RequestPool:
 class RequestPools:
     """The pools of one gateway. Each has its own memory for bodies."""
 
-    def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, settings: GatewaySettings, limits: Limits, metrics: Metrics) -> None:
         body_bytes = settings.bodies_max_bytes
-        self._questions = RequestPool("question", settings.max_questions, body_bytes, metrics)
+        self._questions = RequestPool(
+            "question", lambda: limits.current().questions, body_bytes, metrics
+        )
         self._documents = RequestPool(
-            "document", settings.max_document_requests, body_bytes, metrics
+            "document", lambda: limits.current().document_requests, body_bytes, metrics
         )
         num_batches = max(1, body_bytes // (BATCH_MEMORY * settings.body_max_bytes))
-        self._batches = RequestPool("batch", num_batches, body_bytes, metrics)
+        self._batches = RequestPool("batch", lambda: num_batches, body_bytes, metrics)
         # Two copies at once would only take turns at the disk.
-        self._copies = RequestPool("backup", 1, settings.body_max_bytes, metrics)
+        self._copies = RequestPool("backup", lambda: 1, settings.body_max_bytes, metrics)
         # Nothing reads the bodies of these requests.
         self._status = RequestPool("status", None, settings.body_max_bytes, metrics)
 
@@ -122,4 +134,6 @@ class RequestPools:
             return self._batches
         if path in (BACKUP_PATH, RESTORE_PATH):
             return self._copies
-        return self._status if path in STATUS_PATHS else self._documents
+        if path in STATUS_PATHS or is_console_path(path):
+            return self._status
+        return self._documents

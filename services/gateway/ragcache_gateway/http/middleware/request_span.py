@@ -15,6 +15,8 @@ from ragcache_wire.tracing import Span, Tracer, current_span
 
 _PREFIX: Final = "/v1/"
 """Requests for health and metrics are frequent and not traced."""
+TRACE_KEY: Final = "ragcache.trace"
+"""Where the ASGI scope has the W3C trace context of a recorded request."""
 
 
 class RequestSpans:
@@ -44,6 +46,7 @@ class RequestSpans:
                 _set_status(span, message["status"])
             await send(message)
 
+        scope[TRACE_KEY] = span.headers()
         span.set(**_attributes(scope))
         error: BaseException | None = None
         try:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 
+from ragcache_core.access.caller import Caller
+from ragcache_core.errors import NotFound
 from ragcache_gateway.chat.captures import Captured, capture
-from ragcache_gateway.chat.pipeline import complete, start_answer
+from ragcache_gateway.chat.completion_schema import CompletionRequest, TextCompletion
+from ragcache_gateway.chat.pipeline import complete, read_question, start_answer
+from ragcache_gateway.chat.plain_completion import start_plain
 from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
-from ragcache_gateway.http.answer_stream import answer_events
-from ragcache_gateway.http.disconnect import EventStream, cancel_on_disconnect
-from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.services import Services
+from ragcache_gateway.engines.completion_stream import WholeCompletion
+from ragcache_gateway.http.answer_stream import write_answer, write_plain
+from ragcache_gateway.http.disconnect import cancel_on_disconnect
+from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS, event_schema
+from ragcache_gateway.http.routes.embedding_routes import EMBEDDER, RERANKER
+from ragcache_gateway.http.services import Asking, GatewayServices, Services
+from ragcache_gateway.http.streaming.staged_answer import STAGE_EVENT, write_staged
+from ragcache_gateway.http.streaming.token_stream import TokenStream
 
 QUALITY_HEADER = "X-RagCache-Quality"
 """What is known of the quality of blends: unverified, passed or failed."""
@@ -24,15 +35,19 @@ REUSE_HEADER = "X-RagCache-Reuse"
 
 router = APIRouter(tags=["answers"], responses=ERRORS)
 
+_STARTED = int(time.time())
+
 
 class Model(BaseModel):
     """A model that clients can request."""
 
     id: str
     object: Literal["model"] = "model"
-    created: int = 0
+    created: int = Field(description="Unix time at which the gateway started, in seconds.")
     owned_by: Literal["ragcache"] = "ragcache"
-    max_model_len: int
+    root: str = Field(description="The same as id.")
+    parent: None = None
+    max_model_len: int | None = Field(description="Null for models that do not answer.")
 
 
 class ModelList(BaseModel):
@@ -42,41 +57,87 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+def _streamed(schema: str) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of a route whose answer may be a stream of this schema."""
+    return {
+        200: {
+            "description": "The answer; with `stream: true`, its chunks as server-sent events.",
+            "content": {"text/event-stream": event_schema(schema, {STAGE_EVENT: "StageEvent"})},
+        },
+        **UPSTREAM_ERRORS,
+    }
+
+
 @router.post(
     "/v1/chat/completions",
     summary="Answer a question from documents",
     response_model=ChatCompletion,
-    response_model_exclude_none=False,
-    responses={
-        200: {
-            "description": "The answer; with `stream: true`, its chunks as server-sent events.",
-            "content": {
-                "text/event-stream": {
-                    "schema": {"$ref": "#/components/schemas/ChatCompletionChunk"}
-                }
-            },
-        },
-        **UPSTREAM_ERRORS,
-    },
+    responses=_streamed("ChatCompletionChunk"),
 )
-async def chat(
-    request: Request, response: Response, body: ChatRequest, services: Services
-) -> Response | ChatCompletion:
+async def chat(request: Request, body: ChatRequest, services: Services, caller: Asking) -> Response:
     """Retrieve chunks and have the model answer from them, with citations."""
+    return await _answer(request, body, services, caller)
+
+
+@router.post(
+    "/v1/completions",
+    summary="Continue a text",
+    response_model=TextCompletion,
+    responses=_streamed("TextCompletion"),
+)
+async def completions(
+    request: Request, body: CompletionRequest, services: Services, caller: Asking
+) -> Response:
+    """Have the model continue a text, after retrieved chunks if `ragcache` is given."""
+    if body.retrieves():
+        return await _answer(request, body, services, caller)
+    async with AsyncExitStack() as stack:
+        plain = await cancel_on_disconnect(
+            request.receive, start_plain(services.chat, body, caller, stack)
+        )
+        if isinstance(plain.completion, WholeCompletion):
+            return JSONResponse(plain.completion.body)
+        write = partial(write_plain, services.chat, plain, include_usage=_includes_usage(body))
+        return TokenStream(write, stack.pop_all(), services.settings.send_timeout_s)
+
+
+async def _answer(
+    request: Request,
+    body: ChatRequest | CompletionRequest,
+    services: GatewayServices,
+    caller: Caller,
+) -> Response:
+    if body.ragcache.events:
+        return _staged(body, services, caller)
     async with AsyncExitStack() as stack:
         answer = await cancel_on_disconnect(
-            request.receive, start_answer(services.chat, body, stack)
+            request.receive, start_answer(services.chat, body, caller, stack)
         )
         headers = _quality_headers(answer.quality)
-        if not body.stream:
-            response.headers.update(headers)
-            return await cancel_on_disconnect(request.receive, complete(services.chat, answer))
-        options = body.stream_options
-        include_usage = bool(options and options.include_usage)
-        events = answer_events(services.chat, answer, include_usage=include_usage)
-        stream = EventStream(events, stack.pop_all(), services.settings.send_timeout_s)
+        if isinstance(answer.completion, WholeCompletion):
+            whole = await cancel_on_disconnect(request.receive, complete(services.chat, answer))
+            return JSONResponse(whole, headers=headers)
+        write = partial(write_answer, services.chat, answer, include_usage=_includes_usage(body))
+        stream = TokenStream(write, stack.pop_all(), services.settings.send_timeout_s)
         stream.headers.update(headers)
         return stream
+
+
+def _staged(
+    body: ChatRequest | CompletionRequest, services: GatewayServices, caller: Caller
+) -> Response:
+    """Return a stream that begins with the stages before the first token."""
+    question = read_question(services.chat, body, caller)
+    stack = AsyncExitStack()
+    usage = _includes_usage(body)
+    write = partial(write_staged, services.chat, question, stack, include_usage=usage)
+    stream = TokenStream(write, stack, services.settings.send_timeout_s)
+    stream.headers.update(_quality_headers(question.quality))
+    return stream
+
+
+def _includes_usage(body: ChatRequest | CompletionRequest) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 def _quality_headers(quality: AnswerQuality | None) -> dict[str, str]:
@@ -91,13 +152,29 @@ def _quality_headers(quality: AnswerQuality | None) -> dict[str, str]:
     summary="Compute a question's chunks in another order",
     responses=UPSTREAM_ERRORS,
 )
-async def capture_chunks(request: Request, body: ChatRequest, services: Services) -> Captured:
+async def capture_chunks(
+    request: Request, body: ChatRequest, services: Services, caller: Asking
+) -> Captured:
     """Store the chunks of a question for a later blend, before it is measured."""
-    return await cancel_on_disconnect(request.receive, capture(services.chat, body))
+    return await cancel_on_disconnect(request.receive, capture(services.chat, body, caller))
 
 
-@router.get("/v1/models", summary="List the served model")
+@router.get("/v1/models", summary="List the served models")
 async def models(services: Services) -> ModelList:
-    """Return the one model that answers."""
-    model = services.chat.model
-    return ModelList(data=[Model(id=model.name, max_model_len=model.max_model_len)])
+    """Return the model that answers, and those of embeddings and reranking."""
+    names = (services.chat.model.name, EMBEDDER, RERANKER)
+    return ModelList(data=[_model(services, name) for name in names])
+
+
+@router.get("/v1/models/{name:path}", summary="Return a served model")
+async def model(name: str, services: Services) -> Model:
+    """Return one model. 404 if it is not served."""
+    if name not in (services.chat.model.name, EMBEDDER, RERANKER):
+        raise NotFound("model", name, "see GET /v1/models")
+    return _model(services, name)
+
+
+def _model(services: GatewayServices, name: str) -> Model:
+    served = services.chat.model
+    max_model_len = served.max_model_len if name == served.name else None
+    return Model(id=name, root=name, created=_STARTED, max_model_len=max_model_len)

@@ -24,7 +24,7 @@ from ragcache_gateway.http.batch_parser import batch_parser
 from ragcache_gateway.http.disconnect import EventStream, cancel_on_disconnect
 from ragcache_gateway.http.middleware.request_pools import BATCH_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.services import Services
+from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.http.upload import read_document
 
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})
@@ -77,9 +77,10 @@ _BATCH_FORM: dict[str, Any] = {
         }
     },
 )
-async def put_document(request: Request, services: Services) -> DocumentWritten:
+async def put_document(request: Request, services: Services, caller: Asking) -> DocumentWritten:
     """The document is durable and searchable when this answers. An unchanged one is kept as is."""
     document = await read_document(request)
+    caller.check_collection(document.fields.collection)
     message = await cancel_on_disconnect(request.receive, document.to_message(services.extractor))
     reply, removed = await services.documents.write(message)
     info = document_info(reply.document)
@@ -122,12 +123,16 @@ async def put_document(request: Request, services: Services) -> DocumentWritten:
     },
 )
 async def put_documents(
-    request: Request, services: Services, collection: CollectionName = "default"
+    request: Request,
+    services: Services,
+    caller: Asking,
+    collection: CollectionName = "default",
 ) -> Response:
     """A document that fails stops no other. A repetition of a batch changes nothing.
 
     The batch stops when the client disconnects; what is done stays.
     """
+    caller.check_collection(collection)
     settings = services.settings
     content_type = request.headers.get("content-type", "")
     parser = batch_parser(content_type, collection, settings.body_max_bytes)
@@ -137,6 +142,7 @@ async def put_documents(
         request.receive,
         writer=services.documents,
         extractor=services.extractor,
+        caller=caller,
         limit=BatchLimit(settings.body_max_bytes, settings.body_timeout_s),
     )
     return EventStream(
@@ -157,11 +163,13 @@ async def _batch_events(batch: DocumentBatch) -> AsyncGenerator[bytes, None]:
 @router.get("/v1/documents", summary="List documents")
 async def list_documents(
     services: Services,
+    caller: Asking,
     collection: CollectionName = "default",
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     after: Annotated[Text, Query(description="`next` of the previous page.")] = "",
 ) -> DocumentList:
     """Return one page of documents without their text, by id."""
+    caller.check_collection(collection)
     reply = await services.retriever.list_documents(collection, limit, after)
     return DocumentList(
         data=[document_info(document) for document in reply.documents],
@@ -174,9 +182,11 @@ async def list_documents(
 async def get_document(
     id: Text,  # noqa: A002  the field's name in the REST API
     services: Services,
+    caller: Asking,
     collection: CollectionName = "default",
 ) -> DocumentOut:
     """Return a document with its text."""
+    caller.check_collection(collection)
     document = await services.retriever.get_document(collection, id)
     return DocumentOut(**document_info(document).model_dump(), text=document.text)
 
@@ -185,8 +195,10 @@ async def get_document(
 async def delete_document(
     id: Text,  # noqa: A002  the field's name in the REST API
     services: Services,
+    caller: Asking,
     collection: CollectionName = "default",
 ) -> DocumentDeleted:
     """Delete a document and the stored KV of its chunks."""
+    caller.check_collection(collection)
     removed = await services.documents.delete(collection, id)
     return DocumentDeleted(collection=collection, id=id, removed_variants=removed)

@@ -15,15 +15,20 @@ from ragcache_gateway.documents.search_schema import (
 )
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.services import Services
+from ragcache_gateway.http.services import Asking, Services
+from ragcache_gateway.status.spans import record_reading
 
 router = APIRouter(tags=["search"], responses={**ERRORS, **UPSTREAM_ERRORS})
 
 
 @router.post("/v1/search", summary="Search without an answer")
-async def search(request: Request, body: SearchRequest, services: Services) -> SearchAnswer:
+async def search(
+    request: Request, body: SearchRequest, services: Services, caller: Asking
+) -> SearchAnswer:
     """Return the hits that an answer would use, with the scores of each part of the search."""
-    wanted = body.to_search(body.query)
+    caller.check_collection(body.collection)
+    record_reading(services.chat.tracer, body.query)
+    wanted = body.to_search(body.query, caller)
     found = await cancel_on_disconnect(
         request.receive,
         search_to_final_stage(services.retriever, wanted, keeps_stages=body.stages),

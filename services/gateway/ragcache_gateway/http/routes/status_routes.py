@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from ragcache_core.errors import Unavailable
@@ -14,8 +14,10 @@ from ragcache_core.quality.report import Verdict
 from ragcache_gateway.http.errors import ErrorDetail, retry_headers
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.parts_watch import Answering, NotAnswering, not_ready_message
+from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import Services
 from ragcache_gateway.status.cache import CacheSummary, summarize_cache
+from ragcache_wire.telemetry.metric_registry import exposition
 
 router = APIRouter(tags=["status"])
 
@@ -54,12 +56,15 @@ async def healthz() -> Alive:
     return Alive()
 
 
-@router.get("/readyz", summary="Whether the gateway answers requests")
-async def readyz() -> Ready:
+@router.get("/readyz", summary="Whether the gateway answers requests", responses=UPSTREAM_ERRORS)
+async def readyz(request: Request) -> Ready:
     """Report ready while requests are accepted: a part that is down must not hide the others.
 
     /v1/status says whether questions can be answered.
     """
+    drain: Drain = request.app.state.drain
+    if drain.has_begun:
+        raise Unavailable("gateway", "it is about to stop")
     return Ready()
 
 
@@ -96,7 +101,7 @@ async def cache(services: Services) -> CacheSummary:
     stats = await services.store.stats()
     if not any(stats.values()):
         raise Unavailable("cachestore", "no shard answers")
-    return summarize_cache(stats)
+    return summarize_cache(stats, services.cache_view.summarize())
 
 
 @router.get(
@@ -125,8 +130,8 @@ async def put_quality_report(services: Services, report: dict[str, Any]) -> Qual
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
-async def metrics(services: Services) -> Response:
-    """Return the metrics in Prometheus' text format."""
-    return Response(
-        generate_latest(services.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
-    )
+async def metrics(services: Services, request: Request) -> Response:
+    """Return the metrics in the format of Prometheus or OpenMetrics that the client accepts."""
+    accept = request.headers.get("accept", "")
+    content_type, body = await asyncio.to_thread(exposition, services.metrics.exposed, accept)
+    return Response(body, headers={"content-type": content_type})

@@ -1,0 +1,146 @@
+"""OpenAI's completions in the REST API, with the ragcache extension."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from ragcache_core.errors import InvalidInput
+from ragcache_gateway.chat.client_fields import screen_fields
+from ragcache_gateway.chat.schema import (
+    AnswerUsage,
+    RagCacheAnswer,
+    RagCacheOptions,
+    StreamOptions,
+    allow_null,
+    check_stream_options,
+    num_choices,
+)
+from ragcache_gateway.documents.text_type import Text
+
+MAX_PROMPTS = 2048
+
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+
+
+def _tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "~text"
+    if not isinstance(value, list) or not value:
+        return None
+    first = value[0]
+    return "~texts" if isinstance(first, str) else "~lists" if isinstance(first, list) else "~ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("~text")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("~texts")]
+    | Annotated[list[TokenId], Field(min_length=1), Tag("~ids")]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS),
+        Tag("~lists"),
+    ],
+    Discriminator(_tag),
+]
+
+_REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "best_of": ((1,), "leave it out and send n"),
+}
+
+
+class CompletionRequest(BaseModel):
+    """A text to continue, with documents before it if ``ragcache`` is given.
+
+    All further fields of OpenAI and vLLM reach the engine as they are.
+    """
+
+    ID_PREFIX: ClassVar = "cmpl"
+    MAX_TOKENS_FIELD: ClassVar = "max_tokens"
+
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"prompt": "Billing runs in the region", "max_tokens": 16}]
+        },
+    )
+
+    prompt: Prompt = Field(description="A text, token ids, or several of either.")
+    model: Text | None = Field(default=None, description="The served model; see /v1/models.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, strict=True)
+    ragcache: RagCacheOptions = Field(
+        default_factory=RagCacheOptions,
+        json_schema_extra=allow_null,
+        description="Given: chunks that the prompt finds come before it.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, value: Any) -> Any:
+        return screen_fields(value, _REFUSED) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> CompletionRequest:
+        check_stream_options(self.stream, self.stream_options)
+        self.ragcache.check_events(self.stream)
+        if not self.retrieves():
+            return self
+        if not isinstance(self.prompt, str):
+            raise InvalidInput("prompt", "is no single text, which retrieval needs", "send a text")
+        for name in ("suffix", "echo"):
+            if (self.model_extra or {}).get(name):
+                raise InvalidInput(name, "does not go with retrieval", "leave out ragcache or this")
+        return self
+
+    def retrieves(self) -> bool:
+        """Whether the answer comes from documents."""
+        return self.ragcache.retrieves(default="ragcache" in self.model_fields_set)
+
+    def question(self) -> str:
+        """Return the text to search for and to continue."""
+        assert isinstance(self.prompt, str)
+        return self.prompt
+
+    def answer_tokens(self) -> int | None:
+        """Return the most tokens the answer may have; None if the client sets no limit."""
+        return self.max_tokens
+
+    def engine_fields(self) -> dict[str, Any]:
+        """Return the fields that the engine gets as they are."""
+        return self.model_dump(exclude_unset=True, exclude={"ragcache"})
+
+    def num_choices(self) -> int:
+        """Return the number of answers in the response."""
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return num_choices(self.model_extra) * (len(self.prompt) if is_list else 1)
+
+
+class CompletionChoice(BaseModel):
+    """One of the texts of a completion."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class TextCompletion(BaseModel):
+    """A completion, or a chunk of its stream."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: AnswerUsage | None = None
+    ragcache: RagCacheAnswer | None = Field(
+        default=None, description="Only if the request has retrieved."
+    )

@@ -1,0 +1,1 @@
+"""The console: a page that asks questions and shows what was reused."""

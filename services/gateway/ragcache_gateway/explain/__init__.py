@@ -1,0 +1,1 @@
+"""Explains answers: where the KV of each part of a prompt came from, and what it cost."""

@@ -1,0 +1,314 @@
+"""Combines a prompt with the engine's record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ragcache_core.identity.keys import ChunkKey
+from ragcache_core.plan.prompt import Prompt
+from ragcache_core.planner.request_plan import PlanAlternative, PlanSeconds, RequestPlan
+from ragcache_gateway.explain.schema import (
+    ExplainedAlternative,
+    ExplainedGuess,
+    ExplainedPart,
+    ExplainedPlan,
+    ExplainedStage,
+    ExplainedTime,
+    Explanation,
+    Outcome,
+    PlannedAction,
+    PlannedTimes,
+    StageTimes,
+)
+from ragcache_gateway.planning.cache_view import engine_address
+from ragcache_gateway.prompts.passages import Passage
+from ragcache_gateway.prompts.reuse_mode import Mode
+from ragcache_wire.v1 import engine_pb2 as pb
+
+REUSE_IS_OFF = "reuse is off"
+"""Reason of a chunk of a request that has set ``reuse: off``."""
+
+
+class PromptPart(NamedTuple):
+    """Tokens [start, end) of a prompt: a part of the template, or one chunk.
+
+    It is a tuple because every answer makes one for each part.
+
+    Attributes:
+        chunk: Id of the chunk. None: template or question.
+        planned: What the gateway's plan does with it. None: it is not in the plan.
+        key: Its name in the knowledge tree. None: it is not in the plan.
+        planned_tier: Tier that the plan uses it from. None: it is computed.
+        planned_source: Engine or shard that had it, as named in the knowledge tree.
+    """
+
+    start: int
+    end: int
+    chunk: str | None = None
+    document_id: str | None = None
+    title: str | None = None
+    rank: int | None = None
+    planned: PlannedAction | None = None
+    planned_reason: str = ""
+    key: ChunkKey | None = None
+    planned_tier: str | None = None
+    planned_source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredPrompt:
+    """What is kept of an answer to explain it: no text, and the engine's record as it came.
+
+    Attributes:
+        engine: Address of the engine.
+        tenant: Of the caller; None: it has none.
+        plan: Order and engine that the gateway chose.
+        record: None: the engine has dropped it.
+        stages: Of the search.
+        guesses: What engines computed during the search.
+    """
+
+    id: str
+    created: int
+    model: str
+    engine: str
+    tenant: str | None
+    mode: Mode
+    parts: tuple[PromptPart, ...]
+    plan: ExplainedPlan
+    record: pb.RequestRecord | None
+    stages: tuple[ExplainedStage, ...] = ()
+    guesses: tuple[ExplainedGuess, ...] = ()
+
+
+class PartUse(NamedTuple):
+    """Where the KV of one part's tokens came from. All are 0 without a record.
+
+    It is a tuple because every answer makes one for each part.
+
+    Attributes:
+        outcome: Where most tokens came from.
+        recomputed_tokens: Computed among loaded ones.
+        source: What was loaded; None: nothing.
+        reason: Why not all was cached or loaded. Empty: it was, or the reason is not known.
+        blended: Whether the loaded variant was computed after another prefix.
+    """
+
+    outcome: Outcome
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    source: pb.LoadSource | None = None
+    reason: str = ""
+    blended: bool = False
+
+    @property
+    def tier(self) -> str:
+        """Tier that the KV was loaded from; empty: none was."""
+        return self.source.tier if self.source is not None else ""
+
+
+_UNKNOWN_USE: Final = PartUse("unknown")
+
+
+def prompt_parts(
+    prompt: Prompt, passages: Iterable[Passage], plan: RequestPlan
+) -> tuple[PromptPart, ...]:
+    """Return the parts of a prompt in its order: template, chunks, question.
+
+    The decisions of the plan are those of the first parts.
+    """
+    decisions = iter(plan.decisions)
+
+    def planned() -> tuple[PlannedAction | None, str, ChunkKey | None, str | None, str | None]:
+        decision = next(decisions, None)
+        if decision is None:
+            return None, "", None, None, None
+        return (
+            decision.action.value,
+            decision.reason.value,
+            decision.chunk,
+            decision.tier or None,
+            decision.source or None,
+        )
+
+    def found() -> Iterator[PromptPart]:
+        for start, end in pairwise((0, *prompt.head_ends)):
+            yield PromptPart(start, end, None, None, None, None, *planned())
+        chunk_starts = (prompt.head, *prompt.chunk_ends)
+        for passage, (start, end) in zip(passages, pairwise(chunk_starts), strict=True):
+            chunk, rank = passage.chunk, passage.rank
+            yield PromptPart(start, end, chunk.id, chunk.document_id, chunk.title, rank, *planned())
+        if chunk_starts[-1] < len(prompt.token_ids):
+            yield PromptPart(
+                chunk_starts[-1], len(prompt.token_ids), None, None, None, None, *planned()
+            )
+
+    return tuple(found())
+
+
+def explain_plan(plan: RequestPlan) -> ExplainedPlan:
+    """Explain the order and the engine that a plan has chosen."""
+    return ExplainedPlan(
+        engine=engine_address(plan.source),
+        order=list(plan.order),
+        predicted_ms=_planned_times(plan.seconds) if plan.seconds else None,
+        next_best=_explain_alternative(plan.runner_up) if plan.runner_up else None,
+    )
+
+
+def _explain_alternative(plan: PlanAlternative) -> ExplainedAlternative:
+    return ExplainedAlternative(
+        engine=engine_address(plan.source),
+        order=list(plan.order),
+        kind=plan.reuse,
+        predicted_ms=_planned_times(plan.seconds),
+    )
+
+
+def _planned_times(seconds: PlanSeconds) -> PlannedTimes:
+    return PlannedTimes(
+        queue=_ms(seconds.queue_s),
+        load=_ms(seconds.load_s),
+        recompute=_ms(seconds.recompute_s),
+        prefill=_ms(seconds.prefill_s),
+        total=_ms(seconds.total_s),
+    )
+
+
+def explain(answered: AnsweredPrompt) -> Explanation:
+    """Explain an answer."""
+    record = answered.record
+    return Explanation(
+        id=answered.id,
+        created=answered.created,
+        model=answered.model,
+        engine=answered.engine,
+        reuse=answered.mode,
+        miss=record.miss if record else "",
+        prompt_tokens=answered.parts[-1].end if answered.parts else 0,
+        parts=[
+            _explain_part(part, use)
+            for part, use in zip(answered.parts, part_uses(answered), strict=True)
+        ],
+        plan=answered.plan,
+        time=_explain_time(record) if record else None,
+        stages=list(answered.stages),
+        speculation=list(answered.guesses),
+    )
+
+
+def part_uses(answered: AnsweredPrompt) -> list[PartUse]:
+    """Return where the tokens of each part came from, in the order of the parts.
+
+    Every answer is counted by it, so it makes none of the objects of an explanation.
+    """
+    record = answered.record
+    if record is None:
+        return [_UNKNOWN_USE] * len(answered.parts)
+    unplanned = REUSE_IS_OFF if answered.mode == "off" else record.miss
+    segments = {segment.start: segment for segment in record.segments}
+    local_tokens = record.local_tokens
+    return [
+        _segment_use(segment)
+        if (segment := segments.get(part.start)) is not None and segment.end == part.end
+        else _unplanned_use(part, local_tokens, unplanned)
+        for part in answered.parts
+    ]
+
+
+def _segment_use(segment: pb.SegmentRecord) -> PartUse:
+    cached, loaded = segment.cached_tokens, segment.loaded_tokens
+    blended = segment.blended
+    computed = segment.end - segment.start - cached - loaded
+    return PartUse(
+        _outcome(cached, loaded, computed, blended=blended),
+        cached,
+        loaded,
+        computed,
+        segment.recomputed_tokens,
+        segment.source if segment.HasField("source") else None,
+        segment.reason,
+        blended,
+    )
+
+
+def _unplanned_use(part: PromptPart, local_tokens: int, unplanned: str) -> PartUse:
+    """Return the use of a part that no segment covers: the question, or all if reuse is off.
+
+    Args:
+        local_tokens: Tokens of the prompt that the engine's own prefix cache had.
+        unplanned: Why the engine had no plan for a chunk.
+    """
+    cached = max(0, min(part.end - part.start, local_tokens - part.start))
+    computed = part.end - part.start - cached
+    reason = unplanned if part.chunk is not None and computed else ""
+    outcome = _outcome(cached, 0, computed, blended=False)
+    return PartUse(outcome, cached, 0, computed, reason=reason)
+
+
+def _outcome(cached: int, loaded: int, computed: int, *, blended: bool) -> Outcome:
+    if computed >= cached and computed >= loaded:
+        return "computed"
+    if cached >= loaded:
+        return "cached"
+    return "blended" if blended else "loaded"
+
+
+def _explain_part(part: PromptPart, use: PartUse) -> ExplainedPart:
+    source = use.source
+    return ExplainedPart(
+        chunk=part.chunk,
+        document_id=part.document_id,
+        title=part.title,
+        rank=part.rank,
+        start=part.start,
+        tokens=part.end - part.start,
+        outcome=use.outcome,
+        cached_tokens=use.cached_tokens,
+        loaded_tokens=use.loaded_tokens,
+        computed_tokens=use.computed_tokens,
+        recomputed_tokens=use.recomputed_tokens,
+        tier=source.tier if source else None,
+        loaded_bytes=source.num_bytes if source else 0,
+        shift_tokens=part.start - source.base_position if source else None,
+        mismatch=source.fix_overhead if source and use.blended else None,
+        reason=use.reason,
+        planned=part.planned,
+        planned_reason=part.planned_reason,
+        planned_tier=part.planned_tier,
+        planned_source=part.planned_source,
+    )
+
+
+def _explain_time(record: pb.RequestRecord) -> ExplainedTime:
+    predicted = None
+    if record.HasField("predicted"):
+        times = record.predicted
+        predicted = _stage_times(times.load_s, times.select_s, times.passes_s)
+    return ExplainedTime(
+        predicted_ms=predicted,
+        measured_ms=_stage_times(
+            record.load_s - record.recompute_s,
+            record.select_s,
+            record.recompute_s - record.select_s + record.prefill_s,
+        ),
+        queue_ms=_ms(record.queue_s),
+    )
+
+
+def _stage_times(load_s: float, select_s: float, passes_s: float) -> StageTimes:
+    return StageTimes(
+        load=_ms(load_s),
+        select=_ms(select_s),
+        passes=_ms(passes_s),
+        total=_ms(load_s + select_s + passes_s),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

@@ -1,0 +1,98 @@
+"""Finds out who asks, by an API key, and refuses what the key does not allow."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragcache_core.access.caller import ANYONE, Caller
+from ragcache_core.access.endpoints import needed_scope
+from ragcache_core.errors import RagCacheError
+from ragcache_gateway.auth.api_keys import ApiKeys
+from ragcache_gateway.http.errors import MissingScope, NotAuthenticated, response_to
+
+CALLER: Final = "caller"
+"""Name of the caller in a request's state."""
+
+_KEY_HEADERS: Final = (b"authorization", b"api-key", b"x-api-key")
+_SCHEME: Final = "bearer"
+
+IDENTITY_HEADERS: Final = frozenset(
+    {
+        *_KEY_HEADERS,
+        b"cookie",
+        b"forwarded",
+        b"proxy-authorization",
+        b"x-auth-request-email",
+        b"x-auth-request-user",
+        b"x-forwarded-email",
+        b"x-forwarded-groups",
+        b"x-forwarded-user",
+        b"x-priority",
+        b"x-remote-user",
+        b"x-scope-orgid",
+        b"x-tenant",
+        b"x-tenant-id",
+        b"x-user",
+        b"x-user-id",
+    }
+)
+"""Headers that tell other systems who asks. Only a key counts here, so nothing after this
+middleware sees them. The key itself is dropped with them: nothing can log it or pass it on."""
+
+
+class KeyCheck:
+    """Puts the caller into the request's state. Answers 401 without a valid key, 403 without the
+    scope.
+
+    Args:
+        keys: None: requests need no key, and every caller may do everything.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._caller_of(scope)
+        except RagCacheError as error:
+            await response_to(error)(scope, receive, send)
+            return
+        scope["headers"] = [
+            (name, value) for name, value in scope["headers"] if name not in IDENTITY_HEADERS
+        ]
+        scope.setdefault("state", {})[CALLER] = caller
+        await self._app(scope, receive, send)
+
+    def _caller_of(self, scope: Scope) -> Caller:
+        """Return the caller of a request. Raises NotAuthenticated or MissingScope."""
+        needed = needed_scope(scope["path"])
+        if self._keys is None or needed is None:
+            return ANYONE
+        key = _key_of(scope)
+        if key is None:
+            raise NotAuthenticated("is missing")
+        caller = self._keys.find(key)
+        if caller is None:
+            raise NotAuthenticated("is not known")
+        if not caller.may(needed):
+            raise MissingScope(caller.name, needed)
+        return caller
+
+
+def _key_of(scope: Scope) -> str | None:
+    """Return the key that a request sends: as OpenAI's clients do, or as Azure's do."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() == _SCHEME and key.strip():
+        return key.strip()
+    for name in _KEY_HEADERS[1:]:
+        if name in headers:
+            return headers[name].decode("latin-1").strip()
+    return None

@@ -1,0 +1,120 @@
+"""The HTTP server: event loop, parser, sockets, and a stop that readiness announces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterable
+from types import FrameType
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ragcache_gateway.http.connection_limits import ConnectionLimits, limited_protocol
+from ragcache_gateway.http.streaming.client_writer import CLIENT_CONNECTION, ClientConnection
+from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.field_types import split_address
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 4096
+"""Connections that wait for the event loop. Thousands of clients may connect at once."""
+
+
+class GatewayProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which also shows its connection to the application."""
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        connection = ClientConnection(self.transport, self.flow)
+        self.scope["extensions"] = {CLIENT_CONNECTION: {"connection": connection}}
+
+
+class Drain:
+    """Whether the gateway is about to stop, so that it reports not ready."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+
+class DrainingServer(uvicorn.Server):
+    """Reports not ready for some time after SIGTERM, and then stops.
+
+    Load balancers learn from readiness that they must choose another gateway. Until they have, they
+    still send requests, and these are answered. A second signal stops at once.
+
+    Args:
+        drain_s: Time between SIGTERM and the stop. 0: stop at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, drain_s: float) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._drain_s = drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal to stop."""
+        is_first = not self._drain.has_begun
+        self._drain.has_begun = True
+        if is_first and sig == signal.SIGTERM and self._drain_s and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop_later, sig)
+            return
+        super().handle_exit(sig, frame)
+
+    def _stop_later(self, sig: int) -> None:
+        log.info("server: draining seconds=%g", self._drain_s)
+        asyncio.get_running_loop().call_later(self._drain_s, super().handle_exit, sig, None)
+
+
+def bind_sockets(addresses: Iterable[str]) -> list[socket.socket]:
+    """Bind one listening socket for each ``host:port``.
+
+    Raises:
+        OSError: An address cannot be bound. No socket stays open.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for address in addresses:
+            host, port = split_address(address)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sockets.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
+    except BaseException:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets
+
+
+def build_server(
+    app: ASGIApp, settings: GatewaySettings, connections: ConnectionLimits, drain: Drain
+) -> DrainingServer:
+    """Build a server that is ready to run."""
+    return DrainingServer(
+        uvicorn.Config(
+            app,
+            # Named, because uvicorn would otherwise choose by what is installed.
+            loop="uvloop",
+            http=limited_protocol(GatewayProtocol, connections),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            # Headers of a proxy say nothing about who asks.
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=settings.stop_grace_s,
+        ),
+        drain,
+        settings.drain_s,
+    )

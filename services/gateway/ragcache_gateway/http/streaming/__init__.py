@@ -1,0 +1,1 @@
+"""Responses that are written as they arrive."""

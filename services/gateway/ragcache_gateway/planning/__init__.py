@@ -1,0 +1,1 @@
+"""Keeps the view of the caches, and chooses order and engine of a request from it."""

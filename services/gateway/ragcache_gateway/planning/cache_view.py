@@ -1,0 +1,226 @@
+"""The cache view: the knowledge tree, kept current by the feeds of all engines and shards.
+
+A gateway keeps a view of its own, and so does each of its processes. It holds no truth: after a
+start it is built from snapshots, and any number of gateways read the same feeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from ragcache_core.identity.keys import ChunkKey
+from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
+from ragcache_core.knowledge.predicted_cache import PredictedCache
+from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
+from ragcache_gateway.status.cache import SourceSummary
+from ragcache_gateway.status.metrics import Metrics
+from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient
+from ragcache_wire.watched.signing_keys import SigningKeys
+
+log = logging.getLogger(__name__)
+
+_ENGINE: Final = "engine:"
+
+PREDICTED_BLOCK_TOKENS: Final = 128
+"""Block size of vLLM on CPUs. On GPUs blocks are smaller, so the prediction is too low by less than
+a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    follower: SourceFollower
+    task: asyncio.Task[None]
+
+
+class CacheView:
+    """Follows every engine and shard there is. For one event loop.
+
+    Args:
+        engines: Returns the engines by their address, each with the address of its feed. None: the
+            engine has no gRPC server.
+        shards: Returns the addresses of the shards.
+        keys: Keys that sign the tokens with which feeds are read.
+        max_nodes: Most nodes of the tree.
+        predicted_tokens: Assumed size of the prefix cache of an engine that does not tell what it
+            has. Too large a size is corrected by the hits that it reports.
+        poll_s: Time between two looks for engines and shards that have come or gone.
+        metrics: Get the number of sources by state.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, str | None]],
+        shards: Callable[[], Sequence[str]],
+        keys: SigningKeys | None,
+        *,
+        max_nodes: int,
+        predicted_tokens: int,
+        poll_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self._predicted_tokens = predicted_tokens
+        self.tree = KnowledgeTree(max_nodes)
+        self._engines = engines
+        self._shards = shards
+        self._keys = keys
+        self._poll_s = poll_s
+        self._metrics = metrics
+        self._followed: dict[tuple[str, str], _Followed] = {}  # by source and feed
+        self._predicted: dict[str, PredictedCache] = {}  # by source
+        self._ending: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Follow the sources from now on."""
+        self._task = asyncio.create_task(self._run(), name="cache view")
+
+    async def close(self) -> None:
+        """Stop."""
+        tasks = [*self._ending, *(one.task for one in self._followed.values())]
+        if self._task is not None:
+            tasks.append(self._task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Sources whose residency in the tree is current, or predicted. Plans use no other."""
+        synchronized = (
+            one.follower.source
+            for one in self._followed.values()
+            if one.follower.state is FeedState.SYNCHRONIZED
+        )
+        return frozenset((*synchronized, *self._predicted))
+
+    def is_synchronized(self, source: str) -> bool:
+        """Return whether a source's residency is current, and not predicted."""
+        return any(
+            one.follower.source == source and one.follower.state is FeedState.SYNCHRONIZED
+            for one in self._followed.values()
+        )
+
+    def predict(
+        self, engine: str, chunks: Sequence[ChunkKey], num_tokens: Sequence[int], now_s: float
+    ) -> None:
+        """Record a prompt that is sent to an engine, if its cache is predicted.
+
+        Args:
+            engine: Its address.
+            chunks: The prompt's segments.
+            num_tokens: Length of each.
+            now_s: Seconds of a clock that never goes back.
+        """
+        predicted = self._predicted.get(engine_source(engine))
+        if predicted is not None:
+            predicted.predict(chunks, num_tokens, now_s)
+
+    def observe_hit(
+        self, engine: str, chunks: Sequence[ChunkKey], cached_tokens: int, before_s: float
+    ) -> None:
+        """Record the cached tokens of an answer, if the engine's cache is predicted.
+
+        See ``PredictedCache.observe_hit``.
+        """
+        predicted = self._predicted.get(engine_source(engine))
+        if predicted is not None:
+            predicted.observe_hit(chunks, cached_tokens, before_s)
+
+    def summarize(self) -> list[SourceSummary]:
+        """Return how well each source is known."""
+        summaries = [
+            SourceSummary(
+                source=one.follower.source,
+                state=self._state_of(one.follower),
+                silence_s=round(one.follower.silence_s, 3),
+                snapshots=one.follower.snapshots,
+                problem=one.follower.problem,
+            )
+            for one in self._followed.values()
+        ]
+        followed = {summary.source for summary in summaries}
+        summaries += [
+            SourceSummary(source=source, state="predicted", silence_s=0, snapshots=0, problem="")
+            for source in self._predicted.keys() - followed
+        ]
+        return sorted(summaries, key=lambda summary: summary.source)
+
+    def update(self) -> None:
+        """Follow sources that have come, and forget those that have gone."""
+        engines = {engine_source(one): feed for one, feed in self._engines().items()}
+        feeds = {(source, feed): ENGINE_FEED for source, feed in engines.items() if feed}
+        feeds |= {(shard_source(one), one): SHARD_FEED for one in self._shards()}
+        for gone in self._followed.keys() - feeds.keys():
+            self._end(self._followed.pop(gone))
+        for source, feed in feeds.keys() - self._followed.keys():
+            client = FeedClient(feed, feeds[source, feed], self._keys)
+            end_prediction = partial(self._end_prediction, source)
+            follower = SourceFollower(self.tree, source, client, on_served=end_prediction)
+            task = asyncio.create_task(follower.run(), name=f"feed {source}")
+            self._followed[source, feed] = _Followed(follower, task)
+        self._update_predicted(engines)
+
+    def _update_predicted(self, engines: Mapping[str, str | None]) -> None:
+        without_feed = {
+            source
+            for source, feed in engines.items()
+            if feed is None or self._followed[source, feed].follower.state is FeedState.NOT_SERVED
+        }
+        for source in self._predicted.keys() - without_feed:
+            self._end_prediction(source)
+        for source in without_feed - self._predicted.keys():
+            log.info("cache view: predicting a cache, there is no feed source=%s", source)
+            self._predicted[source] = PredictedCache(
+                self.tree,
+                source,
+                capacity_tokens=self._predicted_tokens,
+                block_tokens=PREDICTED_BLOCK_TOKENS,
+            )
+
+    def _end_prediction(self, source: str) -> None:
+        predicted = self._predicted.pop(source, None)
+        if predicted is not None:
+            predicted.clear()
+
+    def _state_of(self, follower: SourceFollower) -> str:
+        is_predicted = follower.source in self._predicted
+        return "predicted" if is_predicted else follower.state.value
+
+    def _count_sources(self) -> None:
+        found = Counter((one.source.partition(":")[0], one.state) for one in self.summarize())
+        self._metrics.set_sources(found)
+
+    def _end(self, followed: _Followed) -> None:
+        followed.task.cancel()
+        self._ending.add(followed.task)
+        followed.task.add_done_callback(self._ending.discard)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.update()
+                self._count_sources()
+            except Exception:
+                log.exception("cache view: sources are not updated")
+            await asyncio.sleep(self._poll_s)
+
+
+def engine_source(address: str) -> str:
+    """Return the name of an engine in the tree."""
+    return _ENGINE + address
+
+
+def engine_address(source: str) -> str:
+    """Return the address of an engine from its name in the tree."""
+    return source.removeprefix(_ENGINE)
+
+
+def shard_source(address: str) -> str:
+    """Return the name of a shard in the tree."""
+    return f"store:{address}"

@@ -1,0 +1,1 @@
+"""OpenAI's responses API, without state: requests as chats, and answers as responses."""

@@ -1,0 +1,1 @@
+"""Computing the prompt of a question while its search runs."""

@@ -1,0 +1,309 @@
+"""The guesses of one question while its search runs.
+
+Each stage of the search may start a prefill of the prompt that its candidates give. When the search
+has ended, the guess is ended too, and the question is asked as without a guess: at the priority of
+questions, with all its options. The engine finds what the guess has computed in its prefix cache.
+So a client gets nothing before the search has ended, and a guess never changes an answer. That also
+holds for sampled answers: a guess ends with the prompt, from which the engine then samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from ragcache_core.errors import RagCacheError
+from ragcache_core.plan.prompt import Prompt
+from ragcache_core.planner.speculation import (
+    LEAST_SAVING_S,
+    Decision,
+    decide,
+    is_beneficial,
+    remaining_search_s,
+)
+from ragcache_gateway.engines.client import Engine
+from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
+from ragcache_gateway.explain.schema import GuessOutcome
+from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
+from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
+from ragcache_gateway.speculation.prefetch import StagePrefetch
+from ragcache_gateway.speculation.speculator import Speculator
+from ragcache_wire.tracing import NO_SPAN
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_WARM_UP = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedGuess:
+    """A prefill that was computed during a search, and what became of it.
+
+    Args:
+        started_s: When it began, on the clock of time.perf_counter.
+        num_tokens: Length of its prompt.
+        wasted_tokens: Tokens that it computed and the question's prompt does not begin with.
+    """
+
+    started_s: float
+    ended_s: float
+    outcome: GuessOutcome
+    num_tokens: int
+    wasted_tokens: int
+
+
+class SpeculativeSearch:
+    """Starts and ends the guesses of one question. It is an async context.
+
+    ``guesses`` are the ended ones, after ``settle``.
+
+    Args:
+        prefetch: Prefetches stages for which no guess starts.
+        collection: The collection that is searched.
+        progress: Tells the client what becomes of the guesses.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        steps: EarlySteps,
+        prefetch: StagePrefetch,
+        *,
+        collection: str,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        self._speculator = speculator
+        self._progress = progress
+        self._prefetch = prefetch
+        self._metrics = speculator.metrics
+        self._steps = steps
+        self._collection = collection
+        self._usual_s = speculator.usual_search_s(collection)
+        self._latest: EarlyStage | None = None
+        self._has_stage = asyncio.Event()
+        self._guess: Guess | None = None
+        self._ended: list[Guess] = []
+        self.guesses: tuple[EndedGuess, ...] = ()
+        self._is_settled = False
+        self._task: asyncio.Task[None] | None = None
+        self._span = NO_SPAN
+
+    async def __aenter__(self) -> SpeculativeSearch:
+        self._span = self._speculator.tracer.start_step("speculation")
+        with self._span.current():  # spans of guesses are below it
+            self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._stop()
+        finally:
+            if not self._is_settled:
+                self._count_guesses(None)
+
+    def on_stage(self, stage: EarlyStage) -> None:
+        """Take a stage of the search. An earlier one that was not considered yet is dropped."""
+        self._latest = stage
+        self._has_stage.set()
+
+    async def settle(self, final: Prompt) -> tuple[ComputedAhead, ...]:
+        """End the guesses, because the search has ended.
+
+        Args:
+            final: The prompt of the question.
+
+        Returns:
+            What engines have computed during the search. At most one is confirmed.
+        """
+        await self._stop()
+        self._is_settled = True
+        confirmed = self._count_guesses(final)
+        if self.guesses and self.guesses[-1].outcome != "warm-up":
+            last = self.guesses[-1]
+            self._progress.guess_changed(last.outcome, last.num_tokens)
+        ahead = tuple(guess.ahead(is_confirmed=guess is confirmed) for guess in self._ended)
+        self._ended.clear()
+        self._latest = None
+        return ahead
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        await self._end_guess()
+        for guess in self._ended:  # the task may have been interrupted while it ended one
+            await guess.cancel()
+
+    async def _end_guess(self) -> None:
+        guess, self._guess = self._guess, None
+        if guess is not None:
+            # First, so that a guess whose end is interrupted is still counted.
+            self._ended.append(guess)
+            await guess.cancel()
+
+    def _count_guesses(self, final: Prompt | None) -> Guess | None:
+        """Count what became of the guesses, and return the confirmed one."""
+        guesses = [one for one in self._ended if one.guessed.candidates != _WARM_UP]
+        is_confirmed = bool(
+            guesses
+            and final is not None
+            and guesses[-1].guessed.prompt.token_ids == final.token_ids
+            and guesses[-1].state is not GuessState.FAILED
+        )
+        ended = []
+        for guess in self._ended:
+            if guess.guessed.candidates == _WARM_UP:
+                outcome: GuessOutcome = "warm-up"
+            elif guess.state is GuessState.FAILED:
+                outcome = "failed"
+            elif final is None:
+                outcome = "abandoned"
+            else:
+                outcome = "confirmed" if is_confirmed and guess is guesses[-1] else "wrong"
+            ended.append(_ended_guess(guess, outcome, final))
+        self.guesses = tuple(ended)
+        for one in ended:
+            if one.outcome != "warm-up":
+                self._metrics.speculation_guesses.labels(one.outcome).inc()
+        wasted_tokens = sum(one.wasted_tokens for one in ended)
+        self._metrics.speculation_wasted_tokens.inc(wasted_tokens)
+        if is_confirmed:
+            self._metrics.speculation_saved_s.inc(guesses[-1].saved_s)
+        for guess, one in zip(self._ended, ended, strict=True):
+            guess.end_span(one.outcome, one.wasted_tokens)
+        self._span.set(
+            guesses=len(guesses), guess_confirmed=is_confirmed, wasted_tokens=wasted_tokens
+        )
+        self._span.end()
+        return guesses[-1] if is_confirmed else None
+
+    async def _run(self) -> None:
+        try:
+            if self._steps.build_head is not None:
+                await self._attempt(self._warm_up(self._steps.build_head))
+            while True:
+                await self._has_stage.wait()
+                self._has_stage.clear()
+                if self._latest is not None:
+                    await self._attempt(self._consider(self._latest))
+        except Exception:
+            # The question is answered without guesses.
+            log.exception("speculation: stopped collection=%s", self._collection)
+
+    async def _attempt(self, work: Awaitable[None]) -> None:
+        # If there is no engine, or if the prompt cannot be built, the question itself reports it.
+        with contextlib.suppress(RagCacheError):
+            await work
+
+    async def _warm_up(self, build_head: Callable[[], Awaitable[EarlyPrompt]]) -> None:
+        """Compute the head of the prompt, if its engine does not have it."""
+        if self._usual_s <= LEAST_SAVING_S:
+            return  # no saving could be large enough
+        head = await build_head()
+        engine = self._speculator.engine_of(head.plan)
+        cost = self._speculator.head_cost(engine, head) if engine is not None else None
+        if engine is None or cost is None:
+            return
+        load = self._speculator.load(engine, None)
+        if is_beneficial(1.0, self._usual_s, cost, load):
+            await self._start(GuessedPrompt(_WARM_UP, head, cost), engine, None)
+            self._metrics.speculation_warm_ups.inc()
+
+    async def _consider(self, stage: EarlyStage) -> None:
+        """Decide what to do at a stage, and do it."""
+        own = self._guess
+        is_guess = own is not None and own.guessed.candidates != _WARM_UP
+        is_running = is_guess and own is not None and own.state is not GuessState.FAILED
+        candidates = _candidates(stage.hits)
+        has_changed = own is None or own.guessed.candidates != candidates
+        engine, guessed = None, None
+        if has_changed and candidates and self._may_guess(stage):
+            engine, guessed = await self._beneficial_prompt(stage, candidates)
+        decision = decide(
+            is_running=is_running, has_changed=has_changed, is_beneficial=guessed is not None
+        )
+        self._metrics.speculation_decisions.labels(decision.value).inc()
+        self._span.event(
+            decision.value,
+            final_probability=stage.final_probability,
+            progress=stage.progress,
+            hits=len(stage.hits),
+        )
+        if is_guess and own is not None:
+            self._tell_decision(decision, own)
+        if decision is Decision.CANCEL:
+            await self._end_guess()
+        elif engine is not None and guessed is not None and decision is not Decision.KEEP:
+            await self._start(guessed, engine, stage)
+        if guessed is None and has_changed and candidates:
+            await self._prefetch.prefetch(stage)
+
+    async def _start(
+        self, guessed: GuessedPrompt, engine: Engine, stage: EarlyStage | None
+    ) -> None:
+        """Start a guess in place of the running one."""
+        body = await self._steps.request(stage, guessed.early.answer)
+        await self._end_guess()
+        self._guess = self._speculator.start_guess(guessed, engine, body)
+        is_warm_up = guessed.candidates == _WARM_UP
+        self._progress.guess_changed(
+            "warm-up" if is_warm_up else "started", len(guessed.prompt.token_ids)
+        )
+
+    def _tell_decision(self, decision: Decision, own: Guess) -> None:
+        num_tokens = len(own.guessed.prompt.token_ids)
+        if decision is Decision.KEEP:
+            self._progress.guess_changed("kept", num_tokens)
+        elif decision in (Decision.CANCEL, Decision.REPLACE):
+            self._progress.guess_changed("cancelled", num_tokens)
+
+    def _may_guess(self, stage: EarlyStage) -> bool:
+        """Check what needs no prompt first, because a prompt takes time to build."""
+        may_guess = self._speculator.may_guess(stage.final_probability, self._guess)
+        return self._steps.can_guess and may_guess
+
+    def _ahead(self) -> list[ComputedAhead]:
+        """Return what engines have computed for the question so far."""
+        started = [*self._ended, *([self._guess] if self._guess is not None else ())]
+        return [guess.ahead() for guess in started]
+
+    async def _beneficial_prompt(
+        self, stage: EarlyStage, candidates: tuple[str, ...]
+    ) -> tuple[Engine, GuessedPrompt] | tuple[None, None]:
+        """Build the prompt of a stage, with its engine; None if it should not be computed."""
+        early = await self._steps.build(stage, self._ahead())
+        engine = self._speculator.engine_of(early.plan)
+        cost = self._speculator.cost(engine, early) if engine is not None else None
+        if engine is None or cost is None:
+            return None, None
+        remaining_s = remaining_search_s(
+            stage.progress, stage.search_s, stage.elapsed_s, self._usual_s
+        )
+        load = self._speculator.load(engine, self._guess)
+        if not is_beneficial(stage.final_probability, remaining_s, cost, load):
+            return None, None
+        return engine, GuessedPrompt(candidates, early, cost)
+
+
+def _ended_guess(guess: Guess, outcome: GuessOutcome, final: Prompt | None) -> EndedGuess:
+    return EndedGuess(
+        started_s=guess.started_s,
+        ended_s=guess.ended_s,
+        outcome=outcome,
+        num_tokens=len(guess.guessed.prompt.token_ids),
+        wasted_tokens=guess.wasted_tokens(final),
+    )
+
+
+def _candidates(hits: Sequence[pb.Hit]) -> tuple[str, ...]:
+    """Name the chunks of hits and of their windows, with the versions of their documents."""
+    return tuple(
+        f"{chunk.id} {chunk.content_hash}"
+        for hit in hits
+        for chunk in (hit.chunk, *hit.before, *hit.after)
+    )
