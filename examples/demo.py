@@ -39,7 +39,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient  # noqa: E402
+from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget  # noqa: E402
 from ragcache_cli.commands.ask import (  # noqa: E402
     Reply,
     Sampling,
@@ -52,6 +52,10 @@ from ragcache_cli.commands.model import fetch_model_of  # noqa: E402
 from ragcache_cli.commands.progress import IngestProgress, ProgressLines  # noqa: E402
 from ragcache_cli.local.platform import LocalPlatform  # noqa: E402
 from ragcache_cli.local.signals import run_until_stopped  # noqa: E402
+from ragcache_cli.models.number_type import (  # noqa: E402
+    read_cpu_features,
+    use_fast_number_type,
+)
 from ragcache_cli.output.console import make_console  # noqa: E402
 from ragcache_cli.sources.documents import DocumentFile, select  # noqa: E402
 from ragcache_core.errors import InvalidInput, RagCacheError  # noqa: E402
@@ -178,9 +182,10 @@ async def run(
 ) -> int:
     """The demo; returns the exit status."""
     lines = ProgressLines(console)
+    cache = use_fast_number_type(cache, read_cpu_features())
     async with (
         LocalPlatform(cache, data, progress=lines.tell, gateway_port=0) as platform,
-        GatewayApiClient(platform.gateway_url) as gateway,
+        GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
     ):
         started = time.monotonic()
         with IngestProgress(console, len(files)) as progress:

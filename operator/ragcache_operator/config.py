@@ -31,6 +31,8 @@ class OperatorConfig:
     webhook_service: str = ""
     # Lease for the election of one replica. Empty if this is the only replica.
     lease: str = ""
+    # Secret with the root of the operator's own API keys, in its namespace.
+    root_key_secret: str = "ragcache-operator-root-key"
     listen_port: int = 8080
     admission_port: int = 9443
     log_level: int = logging.INFO
@@ -46,6 +48,9 @@ class OperatorConfig:
             tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
             webhook_service=_label(environ, "RAGCACHE_WEBHOOK_SERVICE", ""),
             lease=_label(environ, "RAGCACHE_LEASE", ""),
+            root_key_secret=_label(
+                environ, "RAGCACHE_ROOT_KEY_SECRET", "ragcache-operator-root-key"
+            ),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             admission_port=_port(environ, "RAGCACHE_ADMISSION_PORT", 9443),
             log_level=_log_level(environ),

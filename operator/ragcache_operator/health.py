@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from ragcache_operator.metrics import Metrics
+from ragcache_wire.telemetry.metric_registry import exposition
 
 
 @asynccontextmanager
@@ -21,10 +21,9 @@ async def serving_health(port: int, metrics: Metrics) -> AsyncIterator[None]:
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def metrics_page(_: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+    async def metrics_page(request: web.Request) -> web.Response:
+        content_type, body = exposition(metrics.registry, request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)

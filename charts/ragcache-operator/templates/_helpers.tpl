@@ -62,6 +62,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ include "ragcache.webhook" . }}.{{ .Release.Namespace }}
 {{- end -}}
 
+{{/* The operator creates this Secret, with the root of its own API keys. */}}
+{{- define "ragcache.rootKey" -}}
+{{ include "ragcache.fullname" . }}-root-key
+{{- end -}}
+
 {{- define "ragcache.certificate" -}}
 {{ include "ragcache.webhook" . }}-tls
 {{- end -}}

@@ -13,7 +13,7 @@
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
   verbs: [get, list, watch, create, patch, delete]
-# The signing key of a RagCache: the operator creates it once, and neither reads nor changes it.
+# The keys of a RagCache: the operator creates them once, and neither reads nor changes them.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -42,6 +42,9 @@
   verbs: [create, get, update]
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
   verbs: [get, list, watch, create, patch, delete]
 # StatefulSets create claims. The operator only deletes them, with dataPolicy Delete.
 - apiGroups: [""]

@@ -7,7 +7,7 @@ server's canonical form, so that a comparison with live objects finds only real 
 from __future__ import annotations
 
 from ragcache_operator.builders.components import cachestore, engine, gateway, retriever
-from ragcache_operator.builders.objects import network_policy
+from ragcache_operator.builders.objects import network_policy, pod_monitor
 from ragcache_operator.builders.objects.ownership import Object, with_owner, with_spec_hash
 from ragcache_operator.builders.site import Site
 from ragcache_operator.spec import RagCache
@@ -23,9 +23,10 @@ def build_children(cache: RagCache, site: Site) -> list[Object]:
     """
     children = [
         *network_policy.build(cache, site),
+        *pod_monitor.build(cache, site),
         *cachestore.build(cache, site),
         *retriever.build(cache, site),
-        *(child for one in cache.spec.engines for child in engine.build(cache, one, site)),
+        *(child for one in cache.spec.own_engines for child in engine.build(cache, one, site)),
         *gateway.build(cache, site),
     ]
     return [with_spec_hash(with_owner(child, cache, site.owner)) for child in children]

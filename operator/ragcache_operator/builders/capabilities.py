@@ -23,6 +23,7 @@ class Capabilities:
         policy: Version of the policy group. None if the server has no known version.
         http_route: Whether the Gateway API v1 is served.
         custom_metrics: Whether an adapter serves custom.metrics.k8s.io, for autoscalers.
+        pod_monitors: Whether the kinds of the Prometheus Operator are served.
     """
 
     minor: int
@@ -30,18 +31,26 @@ class Capabilities:
     policy: str | None
     http_route: bool
     custom_metrics: bool
+    pod_monitors: bool
 
     @classmethod
     def latest(cls) -> Capabilities:
         """Return the capabilities of a current cluster with all optional APIs."""
-        return cls(37, "v2", "v1", http_route=True, custom_metrics=True)
+        return cls(37, "v2", "v1", http_route=True, custom_metrics=True, pod_monitors=True)
 
     @classmethod
     def of_minor(cls, minor: int) -> Capabilities:
         """Return the capabilities of Kubernetes 1.minor without optional APIs."""
         autoscaling = "v2" if minor >= _AUTOSCALING_V2_SINCE else "v2beta2"
         policy = "v1" if minor >= _POLICY_V1_SINCE else "v1beta1"
-        return cls(minor, autoscaling, policy, http_route=False, custom_metrics=False)
+        return cls(
+            minor,
+            autoscaling,
+            policy,
+            http_route=False,
+            custom_metrics=False,
+            pod_monitors=False,
+        )
 
     @classmethod
     def kubernetes_1_20(cls) -> Capabilities:

@@ -12,13 +12,15 @@ from typing import Final, Protocol
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue, FromField
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache
+from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache, RerankerSpec
 
 PORT_NUMBERS: Final = {
     "http": 8000,
+    "admin": 8001,
     "grpc": 50051,
     "data": 50052,
     "health": 8081,
+    "metrics": 9464,
 }
 """Port numbers by name. A pod runs one component, so the names suffice."""
 
@@ -26,11 +28,16 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
+API_KEYS_FILE: Final = "keys.toml"
+LIMITS_FOLDER: Final = "/etc/ragcache/limits"
+LIMITS_FILE: Final = "limits.json"
 _FULL: Final = "svc.cluster.local"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
-"""Mount path of the volume with the model."""
+CROSS_ENCODER_FOLDER: Final = "/cross-encoder"
+"""Mount paths of the volumes with models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,11 @@ class Site(Protocol):
     @property
     def operator_namespace(self) -> str | None:
         """Namespace of the operator's pods. None if unknown."""
+        ...
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
 
     def bind_address(self, endpoint: Endpoint) -> Address:
@@ -132,12 +144,28 @@ class Site(Protocol):
         """Return the path of the file with the signing keys of plans."""
         ...
 
+    def api_keys_file(self) -> str:
+        """Return the path of the file with API keys."""
+        ...
+
+    def builtin_keys(self) -> str | None:
+        """Return the hashes of the platform's own API keys, as the gateway's setting has them."""
+        ...
+
     def data_dir(self, workload: str) -> str:
         """Return the path of the workload's volume inside its container."""
         ...
 
     def embedder(self, embedder: EmbedderSpec) -> str:
         """Return the embedder as the retriever's setting names it.
+
+        Raises:
+            InvalidInput: The retriever cannot read it here.
+        """
+        ...
+
+    def reranker_model(self, reranker: RerankerSpec) -> str | None:
+        """Return the model of the reranker as the retriever's setting names it, if it has one.
 
         Raises:
             InvalidInput: The retriever cannot read it here.
@@ -168,6 +196,7 @@ class ClusterSite:
     Args:
         images: Registry and path before the name of an image.
         tag: Tag of the images.
+        component_keys: Hashes of the operator's own API keys; None without an operator.
     """
 
     name: str
@@ -175,6 +204,8 @@ class ClusterSite:
     images: str
     tag: str
     gateway_port: int
+    admin_port: int
+    component_keys: str | None
     capabilities: Capabilities
     owner: str
     operator_namespace: str | None
@@ -189,6 +220,7 @@ class ClusterSite:
         capabilities: Capabilities | None = None,
         owner: str = "",
         operator_namespace: str | None = None,
+        component_keys: str | None = None,
     ) -> ClusterSite:
         """Return the site of a RagCache. The default capabilities are of a current cluster."""
         meta = cache.metadata
@@ -198,6 +230,8 @@ class ClusterSite:
             images=images,
             tag=tag,
             gateway_port=cache.spec.gateway.port,
+            admin_port=cache.spec.gateway.admin_port,
+            component_keys=component_keys,
             capabilities=capabilities or Capabilities.latest(),
             owner=owner,
             operator_namespace=operator_namespace,
@@ -205,16 +239,28 @@ class ClusterSite:
 
     @property
     def gateway_url(self) -> str:
-        """Base URL of the gateway inside the cluster."""
+        """Base URL of the gateway inside the cluster, for questions."""
         return f"http://{self.address_of(Endpoint('gateway', 'http'))}"
+
+    @property
+    def admin_url(self) -> str:
+        """Base URL of the gateway inside the cluster, for every path."""
+        return f"http://{self.address_of(Endpoint('gateway', 'admin'))}"
+
+    @property
+    def is_cluster(self) -> bool:
+        """Return True."""
+        return True
 
     def bind_address(self, endpoint: Endpoint) -> Address:
         """Return the port on every network interface."""
         return Address("0.0.0.0", PORT_NUMBERS[endpoint.port])
 
     def address_of(self, endpoint: Endpoint) -> Address:
-        """Return the address of the Service. Only the gateway's Service has a port of its own."""
-        port = self.gateway_port if endpoint.workload == "gateway" else PORT_NUMBERS[endpoint.port]
+        """Return the address of the Service. Only the gateway's Service has ports of its own."""
+        port = PORT_NUMBERS[endpoint.port]
+        if endpoint.workload == "gateway":
+            port = self.admin_port if endpoint.port == "admin" else self.gateway_port
         return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
 
     def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
@@ -257,6 +303,14 @@ class ClusterSite:
         """Return a mounted file, so that pods follow a key rotation without a restart."""
         return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
 
+    def api_keys_file(self) -> str:
+        """Return a mounted file, so that pods follow changes of keys without a restart."""
+        return f"{API_KEYS_FOLDER}/{API_KEYS_FILE}"
+
+    def builtin_keys(self) -> str | None:
+        """Return the hashes of the operator's own keys."""
+        return self.component_keys
+
     def data_dir(self, workload: str) -> str:
         """Return the mount path of the volume."""
         return "/data"
@@ -272,6 +326,18 @@ class ClusterSite:
         if embedder.claim:
             return "/".join(filter(None, (f"path:{EMBEDDER_FOLDER}", embedder.claim_folder)))
         return embedder.source
+
+    def reranker_model(self, reranker: RerankerSpec) -> str | None:
+        """Return a folder of a mounted volume, or the name as it is."""
+        if reranker.local_folder:
+            raise InvalidInput(
+                "spec.retriever.reranker.model",
+                f"{reranker.model} is a local folder, which pods cannot read",
+                "use pvc:CLAIM/FOLDER or the name of a model of the hub",
+            )
+        if reranker.claim:
+            return "/".join(filter(None, (CROSS_ENCODER_FOLDER, reranker.claim_folder)))
+        return reranker.model
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of the image or of a mounted volume, or a name of the hub."""

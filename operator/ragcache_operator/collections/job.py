@@ -82,6 +82,7 @@ def sync_job(
     claims: Collection[str],
     image: str,
     gateway_url: str,
+    key_variable: Object | None = None,
 ) -> Object:
     """Return the Job that syncs a RagCollection.
 
@@ -90,6 +91,7 @@ def sync_job(
         after: Time of the last sync. The Job's name depends on it, so that each sync has another
             name and a repeated request creates one Job.
         now: The current time in seconds since 1970.
+        key_variable: Environment variable with the API key; None if the gateway needs none.
         claims: The existing volume claims. A pod that mounts a missing claim would never start, and
             the sync would read no source.
     """
@@ -110,7 +112,8 @@ def sync_job(
         "controller": True,
         "blockOwnerDeletion": False,
     }
-    job = _job(collection, cache, name, image, gateway_url, ("--scratch", _SCRATCH), SYNC_TIMEOUT_S)
+    options = ("--scratch", _SCRATCH)
+    job = _job(collection, cache, name, image, gateway_url, key_variable, options, SYNC_TIMEOUT_S)
     annotations = {REVISION: str(revision), ATTEMPT: str(attempt), STARTED: f"{now:.3f}"}
     job["metadata"] |= {"annotations": annotations, "ownerReferences": [owner]}
     # The last Job records how the last sync ended, so it must exist until the next sync.
@@ -126,7 +129,12 @@ def sync_job(
 
 
 def removal_job(
-    collection: RagCollection, uid: str, cache: RagCache, image: str, gateway_url: str
+    collection: RagCollection,
+    uid: str,
+    cache: RagCache,
+    image: str,
+    gateway_url: str,
+    key_variable: Object | None = None,
 ) -> Object:
     """Return the Job that deletes a RagCollection's documents.
 
@@ -134,7 +142,9 @@ def removal_job(
     """
     name = removal_name(collection.metadata.name, uid)
     options = ("--remove", "--patience", str(_GATEWAY_PATIENCE_S))
-    job = _job(collection, cache, name, image, gateway_url, options, REMOVAL_JOB_TIMEOUT_S)
+    job = _job(
+        collection, cache, name, image, gateway_url, key_variable, options, REMOVAL_JOB_TIMEOUT_S
+    )
     job["metadata"]["annotations"] = {PURPOSE: REMOVAL}
     job["spec"]["ttlSecondsAfterFinished"] = _MIN_TTL_S
     return job
@@ -197,6 +207,7 @@ def _job(
     name: str,
     image: str,
     gateway_url: str,
+    key_variable: Object | None,
     options: tuple[str, ...],
     timeout_s: int,
 ) -> Object:
@@ -218,6 +229,7 @@ def _job(
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
+            *([] if key_variable is None else [key_variable]),
         ],
         # Sources are not trusted, so a limit protects the node's memory.
         "resources": {

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.access import api_keys
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.builders.labels import selector_text
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.collections.conditions import (
@@ -67,6 +69,7 @@ from ragcache_operator.kube.resources import (
     JOBS,
     PODS,
     RAG_CACHES,
+    SECRETS,
     Object,
 )
 from ragcache_operator.kube.status import write_status
@@ -103,14 +106,22 @@ class CollectionReconciler:
     """Keeps collections in sync with their sources.
 
     Args:
+        keys: The operator's own API keys.
         images: Registry and path before the name of an image.
         tag: Tag of the images.
     """
 
     def __init__(
-        self, api: Api, *, images: str, tag: str, clock: Callable[[], float] = time.time
+        self,
+        api: Api,
+        keys: ComponentKeys,
+        *,
+        images: str,
+        tag: str,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
+        self._keys = keys
         self._images = images
         self._tag = tag
         self._clock = clock
@@ -184,10 +195,13 @@ class CollectionReconciler:
         if not collection.spec.prune:
             return _documents_left("Normal", "prune is false")
         if removal is None:
-            site, uid = self._site(cache.spec), body["metadata"]["uid"]
+            site, uid = self._site(cache.spec, cache.uid), body["metadata"]["uid"]
             image = site.image(_IMAGE)
-            job = removal_job(collection, uid, cache.spec, image, site.gateway_url)
+            job = removal_job(
+                collection, uid, cache.spec, image, site.admin_url, self._key_variable(cache, site)
+            )
             try:
+                await self._ensure_key(cache, site)
                 await self._create(job)
             except ApiError as error:
                 if not error.is_permanent:
@@ -295,7 +309,7 @@ class CollectionReconciler:
             for name in claim_names(collection)
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
-        site = self._site(cache.spec)
+        site = self._site(cache.spec, cache.uid)
         job = sync_job(
             collection,
             body["metadata"]["uid"],
@@ -306,9 +320,27 @@ class CollectionReconciler:
             self._clock(),
             claims,
             site.image(_IMAGE),
-            site.gateway_url,
+            site.admin_url,
+            self._key_variable(cache, site),
         )
+        await self._ensure_key(cache, site)
         await self._create(job)
+
+    def _key_variable(self, cache: ObservedCache, site: ClusterSite) -> Object | None:
+        """Return the variable with the key of syncs; None if the gateway needs none."""
+        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
+            return None
+        return api_keys.sync_variable(cache.spec, site, self._keys)
+
+    async def _ensure_key(self, cache: ObservedCache, site: ClusterSite) -> None:
+        """Create the Secret with the key of syncs, unless there is one."""
+        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
+            return
+        try:
+            await self._api.create(SECRETS, api_keys.sync_secret(cache.spec, site, self._keys))
+        except Conflict as error:
+            if error.reason != "AlreadyExists":
+                raise
 
     async def _create(self, job: Object) -> None:
         try:
@@ -347,8 +379,8 @@ class CollectionReconciler:
         if "deletionTimestamp" not in meta:
             await self._api.delete(JOBS, meta["name"], meta["namespace"], propagation)
 
-    def _site(self, cache: RagCache) -> ClusterSite:
-        return ClusterSite.of(cache, images=self._images, tag=self._tag)
+    def _site(self, cache: RagCache, uid: str) -> ClusterSite:
+        return ClusterSite.of(cache, images=self._images, tag=self._tag, owner=uid)
 
     async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it changed, and post an Event for a change of Synced."""

@@ -56,6 +56,7 @@ ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "Rol
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 INGRESSES = Resource("networking.k8s.io", "v1", "ingresses", "Ingress")
 HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
+POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 RAG_CACHES = Resource("ragcache.dev", "v1alpha1", "ragcaches", "RagCache")
 RAG_COLLECTIONS = Resource("ragcache.dev", "v1alpha1", "ragcollections", "RagCollection")
 CRDS = Resource(
@@ -77,7 +78,7 @@ AUTOSCALERS = {
 _ALL = (
     *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
-    *(RAG_CACHES, RAG_COLLECTIONS, CRDS, ROLES, ROLE_BINDINGS),
+    *(POD_MONITORS, RAG_CACHES, RAG_COLLECTIONS, CRDS, ROLES, ROLE_BINDINGS),
     *DISRUPTION_BUDGETS.values(),
     *AUTOSCALERS.values(),
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_operator.builders.objects import signing_key
+from ragcache_operator.builders.access import api_keys, signing_key
 from ragcache_operator.builders.objects.autoscaling import with_replicas
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.kube.api import Api, ApiError, Conflict
@@ -33,8 +34,8 @@ from ragcache_operator.status.events import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
 
-SIGNING_KEY_BYTES: Final = 32
-SIGNING_KEY_RETRY_S: Final = 60.0
+KEY_BYTES: Final = 32
+SECRET_RETRY_S: Final = 60.0
 """Wait before the operator creates the Secret again for pods that do not start.
 
 The pods may wait for another reason, such as an image."""
@@ -46,14 +47,14 @@ CORRECTION_RESET_S: Final = 600.0
 
 
 class ChildWriter:
-    """Writes children and the signing key of RagCaches."""
+    """Writes children and the keys of RagCaches."""
 
     def __init__(self, api: Api, children: Children, metrics: Metrics) -> None:
         self._api = api
         self._children = children
         self._metrics = metrics
 
-    async def ensure_signing_key(
+    async def ensure_secrets(
         self,
         body: Object,
         cache: RagCache,
@@ -61,21 +62,41 @@ class ChildWriter:
         desired: Sequence[Object],
         state: ReconcileState,
     ) -> tuple[list[RagCacheError], float | None]:
-        """Create the Secret with the signing key if it may be missing. Never change it.
+        """Create the Secrets with keys that may be missing. Never change one.
 
-        This comes before the workloads, whose pods wait for the Secret.
+        This comes before the workloads, whose pods wait for the Secrets.
 
         Returns:
             The errors, and the seconds until the next try; None if no retry is needed.
         """
-        name = signing_key.secret_name(cache, site)
+        new: dict[str, Callable[[bytes], Object]] = {
+            signing_key.secret_name(cache, site): partial(signing_key.secret, cache, site)
+        }
+        if (name := api_keys.generated_secret_name(cache, site)) is not None:
+            new[name] = partial(api_keys.secret, cache, site, name)
+        errors: list[RagCacheError] = []
+        waits_s: list[float] = []
+        for name, make in new.items():
+            found, wait_s = await self._ensure_secret(body, name, make, desired, state)
+            errors += found
+            waits_s += [] if wait_s is None else [wait_s]
+        return errors, min(waits_s, default=None)
+
+    async def _ensure_secret(
+        self,
+        body: Object,
+        name: str,
+        make: Callable[[bytes], Object],
+        desired: Sequence[Object],
+        state: ReconcileState,
+    ) -> tuple[list[RagCacheError], float | None]:
         pods = self._children.list_for(owner_key(body), "Pod")
         if not may_be_missing(name, desired, self._children.get, pods):
             return [], None
-        wait_s = state.next_signing_key_s - time.monotonic()
+        wait_s = state.next_secret_s.get(name, 0.0) - time.monotonic()
         if wait_s > 0:
             return [], wait_s
-        secret = signing_key.secret(cache, site, secrets.token_bytes(SIGNING_KEY_BYTES))
+        secret = make(secrets.token_bytes(KEY_BYTES))
         try:
             await self._api.create(SECRETS, secret)
             self._metrics.count_apply(SECRETS.kind)
@@ -85,7 +106,7 @@ class ChildWriter:
         except ApiError as error:
             self._log_failure(body, error)
             return [error], None
-        state.next_signing_key_s = time.monotonic() + SIGNING_KEY_RETRY_S
+        state.next_secret_s[name] = time.monotonic() + SECRET_RETRY_S
         return [], None
 
     async def apply(

@@ -41,6 +41,8 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
         kinds.append(resources.AUTOSCALERS[capabilities.autoscaling])
     if capabilities.http_route:
         kinds.append(resources.HTTP_ROUTES)
+    if capabilities.pod_monitors:
+        kinds.append(resources.POD_MONITORS)
     return kinds
 
 

@@ -8,12 +8,14 @@ from typing import Final
 
 import kopf
 
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.collections.job import COLLECTION_LABEL
 from ragcache_operator.collections.reconciler import CollectionReconciler
 from ragcache_operator.config import OperatorConfig
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import JOBS, Object
+from ragcache_operator.kube.root_key import load_root_key
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.children import INSTANCE_LABEL, Children
 from ragcache_operator.reconcile.handlers import configure, reconciling_registry
@@ -44,6 +46,7 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
             collection_wakeups.wake((namespace, labels[COLLECTION_LABEL]))
 
     children = Children(api, capabilities, wake_owners, config.namespaces)
+    keys = ComponentKeys(await load_root_key(api, config.namespace, config.root_key_secret))
     gateway_client = GatewayClient()
     caches = CacheReconciler(
         api,
@@ -51,11 +54,12 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
         capabilities,
         gateway_client,
         metrics,
+        keys,
         images=config.images,
         tag=config.tag,
         operator_namespace=config.namespace,
     )
-    collections = CollectionReconciler(api, images=config.images, tag=config.tag)
+    collections = CollectionReconciler(api, keys, images=config.images, tag=config.tag)
     registry = reconciling_registry(caches, cache_wakeups, collections, collection_wakeups, metrics)
     watching = asyncio.create_task(children.run())
     working = asyncio.create_task(_run_kopf(registry, children, config))

@@ -13,6 +13,7 @@ from typing import Final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import WORKLOADS, component_of
 from ragcache_operator.builders.site import ClusterSite
@@ -45,6 +46,7 @@ class CacheReconciler:
     Args:
         images: Registry and path before the name of an image.
         tag: Tag of the images.
+        keys: The operator's own API keys.
         operator_namespace: Namespace of the operator's pods.
     """
 
@@ -55,6 +57,7 @@ class CacheReconciler:
         capabilities: Capabilities,
         gateway_client: GatewayClient,
         metrics: Metrics,
+        keys: ComponentKeys,
         *,
         images: str,
         tag: str,
@@ -66,7 +69,8 @@ class CacheReconciler:
         self._tag = tag
         self._operator_namespace = operator_namespace
         self._writer = ChildWriter(api, children, metrics)
-        self._reporter = StatusReporter(api, children, gateway_client)
+        self._reporter = StatusReporter(api, children, gateway_client, keys)
+        self._keys = keys
 
     async def reconcile(
         self, body: Object, state: ReconcileState, post_event: PostEvent
@@ -88,9 +92,7 @@ class CacheReconciler:
             await self._reporter.refuse(body, "NotServed", str(error), post_event)
             return None
         self._report_unsupported(cache, state, post_event)
-        errors, key_wait_s = await self._writer.ensure_signing_key(
-            body, cache, site, desired, state
-        )
+        errors, key_wait_s = await self._writer.ensure_secrets(body, cache, site, desired, state)
         errors += await self._writer.apply(body, desired, state, post_event)
         accepted, retry_s = _acceptance_after(errors, state)
         waits_s = [
@@ -145,6 +147,7 @@ class CacheReconciler:
             capabilities=self._capabilities,
             owner=body["metadata"]["uid"],
             operator_namespace=self._operator_namespace,
+            component_keys=self._keys.hashes(body["metadata"]["uid"]),
         )
 
     def _report_unsupported(

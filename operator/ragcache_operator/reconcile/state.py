@@ -30,7 +30,7 @@ class ReconcileState:
     store_usage: StoreUsage | None = None
     blend_quality: BlendQuality | None = None
     next_usage_s: float = 0.0
-    next_signing_key_s: float = 0.0
+    next_secret_s: dict[str, float] = field(default_factory=dict)
     reported: frozenset[str] = frozenset()
     """Messages of unsupported features that an Event has reported."""
     reported_resets: frozenset[ShardReset] = frozenset()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from ragcache_operator.builders.access.api_keys import uses_keys
+from ragcache_operator.builders.access.component_keys import OPERATOR, ComponentKeys
 from ragcache_operator.builders.labels import component_selectors
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.kube.api import Api
@@ -46,10 +48,13 @@ TEST_BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 class StatusReporter:
     """Writes the status of RagCaches, and runs their self-test."""
 
-    def __init__(self, api: Api, children: Children, gateway_client: GatewayClient) -> None:
+    def __init__(
+        self, api: Api, children: Children, gateway_client: GatewayClient, keys: ComponentKeys
+    ) -> None:
         self._api = api
         self._children = children
         self._gateway_client = gateway_client
+        self._keys = keys
 
     async def refuse(self, body: Object, reason: str, message: str, post_event: PostEvent) -> None:
         """Report that the operator does not apply the spec. Running components stay unchanged."""
@@ -77,7 +82,8 @@ class StatusReporter:
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
-        url = site.gateway_url
+        url = site.admin_url
+        key = self._keys.key(OPERATOR, site.owner) if uses_keys(cache, site) else None
 
         async def write(test: SelfTest) -> None:
             conditions = make_conditions(
@@ -97,7 +103,7 @@ class StatusReporter:
                 conditions,
                 test,
                 state.store_usage,
-                url,
+                site,
                 component_selectors(cache)["gateway"],
             )
             await self._write(body, status, conditions, post_event)
@@ -109,19 +115,19 @@ class StatusReporter:
                     await write(
                         SelfTest(None, "Asking", f"sending a question to {url}", generation)
                     )
-                test = await self._run_self_test(url, cache, generation, state)
+                test = await self._run_self_test(url, key, cache, generation, state)
             if not test.passed or test.generation != generation:
                 waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            await self._refresh_usage(url, state, post_event)
+            await self._refresh_usage(url, key, state, post_event)
             waits_s.append(USAGE_POLL_S)
         await write(test)
         return min(waits_s, default=None)
 
     async def _run_self_test(
-        self, url: str, cache: RagCache, generation: int, state: ReconcileState
+        self, url: str, key: str | None, cache: RagCache, generation: int, state: ReconcileState
     ) -> SelfTest:
-        result = await self._gateway_client.self_test(url, cache.spec.model.served_name)
+        result = await self._gateway_client.self_test(url, cache.spec.model.served_name, key)
         if result.passed:
             state.test_failures, state.next_test_s = 0, 0.0
             return SelfTest(True, "Answered", result.message, generation)
@@ -129,17 +135,19 @@ class StatusReporter:
         state.test_failures += 1
         return SelfTest(False, "SelfTestFailed", result.message, generation)
 
-    async def _refresh_usage(self, url: str, state: ReconcileState, post_event: PostEvent) -> None:
+    async def _refresh_usage(
+        self, url: str, key: str | None, state: ReconcileState, post_event: PostEvent
+    ) -> None:
         if time.monotonic() >= state.next_usage_s:
             state.next_usage_s = time.monotonic() + USAGE_POLL_S
-            usage = await self._gateway_client.store_usage(url)
+            usage = await self._gateway_client.store_usage(url, key)
             if usage is not None:
                 state.store_usage = usage
                 now_ms = time.time_ns() // 1_000_000
                 for reset in unreported_resets(usage.resets, state.reported_resets, now_ms):
                     post_event(reset_event(reset))
                 state.reported_resets |= frozenset(usage.resets)
-            quality = await self._gateway_client.blend_quality(url)
+            quality = await self._gateway_client.blend_quality(url, key)
             state.blend_quality = quality or state.blend_quality
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:

@@ -100,8 +100,7 @@ class LabelSelector(ManifestModel):
 
 
 class ClientSpec(ManifestModel):
-    """ClientSpec selects pods that may connect to the gateway. With both selectors, a pod must
-    match both."""
+    """ClientSpec selects pods that may connect. With both selectors, a pod must match both."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
@@ -122,7 +121,22 @@ class NetworkPolicySpec(ManifestModel):
         Field(strict=False, max_length=32),
         ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
-    """Pods that may connect to the gateway. If empty, every client may connect."""
+    """Pods that may connect to the gateway's port. If empty, every client may connect."""
+    admin_clients: Annotated[
+        tuple[ClientSpec, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Pods that may connect to the gateway's adminPort. If empty, pods in the namespace of this
+    object may connect. The operator always may."""
+    metrics_from: Annotated[
+        tuple[ClientSpec, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Pods that may connect to the ports with metrics and health, which serve nothing else. If
+    empty, pods of all namespaces may that have the Prometheus Operator's label
+    app.kubernetes.io/name: prometheus."""
 
 
 class OtlpSpec(ManifestModel):
@@ -137,9 +151,36 @@ class OtlpSpec(ManifestModel):
     /v1/metrics and /v1/traces below it."""
 
 
+class PodMonitorSpec(ManifestModel):
+    """PodMonitorSpec tells the Prometheus Operator to scrape every pod."""
+
+    enabled: bool = True
+    """Whether the operator creates a PodMonitor. It does so only in clusters that have the kind."""
+    interval: Annotated[
+        str,
+        Field(max_length=6),
+        StringPattern(r"[1-9][0-9]{0,4}(s|m)", "duration", "write it like 30s or 1m"),
+    ] = "30s"
+    """Scrape interval, like 30s."""
+    labels: Annotated[
+        Mapping[LabelKey, LabelValue],
+        Field(max_length=16),
+        ServerSchema({"x-kubernetes-map-type": "atomic"}),
+    ] = {}
+    """Labels of the PodMonitor. The podMonitorSelector of your Prometheus must match them."""
+
+
 class TelemetrySpec(ManifestModel):
-    """TelemetrySpec sets where components send metrics and traces."""
+    """TelemetrySpec sets where components send metrics and traces, and who scrapes metrics."""
 
     otlp: OtlpSpec | None = None
     """The OpenTelemetry collector that receives metrics and spans. If unset, components export
     none."""
+    logs: Literal["text", "json"] = "text"
+    """Format of the logs of gateway, retriever and cache store: lines of text, or one JSON object
+    in each line, with the trace's id."""
+    content: Literal["off", "on"] = "off"
+    """Whether spans of gateway and retriever have the text of questions, answers and retrieved
+    chunks. The collector must be trusted with all documents then."""
+    pod_monitor: PodMonitorSpec = PodMonitorSpec()
+    """PodMonitor of the Prometheus Operator for the metrics of all components."""

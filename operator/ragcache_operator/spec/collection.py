@@ -22,6 +22,9 @@ from ragcache_operator.spec.values import (
 
 KIND = "RagCollection"
 
+MAX_QUOTA = 1 << 53
+"""The largest quota of a collection. JSON carries integers up to this exactly."""
+
 _DURATION = r"([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,5}s)?"
 
 
@@ -163,8 +166,17 @@ class RagCollectionSpec(ManifestModel):
     """Name of the collection in the RagCache. If unset, the collection has the name of this
     object. This field is immutable."""
     chunking: ChunkingSpec | None = None
-    """How the retriever splits this collection's documents. If unset, the RagCache's chunking
-    applies."""
+    """How the retriever splits this collection's documents. If unset, a sync does not change it,
+    and a new collection has the RagCache's chunking."""
+    index: Literal["auto", "flat", "ivf", "hnsw"] | None = None
+    """Kind of the collection's vector index, with the values of spec.retriever.index.kind of the
+    RagCache. If unset, a sync does not change it."""
+    max_documents: Annotated[int, Field(ge=0, le=MAX_QUOTA)] | None = None
+    """Maximum number of documents of the collection, of all owners. 0 removes the limit. If unset,
+    a sync does not change it."""
+    max_text_bytes: Annotated[int, Field(ge=0, le=MAX_QUOTA)] | None = None
+    """Maximum size of the texts of the collection in bytes of UTF-8. 0 removes the limit. If unset,
+    a sync does not change it."""
     prune: bool = True
     """Whether a sync deletes documents that are no longer in the sources. A sync never deletes
     documents that it did not add."""

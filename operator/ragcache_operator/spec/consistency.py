@@ -11,12 +11,14 @@ from ragcache_operator.spec.cluster import (
     TolerationSpec,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
+from ragcache_operator.spec.components.external_engine_rules import EXTERNAL_ENGINE_RULES
 from ragcache_operator.spec.components.retriever_rules import RETRIEVER_RULES
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
     CacheStoreSpec,
     EngineSpec,
+    GatewayAuthSpec,
     GatewaySpec,
     HTTPRouteSpec,
     ModelSpec,
@@ -69,6 +71,18 @@ def _ingress_or_http_route(gateway: GatewaySpec) -> Violation | None:
     if gateway.ingress is None or gateway.http_route is None:
         return None
     return Violation("is set together with ingress", "keep the one that your cluster supports")
+
+
+def _ports_differ(gateway: GatewaySpec) -> Violation | None:
+    if gateway.port != gateway.admin_port:
+        return None
+    return Violation(f"{gateway.admin_port} is the gateway's port, too", "use another port")
+
+
+def _no_keys_without_auth(auth: GatewayAuthSpec) -> Violation | None:
+    if auth.enabled or auth.secret_ref is None:
+        return None
+    return Violation("is set, but enabled is false", "leave it out, or set enabled to true")
 
 
 def _max_replicas_at_least_replicas(component: GatewaySpec | EngineSpec) -> Violation | None:
@@ -234,6 +248,26 @@ CONSISTENCY: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "two ports of the gateway",
+        GatewaySpec,
+        "adminPort",
+        _ports_differ,
+        CelRule(
+            "self.adminPort != self.port",
+            "is the gateway's port, too; use another port",
+        ),
+    ),
+    Rule(
+        "no keys without auth",
+        GatewayAuthSpec,
+        "secretRef",
+        _no_keys_without_auth,
+        CelRule(
+            "!has(self.secretRef) || self.enabled == true",
+            "is set, but enabled is false; leave it out, or set enabled to true",
+        ),
+    ),
+    Rule(
         "gateway's maxReplicas at least replicas",
         GatewaySpec,
         "autoscaling.maxReplicas",
@@ -247,6 +281,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         _max_replicas_at_least_replicas,
         _AUTOSCALING,
     ),
+    *EXTERNAL_ENGINE_RULES,
     *RETRIEVER_RULES,
     Rule(
         "memory limit at least the request",

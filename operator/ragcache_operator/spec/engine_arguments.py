@@ -45,6 +45,11 @@ _COUNT_OR_ZERO: Final = FlagValue("a whole number from 0 to 999999999", "(0|[1-9
 _SHARE: Final = FlagValue("a number above 0, up to 1", "(0[.][0-9]{0,8}[1-9]0{0,8}|1)", "0.1")
 
 
+def _parser(example: str) -> FlagValue:
+    words = "a parser's name, of letters, digits, - and _"
+    return FlagValue(words, "[A-Za-z0-9][A-Za-z0-9_-]{0,62}", example)
+
+
 def _one_of(*words: str) -> FlagValue:
     return FlagValue(f"one of {', '.join(words)}", f"({'|'.join(words)})", words[0])
 
@@ -70,6 +75,11 @@ ALLOWED_FLAGS: Final[Mapping[str, FlagValue]] = {
         "raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"
     ),
     "generation-config": _one_of("auto", "vllm"),
+    # Tool calls and reasoning. The parsers come with vLLM; a plugin would be a file.
+    "enable-auto-tool-choice": SWITCH,
+    "exclude-tools-when-tool-choice-none": SWITCH,
+    "tool-call-parser": _parser("hermes"),
+    "reasoning-parser": _parser("qwen3"),
     # Reading of weights. Other formats can hold pickled code.
     "load-format": _one_of("auto", "safetensors"),
     "safetensors-load-strategy": _one_of("lazy", "eager", "prefetch"),

@@ -22,6 +22,7 @@ from ragcache_operator.spec.values import (
     LOCAL_FOLDER,
     ByteQuantity,
     EngineName,
+    EngineUrl,
     ForeignName,
     HostName,
     HostPattern,
@@ -31,6 +32,7 @@ from ragcache_operator.spec.values import (
     Port,
     Replicas,
     ResourcesSpec,
+    SecretEntry,
     SecretKey,
     ServerSchema,
     StorageSpec,
@@ -166,7 +168,8 @@ class ModelSpec(ManifestModel):
     kvMemory."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights and the KV cache. auto uses the data type of the saved weights, and
-    16 bits for float32."""
+    16 bits for float32. On processors without AVX-512, 16 bits are several times slower than
+    float32: `ragcache up` then takes float32 for auto. On Kubernetes, set it for such nodes."""
     weights: ByteQuantity | None = None
     """Size of the weights in memory, which the memory request of each engine includes. If unset, it
     is known for bundled models. For other models it is a guess from the number of parameters in the
@@ -233,7 +236,8 @@ class HTTPRouteSpec(ManifestModel):
 
 class GatewayLimitsSpec(ManifestModel):
     """GatewayLimitsSpec sets the limits of each gateway replica. The gateway answers a request
-    above a limit with 429 and Retry-After. Requests about its own state have no limit."""
+    above a limit with 429 and Retry-After. Requests about its own state have no limit. A change
+    needs no restart."""
 
     questions: Annotated[int, Field(ge=1, le=10_000)] = 128
     """Maximum number of questions at once, from their arrival to the end of their answers. A larger
@@ -244,25 +248,77 @@ class GatewayLimitsSpec(ManifestModel):
     first_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 120
     """Maximum time from sending a prompt to an engine to the first token of the answer. It includes
     the time in the engine's queue. The gateway then answers with 503."""
+    connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
+    """Maximum number of connections at once, on each of the two ports. The gateway answers one more
+    with 503."""
     next_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Maximum time from one token of an answer to the next. The gateway then ends the answer with
     an error."""
+
+
+class KeyFileSecret(SecretKey):
+    """KeyFileSecret selects one entry of a Secret that holds a file of API keys."""
+
+    key: SecretEntry = "keys.toml"
+    """Key in the Secret's data that holds the file."""
+
+
+class GatewayAuthSpec(ManifestModel):
+    """GatewayAuthSpec sets who may call the gateway."""
+
+    enabled: bool = True
+    """Whether requests need an API key. With false, every client that reaches the gateway may read
+    and change all documents."""
+    secret_ref: KeyFileSecret | None = None
+    """Secret with a file of API keys, which `ragcache keys new` makes entries for. If unset, the
+    operator creates a Secret with one admin key, which status.apiKeySecret names. `ragcache up`
+    uses the file api-keys.toml in its data folder instead."""
 
 
 class GatewaySpec(ManifestModel):
     """GatewaySpec sets the gateway, which serves the REST API."""
 
     port: Port = 8080
-    """Port of the gateway's Service. `ragcache up` binds this port on 127.0.0.1."""
+    """Port of the gateway's Service for questions, searches, models and health. ingress and
+    httpRoute expose this port. `ragcache up` binds it on 127.0.0.1, and serves every path there."""
+    admin_port: Port = 8090
+    """Port of the gateway's Service for every path: documents, collections, backups, quality,
+    metrics and the state of components, too. ingress and httpRoute do not expose it."""
+    auth: GatewayAuthSpec | None = None
+    """Who may call the gateway. If unset, requests need an API key in a cluster, and need none with
+    `ragcache up`, which only this machine reaches."""
     replicas: Replicas = 1
     """Number of gateway replicas. With autoscaling, this is the minimum."""
     autoscaling: GatewayAutoscalingSpec | None = None
     """Scales the gateway between replicas and maxReplicas by CPU utilization. It needs a metrics
     API in the cluster. If unset, the gateway has a fixed number of replicas."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of processes of each replica. One process uses one core. Each one has the limits of
+    requests, and memory, of a replica."""
     resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of each gateway pod."""
+    """Resource requests and limits of each gateway pod. By default memory follows from workers."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
     """Limits of the requests that each replica answers."""
+    order: Literal["rank", "cached"] = "rank"
+    """Order of documents in a prompt. rank: best first. cached: a prompt begins with documents
+    whose KV is stored in this order, so that more KV is reused. Answers may differ, because models
+    attend to positions differently. Requests can set it with ragcache.order."""
+    max_displacement: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Most positions that a document may move from its rank with order cached. If unset, there is
+    no limit."""
+    speculation: Literal["off", "auto"] = "off"
+    """Whether an engine computes a question's prompt while its search runs, from the documents that
+    the search has found so far. auto does it where it is expected to save more time than it wastes
+    at the present load. Write "off" in quotes: YAML reads it as false."""
+    rewrite: Literal["off", "rules", "model"] = "rules"
+    """How the gateway makes the search query of a conversation whose request does not say it. With
+    off, it searches for the user's last message. With rules, it adds nouns of earlier turns to a
+    message that refers to them. With model, the served model writes the query, which takes as long
+    as a short answer."""
+    console: Literal["off", "on"] = "on"
+    """Whether the gateway serves the console at /console of the admin port: a page to ask questions
+    and to see what was reused. It has no data of its own and requests everything with the API key
+    of its user. Write "off" in quotes: YAML reads it as false."""
     allowed_hosts: Annotated[
         tuple[HostPattern, ...],
         Field(strict=False, max_length=32),
@@ -295,6 +351,12 @@ class EngineSpec(ManifestModel):
 
     name: EngineName = "main"
     """Name of the engine group. The names of its Kubernetes objects contain it."""
+    url: EngineUrl | None = None
+    """URL of a vLLM server that RagCache does not run, like http://vllm.models.svc:8000. It must
+    serve spec.model with its name and maxLength. Each address of the host name is one engine. The
+    gateway sends it prompts without a plan and without a priority, so it stores and loads no KV. It
+    predicts what the server's own prefix cache has, and corrects that if the server runs with
+    --enable-prompt-tokens-details. All other fields of the group except name must be left out."""
     replicas: Replicas = 1
     """Number of engine replicas. With autoscaling, this is the minimum."""
     device: Literal["cpu"] = "cpu"
@@ -437,7 +499,8 @@ class RagCacheSpec(ManifestModel):
         Field(strict=False, min_length=1, max_length=16),
         ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = (EngineSpec(),)
-    """Groups of vLLM engines. Each group has its own size and number of replicas."""
+    """Groups of vLLM engines. Each group has its own size and number of replicas, or is a server
+    that RagCache does not run."""
     cache_store: CacheStoreSpec = CacheStoreSpec()
     """The cache store, which holds variants in a memory tier and a disk tier."""
     reuse: ReuseSpec = ReuseSpec()
@@ -451,6 +514,11 @@ class RagCacheSpec(ManifestModel):
     """Network connections that pods may open."""
     telemetry: TelemetrySpec = TelemetrySpec()
     """Where components send metrics and traces."""
+
+    @property
+    def own_engines(self) -> tuple[EngineSpec, ...]:
+        """The groups of engines that RagCache runs: those without a URL."""
+        return tuple(engine for engine in self.engines if engine.url is None)
 
 
 class RagCache(ManifestModel):

@@ -178,7 +178,8 @@ def _volume_unchanged(new: StorageSpec, old: StorageSpec) -> Violation | None:
 
 
 def _replicas_not_lowered(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
-    if new.replicas >= old.replicas:
+    # In PostgreSQL, all replicas have the same documents.
+    if new.replicas >= old.replicas or new.backend.kind == "postgres":
         return None
     return Violation(
         f"{new.replicas} is below {old.replicas}: the pods that stay might lack the newest "
@@ -233,7 +234,8 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         "replicas",
         _replicas_not_lowered,
         CelRule(
-            "self.replicas >= oldSelf.replicas",
+            "self.replicas >= oldSelf.replicas || "
+            "(has(self.backend) && has(self.backend.postgres))",
             "is lowered, and the pods that stay might lack the newest documents; keep the number, "
             "or restore a backup into another RagCache",
         ),

@@ -38,7 +38,9 @@ class EndpointsStatus(ManifestModel):
     """EndpointsStatus lists the URLs of the platform."""
 
     gateway: str | None = None
-    """Base URL of the gateway inside the cluster."""
+    """Base URL of the gateway inside the cluster, for questions."""
+    admin: str | None = None
+    """Base URL of the gateway inside the cluster, for every path."""
 
 
 class GatewayStatus(ManifestModel):
@@ -92,6 +94,9 @@ class RagCacheStatus(ManifestModel):
     """Summary of the conditions. Ready means that the self-test passed. Degraded means that some
     replicas are not ready. Refused means that the operator does not apply the spec; the condition
     Accepted tells why."""
+    api_key_secret: str | None = None
+    """Secret that the operator created with an API key for administration, in its entry admin-key.
+    Unset if spec.gateway.auth names a Secret or requires no keys."""
     conditions: Conditions = ()
     """The conditions Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady,
     SelfTestPassed and Ready. With spec.reuse.mode blend also BlendVerified, which tells whether a

@@ -40,6 +40,7 @@ CLAIM_FOLDER = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
 """A volume claim, or a folder of it."""
 LOCAL_FOLDER = r"[^\n]+"
 HTTP_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 
 
 def validation_error(problem: str, fix: str) -> PydanticCustomError:
@@ -164,6 +165,15 @@ HostPattern = Annotated[
         rf"\*|(\*\.)?{SUBDOMAIN}",
         "host name",
         "write it like rag.example.com, or *.example.com for all names below, or * for all",
+    ),
+]
+EngineUrl = Annotated[
+    str,
+    Field(max_length=300),
+    StringPattern(
+        rf"http://{SUBDOMAIN}:{_PORT}",
+        "URL of an engine",
+        "write it like http://vllm.models.svc:8000, with a port and without a path",
     ),
 ]
 WebOrigin = Annotated[

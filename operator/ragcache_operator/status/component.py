@@ -111,7 +111,7 @@ def component_state(
         short = message[:_MAX_MESSAGE_CHARS]
         return ComponentState(component, wanted, ready, settled, available, reason, short)
 
-    counted = f"{ready} of {wanted} replicas are ready"
+    counted = f"{ready} of {wanted} replicas are ready" if workloads else "RagCache runs none"
     if not exists:
         return state(NOT_CREATED, "its workload does not exist yet")
     worst = _worst_problem(component, pods, progress)

@@ -60,7 +60,10 @@ class BlendQuality:
 
 
 class GatewayClient:
-    """Client of the gateways of all platforms, by base URL."""
+    """Client of the gateways of all platforms, by base URL.
+
+    A call that gets a key sends it. A gateway without keys gets none.
+    """
 
     def __init__(self) -> None:
         # Connections inside a cluster must not use a proxy of the environment. Each call has its
@@ -71,10 +74,10 @@ class GatewayClient:
         """Close every connection."""
         await self._client.aclose()
 
-    async def self_test(self, url: str, model: str) -> SelfTestResult:
+    async def self_test(self, url: str, model: str, key: str | None = None) -> SelfTestResult:
         """Ask a question of the largest collection, or of a new test collection."""
         try:
-            collection = await self._collection(url)
+            collection = await self._collection(url, key)
             answer = await self._json(
                 "POST",
                 f"{url}/v1/chat/completions",
@@ -84,6 +87,7 @@ class GatewayClient:
                     "max_tokens": _ANSWER_TOKENS,
                     "ragcache": {"collection": collection, "top_k": 1},
                 },
+                key=key,
                 timeout_s=_ANSWER_TIMEOUT_S,
             )
             citations = answer["ragcache"]["citations"]
@@ -100,10 +104,10 @@ class GatewayClient:
             return SelfTestResult(False, "the engine's answer has no tokens")
         return SelfTestResult(True, f"a question to {collection!r} was answered with citations")
 
-    async def store_usage(self, url: str) -> StoreUsage | None:
+    async def store_usage(self, url: str, key: str | None = None) -> StoreUsage | None:
         """Return the usage of the cache store, or None if the gateway does not answer."""
         try:
-            usage = await self._json("GET", f"{url}/v1/cache")
+            usage = await self._json("GET", f"{url}/v1/cache", key=key)
             resets = [
                 ShardReset(
                     str(shard["address"]), int(shard["reset_at_ms"]), str(shard["reset_reason"])
@@ -115,10 +119,10 @@ class GatewayClient:
         except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
-    async def blend_quality(self, url: str) -> BlendQuality | None:
+    async def blend_quality(self, url: str, key: str | None = None) -> BlendQuality | None:
         """Return what is known of blends, or None if the gateway does not answer."""
         try:
-            state = await self._json("GET", f"{url}/v1/quality")
+            state = await self._json("GET", f"{url}/v1/quality", key=key)
             return BlendQuality(str(state["verdict"]))
         except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
             return None
@@ -127,22 +131,22 @@ class GatewayClient:
         """Return the startup progress of a pod. ``address`` is "host:port" of its health port."""
         try:
             async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
-                _, body = await self._send("GET", f"http://{address}/readyz", None)
+                _, body = await self._send("GET", f"http://{address}/readyz", None, None)
             progress = json.loads(body).get("progress")
         except (*_CONNECTION_ERRORS, TimeoutError, ValueError, AttributeError):
             return None
         return str(progress)[:200] if progress else None
 
-    async def _collection(self, url: str) -> str:
-        listed = await self._json("GET", f"{url}/v1/collections")
+    async def _collection(self, url: str, key: str | None) -> str:
+        listed = await self._json("GET", f"{url}/v1/collections", key=key)
         filled = [c for c in listed["data"] if c["documents"]]
         theirs = [c for c in filled if c["name"] != SELF_TEST_COLLECTION]
         if theirs:
             largest: dict[str, Any] = max(theirs, key=lambda c: (c["documents"], c["name"]))
             return str(largest["name"])
         if not filled:
-            await self._json("PUT", f"{url}/v1/collections/{SELF_TEST_COLLECTION}", {})
-            await self._json("POST", f"{url}/v1/documents", _DOCUMENT)
+            await self._json("PUT", f"{url}/v1/collections/{SELF_TEST_COLLECTION}", {}, key=key)
+            await self._json("POST", f"{url}/v1/documents", _DOCUMENT, key=key)
         return SELF_TEST_COLLECTION
 
     async def _json(
@@ -150,18 +154,23 @@ class GatewayClient:
         method: str,
         url: str,
         body: dict[str, Any] | None = None,
+        *,
+        key: str | None,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> Any:
         """Return the JSON of a response. Raises _ErrorResponse for an HTTP error."""
         async with asyncio.timeout(timeout_s):
-            status, raw = await self._send(method, url, body)
+            status, raw = await self._send(method, url, body, key)
         if not 200 <= status < 300:
             raise _ErrorResponse(_error_text(status, raw))
         return json.loads(raw)
 
-    async def _send(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    async def _send(
+        self, method: str, url: str, body: dict[str, Any] | None, key: str | None
+    ) -> tuple[int, bytes]:
         """Return status and body. The server is a tenant's, so the size of the body is limited."""
-        async with self._client.stream(method, url, json=body) as response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with self._client.stream(method, url, json=body, headers=headers) as response:
             raw = bytearray()
             async for piece in response.aiter_bytes():
                 raw += piece

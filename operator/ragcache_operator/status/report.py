@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragcache_operator.builders.access.api_keys import generated_secret_name
+from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import ComponentState, WorkloadState
@@ -20,7 +22,7 @@ def accepted_status(
     conditions: Sequence[Condition],
     test: SelfTest,
     usage: StoreUsage | None,
-    url: str,
+    site: ClusterSite,
     selector: str,
 ) -> Object:
     """Return the status of an accepted RagCache.
@@ -28,7 +30,7 @@ def accepted_status(
     Args:
         workloads: States of the workloads, by object name.
         usage: Last observed usage of the cache store.
-        url: Base URL of the gateway.
+        site: Says where the gateway is, and which Secret has its keys.
         selector: Label selector of the gateway's pods, for autoscalers.
     """
     name = cache.metadata.name
@@ -39,7 +41,7 @@ def accepted_status(
         "phase": phase_of(conditions, components, generation),
         "conditions": list(conditions),
         "model": cache.spec.model.served_name,
-        "endpoints": {"gateway": url},
+        "endpoints": {"gateway": site.gateway_url, "admin": site.admin_url},
         "gateway": {
             "replicas": gateway.wanted,
             "readyReplicas": gateway.ready,
@@ -53,6 +55,8 @@ def accepted_status(
         "enginesReady": f"{engine.ready}/{engine.wanted}",
         "cacheStore": {"shards": store.wanted, "readyShards": store.ready},
     }
+    if (secret := generated_secret_name(cache, site)) is not None:
+        status["apiKeySecret"] = secret
     if progress := progress_of(components, test):
         status["progress"] = progress
     if usage is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_core.identity.variant import Codec, Precision
+from ragcache_core.sizing.store_size import disk_tier_bytes, shard_memory_bytes
+from ragcache_operator.builders.access import signing_key
 from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects import members
 from ragcache_operator.builders.objects.ownership import Object
@@ -15,7 +17,7 @@ from ragcache_operator.builders.pods.environment import EnvValue, settings_envir
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
-from ragcache_operator.spec import PrecisionSpec, RagCache, StorageSpec
+from ragcache_operator.spec import PrecisionSpec, RagCache
 from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"
@@ -25,26 +27,6 @@ GRPC: Final = Endpoint(COMPONENT, "grpc")
 DATA: Final = Endpoint(COMPONENT, "data")
 HEALTH: Final = Endpoint(COMPONENT, "health")
 
-_PROCESS_BYTES = 960 << 20
-"""Memory of the process besides the memory tier. It needs 75 MiB, 160 more once it packs values, 64
-for deletes, 128 for connections, and up to 256 MiB for each copy of a value that it packs or sends
-by gRPC."""
-
-_DISK_PER_MEMORY = 256
-"""Bytes of disk for each byte of memory that the records of values take. A record of a value of 28
-layers takes 6.5 KiB, so values below 1.6 MiB need more."""
-
-_DISK_SHARE = 0.9
-"""Share of the volume for values and the reserve. The file system and RocksDB use the rest, RocksDB
-about one kilobyte for each value."""
-
-_DISK_RESERVE_BYTES = 64 << 20
-"""Space that the store always leaves free for records (its FREE_RESERVE_BYTES). With less space, it
-would refuse values as on a full disk, before it evicts others."""
-
-_PAGE_BYTES = 1 << 16
-"""Smallest unit of the store's file."""
-
 _ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score": "score"}
 """The store's names of the spec's values."""
 
@@ -53,8 +35,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     """Return the objects of the cache store."""
     store = cache.spec.cache_store
     shards_service = object_name(cache, SHARDS.workload)
-    records_bytes = -(-store.disk.size_bytes // _DISK_PER_MEMORY >> 20) << 20
-    num_bytes = store.memory_bytes + _PROCESS_BYTES + records_bytes
+    num_bytes = shard_memory_bytes(store.memory_bytes, store.disk.size_bytes)
     derived = DerivedResources("100m", num_bytes, bounded=True)
     workload = Workload(
         component=COMPONENT,
@@ -65,7 +46,8 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=120),
         resources=resources(derived, store.resources),
         replicas=store.shards,
-        mounts=(members.mount(cache),),
+        # Only gateways may follow what the shards have.
+        mounts=(members.mount(cache), signing_key.mount(cache, site)),
         storage=store.disk,
         service=shards_service,
     )
@@ -97,8 +79,9 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             # Shards ask each other for deletes that they missed, and copy values to each other.
             cachestore=site.cache_store_members(),
             own_address=site.shard_address(SHARDS),
+            signing_key_file=site.signing_key_file(),
             data_dir=site.data_dir(COMPONENT),
-            disk_bytes=str(_disk_tier_bytes(store.disk)),
+            disk_bytes=str(disk_tier_bytes(store.disk.size_bytes)),
             # Without it, the store takes the default for its policy and reuse mode.
             admission=_ADMISSIONS[store.admission] if store.admission else None,
             precision=str(_precision(store.precision)),
@@ -108,8 +91,3 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
 
 def _precision(given: PrecisionSpec) -> Precision:
     return Precision(Codec(given.key), Codec(given.value))
-
-
-def _disk_tier_bytes(disk: StorageSpec) -> int:
-    """Return the bytes of values that fit on a volume."""
-    return max(int(disk.size_bytes * _DISK_SHARE) - _DISK_RESERVE_BYTES, _PAGE_BYTES)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from ragcache_core.cost.engine_memory import EngineMemory
+from ragcache_operator.builders.access import signing_key
+from ragcache_operator.builders.access.api_keys import uses_keys
 from ragcache_operator.builders.components.model import model_environment, model_mounts
 from ragcache_operator.builders.components.telemetry import vllm_arguments, vllm_environment
 from ragcache_operator.builders.components.weights import weights_bytes
 from ragcache_operator.builders.labels import ENGINE_LABEL
-from ragcache_operator.builders.objects import autoscaling, members, signing_key
+from ragcache_operator.builders.objects import autoscaling, members
 from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS, service
@@ -59,6 +61,11 @@ def records(engine: EngineSpec) -> Endpoint:
     return Endpoint(workload_name(engine), "grpc")
 
 
+def metrics(engine: EngineSpec) -> Endpoint:
+    """Return the endpoint that serves only /metrics."""
+    return Endpoint(workload_name(engine), "metrics")
+
+
 def workload_name(engine: EngineSpec) -> str:
     """Return the name of the engine's workload within the RagCache."""
     return f"{COMPONENT}-{engine.name}"
@@ -79,7 +86,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         command=("python", "-m", "ragcache_engine.start"),
         args=_arguments(cache, engine, site),
         env=_environment(cache, engine, site),
-        ports=(http(engine).port, records(engine).port),
+        ports=(http(engine).port, records(engine).port, metrics(engine).port),
         probes=Probes(site.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S),
         resources=resources(derived, engine.resources),
         replicas=replica_range or engine.replicas,
@@ -101,7 +108,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         service(
             meta,
             workloads.selector(cache, workload),
-            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+            [(one.port, PORT_NUMBERS[one.port]) for one in (http(engine), records(engine))],
             # The gateway knows each engine and balances the load itself.
             HEADLESS,
         ),
@@ -127,8 +134,9 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         "--enable-prompt-tokens-details",
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
-        # The gateway gives background work the lowest priority, and all requests the same one.
-        *(("--scheduling-policy", "priority") if _has_background_requests(cache) else ()),
+        # The gateway gives background work the lowest priority, prompts of searches that have not
+        # ended a low one, and questions that of their key.
+        *(("--scheduling-policy", "priority") if _uses_priorities(cache, site) else ()),
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
@@ -137,8 +145,10 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
     ]
 
 
-def _has_background_requests(cache: RagCache) -> bool:
-    return cache.spec.reuse.precompute or cache.spec.reuse.quality is not None
+def _uses_priorities(cache: RagCache, site: Site) -> bool:
+    reuse = cache.spec.reuse
+    background = reuse.precompute or reuse.quality is not None
+    return background or cache.spec.gateway.speculation != "off" or uses_keys(cache, site)
 
 
 def _json(config: Mapping[str, object]) -> str:
@@ -155,6 +165,7 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, E
             cachestore=site.cache_store_members(),
             signing_key_file=site.signing_key_file(),
             records_listen=str(site.bind_address(records(engine))),
+            metrics_listen=str(site.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),
         ),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
-from ragcache_operator.builders.components import engine, retriever
+from ragcache_operator.builders.access import api_keys, signing_key
+from ragcache_operator.builders.components import engine, gateway_limits, retriever
 from ragcache_operator.builders.components.model import HUB_START_S, model_environment, model_mounts
-from ragcache_operator.builders.objects import autoscaling, ingress, members, signing_key
+from ragcache_operator.builders.objects import autoscaling, ingress, members
 from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import service
@@ -15,13 +17,16 @@ from ragcache_operator.builders.pods.compute import DerivedResources, resources
 from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import Endpoint, Site
+from ragcache_operator.builders.site import LIMITS_FILE, LIMITS_FOLDER, Endpoint, Site
 from ragcache_operator.spec import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
+METRICS: Final = Endpoint(COMPONENT, "metrics")
+"""Serves only /metrics, so that Prometheus needs no access to the API."""
+ADMIN: Final = Endpoint(COMPONENT, "admin")
 
 _START_S = 120
 _ENDPOINT_REMOVAL_S = 5
@@ -31,6 +36,24 @@ _STOP_GRACE_S = 60
 _END_S = 5
 """Time to close connections."""
 
+_WORKER_BYTES: Final = 512 << 20
+"""Memory of a process, besides its knowledge tree."""
+_PARENT_BYTES: Final = 96 << 20
+"""Memory of the process that starts several workers. It serves nothing."""
+_NODE_BYTES: Final = 800
+"""Memory of a node of the knowledge tree."""
+
+_LIMITS_FROM_FILE: Final[Mapping[str, EnvValue | None]] = {
+    "limits_file": f"{LIMITS_FOLDER}/{LIMITS_FILE}",
+    "max_questions": None,
+    "max_document_requests": None,
+    "first_token_timeout_s": None,
+    "next_token_timeout_s": None,
+    "max_connections": None,
+}
+"""Settings of a gateway that reads its limits from a file. As variables they would be part of the
+pod, so a change would restart it."""
+
 
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Return the objects of the gateway."""
@@ -38,6 +61,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     replica_range = gateway.autoscaling and ReplicaRange(
         gateway.replicas, gateway.autoscaling.max_replicas
     )
+    endpoints = (HTTP, ADMIN) if site.is_cluster else (HTTP,)
     # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
     start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
     workload = Workload(
@@ -45,19 +69,33 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         name=COMPONENT,
         command=("python", "-m", "ragcache_gateway"),
         env=_environment(cache, site),
-        ports=(HTTP.port,),
-        probes=Probes(site.bind_address(HTTP).port, "/healthz", "/readyz", start_s=start_s),
-        resources=resources(DerivedResources("100m", 512 << 20), gateway.resources),
+        ports=(*(endpoint.port for endpoint in endpoints), METRICS.port),
+        # Clients that fill the first port must not end the pod.
+        probes=Probes(
+            site.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
+        ),
+        resources=resources(
+            DerivedResources("100m", _memory_bytes(gateway.workers)), gateway.resources
+        ),
         replicas=replica_range or gateway.replicas,
-        mounts=(members.mount(cache), signing_key.mount(cache, site), *model_mounts(model)),
+        mounts=(
+            members.mount(cache),
+            gateway_limits.mount(cache),
+            signing_key.mount(cache, site),
+            *api_keys.mounts(cache, site),
+            *model_mounts(model),
+        ),
         drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
         grace_s=_ENDPOINT_REMOVAL_S + _STOP_GRACE_S + _END_S,
     )
     meta = workloads.metadata(cache, workload)
     children = [
         service(
-            meta, workloads.selector(cache, workload), [(HTTP.port, site.address_of(HTTP).port)]
+            meta,
+            workloads.selector(cache, workload),
+            [(endpoint.port, site.address_of(endpoint).port) for endpoint in endpoints],
         ),
+        gateway_limits.config_map(cache, COMPONENT),
         *workloads.build(cache, workload, site),
     ]
     version = site.capabilities.autoscaling
@@ -72,13 +110,19 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
-    model = cache.spec.model
+    model, has_keys = cache.spec.model, api_keys.uses_keys(cache, site)
     return {
         **model_environment(model),
         **settings_environment(
             GatewaySettings,
             cache,
+            None,
             listen=str(site.bind_address(HTTP)),
+            metrics_listen=str(site.bind_address(METRICS)),
+            admin_listen=str(site.bind_address(ADMIN)) if site.is_cluster else None,
+            api_keys_file=site.api_keys_file() if has_keys else None,
+            builtin_keys=site.builtin_keys() if has_keys else None,
+            **(_LIMITS_FROM_FILE if site.is_cluster else {}),
             retriever=str(site.address_of(retriever.GRPC)),
             engines=",".join(str(_engine_address(one, site)) for one in cache.spec.engines),
             cachestore=site.cache_store_members(),
@@ -90,6 +134,13 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             allowed_origins=",".join(cache.spec.gateway.allowed_origins) or None,
         ),
     }
+
+
+def _memory_bytes(num_workers: int) -> int:
+    """Return the memory of a pod. Each worker is a process with a knowledge tree of its own."""
+    max_nodes: int = GatewaySettings.model_fields["view_max_nodes"].default
+    parent_bytes = _PARENT_BYTES if num_workers > 1 else 0
+    return num_workers * (_WORKER_BYTES + max_nodes * _NODE_BYTES) + parent_bytes
 
 
 def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
@@ -105,5 +156,7 @@ def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
 
 
 def _engine_address(group: EngineSpec, site: Site) -> EngineAddress:
+    if group.url is not None:
+        return EngineAddress.of_url(group.url)
     http, records = site.address_of(engine.http(group)), site.address_of(engine.records(group))
     return EngineAddress(http.host, http.port, records.port)

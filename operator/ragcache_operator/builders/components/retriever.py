@@ -1,9 +1,13 @@
-"""Builds the retriever: pods with a volume each. If there are several, one writes."""
+"""Builds the retriever: pods with a volume each.
+
+If there are several, one writes, and the others follow it. With PostgreSQL all write.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
 from ragcache_operator.builders.components.model import model_environment, model_mounts
 from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects.ownership import Object
@@ -19,11 +23,16 @@ from ragcache_operator.builders.pods.environment import (
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import EMBEDDER_FOLDER, PORT_NUMBERS, Endpoint, Site
+from ragcache_operator.builders.site import (
+    CROSS_ENCODER_FOLDER,
+    EMBEDDER_FOLDER,
+    PORT_NUMBERS,
+    Endpoint,
+    Site,
+)
 from ragcache_operator.spec import (
     BUNDLED_DIMENSION,
     BUNDLED_EMBEDDER,
-    EmbedderSpec,
     RagCache,
     RetrieverSpec,
 )
@@ -36,21 +45,14 @@ GRPC: Final = Endpoint(COMPONENT, "grpc")
 HEALTH: Final = Endpoint(COMPONENT, "health")
 WRITER_LEASE: Final = f"{COMPONENT}-writer"
 
-_PROCESS_BYTES: Final = 768 << 20
-"""Memory of the process with the bundled embedder, besides the index."""
 _ENDPOINT_DIMENSION: Final = 1024
 """Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
-_NUMBER_BYTES: Final = {"float32": 4, "sq8": 1}
-_GRAPH_BYTES: Final = 272
-"""Memory of the links of one vector in an HNSW graph."""
-_ROW_BYTES: Final = 16
-"""Memory of the row number and the cell of a vector."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
-    is_replicated = retriever.replicas > 1
+    is_replicated = retriever.has_followers
     derived = DerivedResources("250m", _memory_bytes(retriever))
     workload = Workload(
         component=COMPONENT,
@@ -63,7 +65,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
         resources=resources(derived, retriever.resources),
         replicas=retriever.replicas,
-        mounts=[*model_mounts(model), *_embedder_mounts(retriever.embedder)],
+        mounts=[*model_mounts(model), *_search_model_mounts(retriever)],
         storage=retriever.storage,
         service=object_name(cache, REPLICAS.workload),
         calls_api=is_replicated,
@@ -86,7 +88,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     model, retriever = cache.spec.model, cache.spec.retriever
     url = retriever.backend.url_secret
     peers = site.replica_addresses(REPLICAS, COMPONENT, retriever.replicas)
-    is_replicated = len(peers) > 1
+    is_replicated = retriever.has_followers
     return {
         **(site.pod_identity() if is_replicated else {}),
         **_hub_environment(cache),
@@ -98,6 +100,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             data_dir=site.data_dir(COMPONENT),
             model=site.model(model.parsed_source),
             embedder=site.embedder(retriever.embedder),
+            reranker_model=site.reranker_model(retriever.reranker),
             backend=retriever.backend.kind,
             backend_url=None if url is None else FromSecret.of(url),
             peers=",".join(peers) if is_replicated else None,
@@ -108,28 +111,44 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
 
 
 def _hub_environment(cache: RagCache) -> dict[str, EnvValue]:
-    """Return variables for the Hugging Face libraries, which two models may need."""
+    """Return variables for the Hugging Face libraries, which three models may need."""
     found = dict(model_environment(cache.spec.model))
-    if cache.spec.retriever.embedder.hub_name:
+    retriever = cache.spec.retriever
+    if retriever.embedder.hub_name or retriever.reranker.hub_name:
         found.pop("HF_HUB_OFFLINE", None)
     return found
 
 
-def _embedder_mounts(embedder: EmbedderSpec) -> list[Mount]:
-    """Return the read-only mount of an embedder on a volume."""
-    if not embedder.claim:
-        return []
-    volume = {"persistentVolumeClaim": {"claimName": embedder.claim, "readOnly": True}}
-    return [Mount("embedder", EMBEDDER_FOLDER, volume, read_only=True)]
+def _search_model_mounts(retriever: RetrieverSpec) -> list[Mount]:
+    """Return the read-only mounts of an embedder and of a cross-encoder on volumes."""
+    claims = (
+        ("embedder", EMBEDDER_FOLDER, retriever.embedder.claim),
+        ("cross-encoder", CROSS_ENCODER_FOLDER, retriever.reranker.claim),
+    )
+    return [
+        Mount(
+            name,
+            folder,
+            {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
+            read_only=True,
+        )
+        for name, folder, claim in claims
+        if claim
+    ]
 
 
 def _memory_bytes(retriever: RetrieverSpec) -> int:
-    """Return the memory of the process and of the index of the expected chunks, in whole MiB."""
+    """Return the memory of the process and of the index of the expected chunks, in whole MiB.
+
+    Another backend has the index in its own memory.
+    """
+    if retriever.backend.kind != "embedded":
+        return retriever_memory_bytes(0)
     is_bundled = retriever.embedder.source == BUNDLED_EMBEDDER
     dimension = BUNDLED_DIMENSION if is_bundled else _ENDPOINT_DIMENSION
     index = retriever.index
-    vector_bytes = dimension * _NUMBER_BYTES[index.precision] + _ROW_BYTES
-    if index.kind == "hnsw":
-        vector_bytes += _GRAPH_BYTES
-    num_bytes = _PROCESS_BYTES + index.expected_chunks * vector_bytes
-    return -(-num_bytes >> 20) << 20
+    return retriever_memory_bytes(
+        index_bytes(
+            index.expected_chunks, dimension, index.precision, has_graph=index.kind == "hnsw"
+        )
+    )

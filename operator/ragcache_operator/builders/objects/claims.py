@@ -17,7 +17,7 @@ def claim_template(storage: StorageSpec, labels: Mapping[str, str]) -> Object:
     The claims have no owner, because data policy Retain keeps them after the RagCache is deleted.
 
     Args:
-        labels: Labels by which a deletion finds the claims.
+        labels: Labels of the claims. A deletion finds the claims with these labels.
     """
     spec: Object = {
         "accessModes": ["ReadWriteOnce"],

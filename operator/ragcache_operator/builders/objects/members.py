@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from ragcache_operator.builders.labels import labels, object_name
+from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.objects.watched_file import WatchedConfig
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.site import MEMBERS_FILE, MEMBERS_FOLDER, PORT_NUMBERS
 from ragcache_operator.spec import RagCache
 
-_SUFFIX: Final = "members"
+_FILE: Final = WatchedConfig("members", "members", MEMBERS_FOLDER, MEMBERS_FILE)
 
 
 def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
@@ -27,23 +28,9 @@ def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
     store = object_name(cache, component)
     domain = f"{shards_service}.{cache.metadata.namespace}.svc:{PORT_NUMBERS['grpc']}"
     members = [f"{store}-{shard}.{domain}" for shard in range(cache.spec.cache_store.shards)]
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": object_name(cache, _SUFFIX),
-            "namespace": cache.metadata.namespace,
-            "labels": labels(cache.metadata.name, component),
-        },
-        "data": {MEMBERS_FILE: json.dumps({"members": members})},
-    }
+    return _FILE.config_map(cache, component, json.dumps({"members": members}))
 
 
 def mount(cache: RagCache) -> Mount:
-    """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
-    return Mount(
-        "members",
-        MEMBERS_FOLDER,
-        {"configMap": {"name": object_name(cache, _SUFFIX)}},
-        read_only=True,
-    )
+    """Return the mount of the file's folder."""
+    return _FILE.mount(cache)

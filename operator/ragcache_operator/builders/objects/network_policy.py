@@ -20,7 +20,7 @@ from ragcache_operator.builders.labels import (
 )
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.site import PORT_NUMBERS, Site
-from ragcache_operator.spec import COMPONENTS, RagCache, RetrieverSpec
+from ragcache_operator.spec import COMPONENTS, ClientSpec, RagCache, RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
 
@@ -34,17 +34,31 @@ _EDGES: Final = (
     ("retriever", "retriever", "grpc"),
     ("cachestore", "cachestore", "grpc"),
     ("cachestore", "cachestore", "data"),
-    (SYNC_COMPONENT, "gateway", "http"),
+    (SYNC_COMPONENT, "gateway", "admin"),
 )
 """Allowed connections between components: (client, server, port name)."""
 
 _OPERATOR_TARGETS: Final = (
-    ("gateway", "http"),
+    ("gateway", "admin"),
     ("retriever", "health"),
     ("engine", "http"),
     ("cachestore", "health"),
 )
 """Endpoints that the operator calls, for the self-test and for health."""
+
+_METRICS_PORTS: Final = {
+    "gateway": "metrics",
+    "retriever": "health",
+    "engine": "metrics",
+    "cachestore": "health",
+}
+"""Ports that serve metrics, and no more than health besides."""
+
+_PROMETHEUS: Final[Object] = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
+"""Pods of Prometheus, as the Prometheus Operator and the community's chart label them."""
 
 _READS_MODEL: Final = ("gateway", "retriever", "engine")
 """Components that download a model of the hub."""
@@ -105,9 +119,13 @@ def _component_policy(cache: RagCache, component: str, site: Site) -> Object:
 
 
 def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
-    clients = cache.spec.network_policy.clients
-    if component == "gateway" and not clients:
-        return [{"ports": _ports(PORT_NUMBERS["http"])}]
+    rules = _client_rules(cache, component, site)
+    readers = _peers(cache.spec.network_policy.metrics_from) or [_PROMETHEUS]
+    rules.append({"from": readers, "ports": _ports(PORT_NUMBERS[_METRICS_PORTS[component]])})
+    return rules
+
+
+def _client_rules(cache: RagCache, component: str, site: Site) -> list[Object]:
     name = cache.metadata.name
     rules = [
         {"from": [_pods_of(name, source)], "ports": _ports(PORT_NUMBERS[port])}
@@ -117,12 +135,18 @@ def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
     ports = [PORT_NUMBERS[port] for target, port in _OPERATOR_TARGETS if target == component]
     rules.append({"from": [_operator(site)], "ports": _ports(*ports)})
     if component == "gateway":
-        peers = [
-            client.model_dump(by_alias=True, exclude_defaults=True, mode="json")
-            for client in clients
-        ]
-        rules.append({"from": peers, "ports": _ports(PORT_NUMBERS["http"])})
+        policy = cache.spec.network_policy
+        anyone = {"from": _peers(policy.clients)} if policy.clients else {}
+        rules.append({**anyone, "ports": _ports(PORT_NUMBERS["http"])})
+        admins = _peers(policy.admin_clients) or [{"podSelector": {}}]
+        rules.append({"from": admins, "ports": _ports(PORT_NUMBERS["admin"])})
     return rules
+
+
+def _peers(clients: Sequence[ClientSpec]) -> list[Object]:
+    return [
+        client.model_dump(by_alias=True, exclude_defaults=True, mode="json") for client in clients
+    ]
 
 
 def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
@@ -140,6 +164,9 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
         rules.append({"ports": _ports(_HTTPS)})
     if component == "retriever":
         rules += _retriever_egress(cache.spec.retriever, site)
+    if component == "gateway":
+        urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
+        rules += [rule for url in urls for rule in _to_url(url, site)]
     otlp = cache.spec.telemetry.otlp
     if otlp is not None:
         rules += _to_url(otlp.endpoint, site)
@@ -150,14 +177,14 @@ def _retriever_egress(retriever: RetrieverSpec, site: Site) -> list[Object]:
     rules: list[Object] = []
     if retriever.embedder.is_endpoint:
         rules += _to_url(retriever.embedder.source, site)
-    if retriever.embedder.hub_name:
+    if retriever.embedder.hub_name or retriever.reranker.hub_name:
         rules.append({"ports": _ports(_HTTPS)})
     if retriever.reranker.source.startswith("http"):
         rules += _to_url(retriever.reranker.source, site)
     if retriever.backend.kind != "embedded":
         # The address is in a Secret, which the operator does not read.
         rules.append({"ports": _ports(*_BACKEND_PORTS[retriever.backend.kind])})
-    if retriever.replicas > 1:
+    if retriever.has_followers:
         rules.append({"ports": _ports(*_API_SERVER_PORTS)})
     return rules
 

@@ -85,6 +85,9 @@ class EmbedderSpec(ManifestModel):
         return value if found == kind else ""
 
 
+CROSS_ENCODER: Final = "cross-encoder"
+
+
 class RerankerSpec(ManifestModel):
     """RerankerSpec sets the model that orders the best hits of a search again."""
 
@@ -104,10 +107,43 @@ class RerankerSpec(ManifestModel):
     inside the retriever. A URL is the base URL of an engine that serves /rerank, like
     http://reranker:8000/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """For cross-encoder, the Hugging Face name or the folder of the model. For a URL, the model
+    """For cross-encoder, the model: its name on the Hugging Face hub, pvc:CLAIM/FOLDER for a folder
+    on a volume, or path:FOLDER for a folder of this machine and `ragcache up`. For a URL, the model
     name that the retriever sends. Both require it, and the other sources do not allow it."""
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
+
+    @property
+    def claim(self) -> str:
+        """Name of the volume claim of a cross-encoder on a volume. Empty for others."""
+        return self._cross_encoder_in("pvc").partition("/")[0]
+
+    @property
+    def claim_folder(self) -> str:
+        """Folder of a cross-encoder within its volume. Empty means the volume's root."""
+        return self._cross_encoder_in("pvc").partition("/")[2].rstrip("/")
+
+    @property
+    def local_folder(self) -> str:
+        """Folder of a cross-encoder on this machine. Empty for others."""
+        return self._cross_encoder_in("path")
+
+    @property
+    def hub_name(self) -> str:
+        """Name of a cross-encoder on the hub. Empty for others."""
+        if self.source != CROSS_ENCODER or self.model is None or ":" in self.model:
+            return ""
+        return self.model
+
+    def _cross_encoder_in(self, kind: str) -> str:
+        if self.source != CROSS_ENCODER or self.model is None:
+            return ""
+        found, _, value = self.model.partition(":")
+        return value if found == kind else ""
+
+
+CROSS_ENCODER_MODEL: Final = rf"{HUB_NAME}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
+"""What names a cross-encoder, as a regular expression."""
 
 
 class IndexSpec(ManifestModel):
@@ -122,10 +158,12 @@ class IndexSpec(ManifestModel):
     recall is expected. If unset, a search ends after all its stages."""
     precision: Literal["float32", "sq8"] = "float32"
     """Precision of vectors in the index. sq8 stores one byte for each number instead of four, and
-    finds slightly fewer of the nearest chunks. Documents keep their exact vectors."""
+    finds slightly fewer of the nearest chunks. Documents keep their exact vectors. Only the
+    embedded backend has sq8."""
     expected_chunks: Annotated[int, Field(ge=1, le=1_000_000_000)] = 200_000
     """Expected number of chunks of all collections. The memory request follows from it, the
-    precision and the embedder. It is no limit."""
+    precision and the embedder. It is no limit. With another backend the index takes no memory of
+    the retriever."""
 
 
 class RetrieverLimitsSpec(ManifestModel):
@@ -184,7 +222,8 @@ class RetrieverSpec(ManifestModel):
     """Number of retriever pods, each with a volume and a copy of all documents. One of them writes,
     and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
     but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
-    pods that stay might lack the newest documents."""
+    pods that stay might lack the newest documents. With PostgreSQL, all pods use its documents and
+    write, and the number can be lowered. With Milvus it is 1."""
     max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
     """Maximum age of a change that a replica may lack. A replica that is further behind the writer
     answers no searches until it has caught up. A failover takes up to 15 seconds."""
@@ -205,3 +244,8 @@ class RetrieverSpec(ManifestModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each retriever pod. By default the memory follows from
     index."""
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether one pod writes and others follow it. In PostgreSQL, pods share the documents."""
+        return self.replicas > 1 and self.backend.kind == "embedded"

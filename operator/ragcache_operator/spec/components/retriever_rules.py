@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from ragcache_operator.spec.components.retriever import (
+    CROSS_ENCODER,
+    CROSS_ENCODER_MODEL,
     BackendSpec,
     EmbedderSpec,
     RerankerSpec,
@@ -47,6 +51,18 @@ def _model_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
     return None
 
 
+def _cross_encoder_is_named(reranker: RerankerSpec) -> Violation | None:
+    model = reranker.model
+    if reranker.source != CROSS_ENCODER or model is None:
+        return None
+    if re.fullmatch(CROSS_ENCODER_MODEL, model, re.ASCII):
+        return None
+    return Violation(
+        f"{model!r} names no cross-encoder",
+        "use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or path:FOLDER",
+    )
+
+
 def _key_fits_the_reranker(reranker: RerankerSpec) -> Violation | None:
     if reranker.source.startswith("http") or reranker.key_secret is None:
         return None
@@ -63,12 +79,22 @@ def _one_backend(backend: BackendSpec) -> Violation | None:
 
 
 def _replicas_fit_the_backend(retriever: RetrieverSpec) -> Violation | None:
-    if retriever.replicas == 1 or retriever.backend.kind == "embedded":
+    if retriever.replicas == 1 or retriever.backend.kind != "milvus":
         return None
     return Violation(
-        f"{retriever.replicas} is not possible with backend {retriever.backend.kind}: replicas "
-        "copy the documents of their own volumes",
-        "use 1, and let the backend replicate",
+        f"{retriever.replicas} is not possible with backend milvus: replicas do not share its "
+        "vectors",
+        "use 1, or another backend",
+    )
+
+
+def _precision_fits_the_backend(retriever: RetrieverSpec) -> Violation | None:
+    if retriever.index.precision == "float32" or retriever.backend.kind == "embedded":
+        return None
+    return Violation(
+        f"has precision {retriever.index.precision}, which backend {retriever.backend.kind} does "
+        "not use",
+        "leave out precision, or use the embedded backend",
     )
 
 
@@ -117,6 +143,18 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "name or folder of a cross-encoder",
+        RerankerSpec,
+        "model",
+        _cross_encoder_is_named,
+        CelRule(
+            f"self.source != '{CROSS_ENCODER}' || !has(self.model) || "
+            f"self.model.matches(r'^(?:{CROSS_ENCODER_MODEL})$')",
+            "names no cross-encoder; use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or "
+            "path:FOLDER",
+        ),
+    ),
+    Rule(
         "API key of the reranker only for an endpoint",
         RerankerSpec,
         "keySecret",
@@ -138,15 +176,26 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "one retriever replica unless the backend is embedded",
+        "one retriever replica with Milvus",
         RetrieverSpec,
         "replicas",
         _replicas_fit_the_backend,
         CelRule(
-            "self.replicas == 1 || !has(self.backend) || "
-            "!(has(self.backend.postgres) || has(self.backend.milvus))",
-            "must be 1 with this backend, because replicas copy the documents of their own "
-            "volumes; let the backend replicate",
+            "self.replicas == 1 || !has(self.backend) || !has(self.backend.milvus)",
+            "must be 1 with Milvus, because replicas do not share its vectors; use 1, or another "
+            "backend",
+        ),
+    ),
+    Rule(
+        "precision of the index only in the embedded backend",
+        RetrieverSpec,
+        "index",
+        _precision_fits_the_backend,
+        CelRule(
+            "!has(self.index) || self.index.precision == 'float32' || !has(self.backend) || "
+            "(!has(self.backend.postgres) && !has(self.backend.milvus))",
+            "has a precision that postgres and milvus do not use; leave out precision, or use the "
+            "embedded backend",
         ),
     ),
 )
