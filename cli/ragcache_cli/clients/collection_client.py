@@ -12,7 +12,12 @@ from urllib.parse import quote
 
 import httpx
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import (
+    GatewayApiClient,
+    GatewayTarget,
+    RequestRefused,
+    TryLater,
+)
 from ragcache_core.errors import Unavailable
 
 _DOCUMENTS = "/v1/documents"
@@ -59,13 +64,13 @@ class CollectionClient(GatewayApiClient):
 
     def __init__(
         self,
-        url: str,
+        target: GatewayTarget,
         collection: str,
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        super().__init__(url)
+        super().__init__(target)
         self._http.timeout = httpx.Timeout(_REPLY_S, connect=_CONNECT_S)
         self._collection = collection
         self._patience_s = patience_s
@@ -76,9 +81,12 @@ class CollectionClient(GatewayApiClient):
         """Return settings and counts of the collection, or None if it does not exist."""
         return await self._find("GET", self._path)
 
-    async def put_settings(self, settings: Mapping[str, Any]) -> None:
-        """Create or change the collection; a new chunking splits all its documents again."""
-        await self._patiently("PUT", self._path, settings)
+    async def change_settings(self, settings: Mapping[str, Any]) -> None:
+        """Create the collection, or change the given settings of it.
+
+        A new chunking splits all its documents again.
+        """
+        await self._patiently("PATCH", self._path, settings)
 
     async def documents(self) -> AsyncIterator[CollectionDocument]:
         """Return every document, by id."""

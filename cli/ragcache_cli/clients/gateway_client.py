@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -13,6 +13,9 @@ from urllib.parse import quote
 import httpx
 
 from ragcache_core.errors import RagCacheError, Unavailable
+
+API_KEY_VARIABLE = "RAGCACHE_API_KEY"
+"""Environment variable with the API key."""
 
 _CONNECT_S = 5.0
 _REPLY_S = 120.0
@@ -53,21 +56,40 @@ class BatchFile:
     content: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayTarget:
+    """A gateway, and the API key for it.
+
+    Args:
+        url: Base URL.
+        api_key: None: the gateway needs no key.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+
 class GatewayApiClient:
     """Calls to one gateway.
 
     Args:
-        url: Base URL.
+        target: The gateway.
+        reply_s: Longest wait between two parts of a response.
 
     Raises:
         RequestRefused: The gateway refused the request.
         Unavailable: No gateway answered.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        timeout = httpx.Timeout(_REPLY_S, connect=_CONNECT_S)
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout)
+    def __init__(self, target: GatewayTarget, reply_s: float = _REPLY_S) -> None:
+        self._url = target.url
+        timeout = httpx.Timeout(reply_s, connect=_CONNECT_S)
+        key = target.api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.AsyncClient(base_url=target.url, timeout=timeout, headers=headers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,6 +173,29 @@ class GatewayApiClient:
     async def cache(self) -> dict[str, Any]:
         """Return the content of the cache store and its hit rate."""
         return await self._call("GET", "/v1/cache")
+
+    async def status(self) -> dict[str, Any]:
+        """Return which parts are ready; with ``error`` if questions cannot be answered."""
+        async with self._translated():
+            reply = await self._http.get("/v1/status")
+            if reply.is_error and reply.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise _refusal(reply)
+            body = dict(reply.json())
+            if "parts" not in body:
+                raise _refusal(reply)
+            return body
+
+    async def metrics(self) -> str:
+        """Return the gateway's metrics in Prometheus' text format."""
+        async with self._translated():
+            reply = await self._http.get("/metrics", headers={"Accept": "text/plain"})
+            if reply.is_error:
+                raise _refusal(reply)
+            return reply.text
+
+    async def explanation(self, request_id: str) -> dict[str, Any]:
+        """Return where the KV of an answer's prompt came from."""
+        return await self._call("GET", f"/v1/requests/{quote(request_id, safe='')}")
 
     async def list_documents(self, collection: str, limit: int) -> list[dict[str, Any]]:
         """Return the first documents of a collection, without their text."""

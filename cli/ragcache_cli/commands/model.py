@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,21 +15,50 @@ from ragcache_cli.models.catalog import FETCHED_MODELS, fetched_model
 from ragcache_operator.spec import BUNDLED_MODELS, RagCache
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A bundled model. ``folder`` None: it is not on this machine, and ``fix`` says what to do."""
+
+    source: str
+    max_tokens: int
+    num_bytes: int
+    licence: str
+    folder: str | None
+    fix: str = ""
+
+
+def model_rows() -> list[ModelRow]:
+    """Return every bundled model with its limit, licence, and where it is."""
+    rows = []
+    for name, max_tokens in BUNDLED_MODELS.items():
+        model = FETCHED_MODELS.get(name)
+        folder = find_model(name) if model else checkout_model(name)
+        fix = f"not fetched: ragcache model fetch {name}" if model else "not in this checkout"
+        rows.append(
+            ModelRow(
+                source=f"bundled:{name}",
+                max_tokens=max_tokens,
+                num_bytes=_size_bytes(name, folder),
+                licence=model.licence if model else "Apache-2.0",
+                folder=str(folder) if folder else None,
+                fix="" if folder else fix,
+            )
+        )
+    return rows
+
+
 def models_table() -> Table:
     """Render a row per bundled model: its source, limit, licence, and where it is."""
     table = Table(box=None, pad_edge=False)
     for heading in ("SOURCE", "TOKENS", "SIZE", "LICENCE", "FOLDER"):
         table.add_column(heading, justify="right" if heading in {"TOKENS", "SIZE"} else "left")
-    for name, max_tokens in BUNDLED_MODELS.items():
-        model = FETCHED_MODELS.get(name)
-        folder = find_model(name) if model else checkout_model(name)
-        missing = f"not fetched: ragcache model fetch {name}" if model else "not in this checkout"
+    for row in model_rows():
         table.add_row(
-            f"bundled:{name}",
-            f"{max_tokens:,}",
-            f"{_size_bytes(name, folder) / 1e6:,.0f} MB",
-            model.licence if model else "Apache-2.0",
-            Text(str(folder)) if folder else Text(missing, style="yellow"),
+            row.source,
+            f"{row.max_tokens:,}",
+            f"{row.num_bytes / 1e6:,.0f} MB",
+            row.licence,
+            Text(row.folder) if row.folder else Text(row.fix, style="yellow"),
         )
     return table
 

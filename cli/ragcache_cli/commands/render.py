@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 
@@ -14,6 +15,16 @@ from ragcache_operator.config import own_tag
 from ragcache_operator.spec import RagCache
 
 
+def objects(cache: RagCache, capabilities: Capabilities | None = None) -> list[dict[str, Any]]:
+    """Return the objects in the order of the builders, with the arguments of ``render_yaml``.
+
+    Raises:
+        InvalidInput: That cluster cannot run the object.
+    """
+    site = ClusterSite.of(cache, tag=own_tag(), capabilities=capabilities)
+    return build_children(cache, site)
+
+
 def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> str:
     """Render the objects in the order of the builders.
 
@@ -23,8 +34,7 @@ def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> st
     Raises:
         InvalidInput: That cluster cannot run the object.
     """
-    site = ClusterSite.of(cache, tag=own_tag(), capabilities=capabilities)
-    children = build_children(cache, site)
+    children = objects(cache, capabilities)
     return yaml.dump_all(children, Dumper=_Dumper, sort_keys=False, explicit_start=True)
 
 

@@ -21,6 +21,7 @@ from ragcache_cli.local.state_file import (
     read_record,
     remove_record,
 )
+from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
 from ragcache_operator.spec import RagCache
 
 _POLL_S = 0.2
@@ -32,17 +33,23 @@ async def run_here(cache: RagCache, data: Path, console: Console) -> int:
     """Run until cancelled. Raises what LocalPlatform raises."""
     begun = time.monotonic()
     lines = ProgressLines(console)
+    cache = use_fast_number_type(cache, read_cpu_features())
     async with AsyncExitStack() as stack:
         with lines.spinner():
             platform = await stack.enter_async_context(
                 LocalPlatform(cache, data, progress=lines.tell)
             )
         console.print(
-            f"ready in {time.monotonic() - begun:.0f} s: {cache.spec.model.served_name} "
+            f"ready in {time.monotonic() - begun:.0f} s: {_model(cache)} "
             f"at {platform.gateway_url} (stop with Ctrl-C or `ragcache down`)"
         )
         await platform.keep_running()
     return 0
+
+
+def _model(cache: RagCache) -> str:
+    model = cache.spec.model
+    return model.served_name if model.dtype == "auto" else f"{model.served_name} in {model.dtype}"
 
 
 def run_detached(manifest: Path, data: Path, console: Console) -> int:

@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient
-from ragcache_cli.documents.gateway_option import GatewayOption, gateway_url
+from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
+from ragcache_cli.documents.gateway_option import ApiKeyOption, GatewayOption, gateway_target
 from ragcache_cli.output.console import make_console
+from ragcache_cli.output.form import OutputOption, print_json
 from ragcache_core.documents.backup_file import BackupReader
 from ragcache_core.errors import InvalidInput
 
@@ -27,31 +28,43 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The file of 
 def backup_command(
     file: FileArgument,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Write all documents with their embeddings into a file, while they are served."""
     if file.exists() and not force:
         raise InvalidInput("FILE", f"{file} exists", "name another one, or add --force")
     if not file.absolute().parent.is_dir():
         raise InvalidInput("FILE", f"{file} is in no folder", "create the folder")
-    num_bytes = asyncio.run(_backup(gateway_url(gateway), file, make_console(stderr=True)))
-    print(f"wrote {file} ({num_bytes:,} bytes)")
+    num_bytes = asyncio.run(
+        _backup(gateway_target(gateway, api_key), file, make_console(stderr=True))
+    )
+    if output == "json":
+        print_json({"file": str(file), "bytes": num_bytes})
+    else:
+        print(f"wrote {file} ({num_bytes:,} bytes)")
 
 
 def restore_command(
     file: FileArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Replace all documents of all collections by those of a backup."""
     check_file(file)
-    url = gateway_url(gateway)
+    url = gateway_target(gateway, api_key)
     if not yes:
         question = f"Replace all documents at {url} by {file}?"
         typer.confirm(question, abort=True, err=True)
     num_bytes = file.stat().st_size
     documents = asyncio.run(_restore(url, file, num_bytes, make_console(stderr=True)))
-    print(f"restored {documents:,} documents")
+    if output == "json":
+        print_json({"documents": documents})
+    else:
+        print(f"restored {documents:,} documents")
 
 
 def check_file(file: Path) -> None:
@@ -62,10 +75,10 @@ def check_file(file: Path) -> None:
     reader.end()
 
 
-async def _backup(url: str, file: Path, console: Console) -> int:
+async def _backup(url: GatewayTarget, file: Path, console: Console) -> int:
     """Download a backup and return its size. A file that is not complete is never left."""
     partial = file.with_name(f"{file.name}.partial")
-    reader = BackupReader(url)
+    reader = BackupReader(str(url))
     try:
         with partial.open("wb") as opened, _progress(console) as progress:
             task = progress.add_task("backup", total=None)
@@ -88,7 +101,7 @@ async def _backup(url: str, file: Path, console: Console) -> int:
     return num_bytes
 
 
-async def _restore(url: str, file: Path, num_bytes: int, console: Console) -> int:
+async def _restore(url: GatewayTarget, file: Path, num_bytes: int, console: Console) -> int:
     with _progress(console) as progress:
         task = progress.add_task("restore", total=num_bytes)
 

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 from rich.table import Table
 
 from ragcache_cli.clients.gateway_client import GatewayApiClient
-from ragcache_cli.documents.gateway_option import GatewayOption, gateway_url
+from ragcache_cli.documents.gateway_option import ApiKeyOption, GatewayOption, gateway_target
 from ragcache_cli.output.console import make_console
+from ragcache_cli.output.counting_bar import counting_bar
+from ragcache_cli.output.form import OutputOption, print_json
 from ragcache_core.errors import InvalidInput
 
 R = TypeVar("R")
 
+_POLL_S: Final = 1.0
+
 collection_app = typer.Typer(no_args_is_help=True, help="Manage collections of documents.")
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The collection.")]
-OutputOption = Annotated[
-    Literal["text", "json"], typer.Option("--output", "-o", help="Form of the result.")
-]
 
 
 @collection_app.command(name="list")
-def list_command(output: OutputOption = "text", gateway: GatewayOption = None) -> None:
+def list_command(
+    output: OutputOption = "text", gateway: GatewayOption = None, api_key: ApiKeyOption = None
+) -> None:
     """Show all collections."""
-    collections = _call(gateway, lambda client: client.collections())
+    collections = _call(gateway, api_key, lambda client: client.collections())
     if output == "json":
-        print(json.dumps(collections, indent=2))
+        print_json(collections)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("NAME")
@@ -52,10 +54,13 @@ def list_command(output: OutputOption = "text", gateway: GatewayOption = None) -
 
 @collection_app.command(name="get")
 def get_command(
-    name: NameArgument, output: OutputOption = "text", gateway: GatewayOption = None
+    name: NameArgument,
+    output: OutputOption = "text",
+    gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Show settings and counts of a collection."""
-    _show(_call(gateway, lambda client: client.collection(name)), output)
+    _show(_call(gateway, api_key, lambda client: client.collection(name)), output)
 
 
 @collection_app.command(name="put")
@@ -83,8 +88,12 @@ def put_command(
     max_text_bytes: Annotated[
         int | None, typer.Option(metavar="BYTES", min=0, help="Quota; 0: none.")
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until all documents are prepared again.")
+    ] = False,
     output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Create a collection, or replace its settings: those left out get the platform's defaults."""
     if chunk_overlap is not None and chunk_size is None:
@@ -98,7 +107,10 @@ def put_command(
         "max_text_bytes": max_text_bytes,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    _show(_call(gateway, lambda client: client.put_collection(name, given)), output)
+    put = _call(gateway, api_key, lambda client: client.put_collection(name, given))
+    if wait:
+        put = _call(gateway, api_key, lambda client: _wait_for_remake(client, name))
+    _show(put, output)
 
 
 @collection_app.command(name="delete")
@@ -107,30 +119,45 @@ def delete_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     output: OutputOption = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Delete a collection with all its documents and their stored KV."""
     if not yes:
-        found = _call(gateway, lambda client: client.collection(name))
+        found = _call(gateway, api_key, lambda client: client.collection(name))
         question = f"Delete collection {name!r} with {found['documents']:,} documents?"
         typer.confirm(question, abort=True, err=True)
-    deleted = _call(gateway, lambda client: client.delete_collection(name))
+    deleted = _call(gateway, api_key, lambda client: client.delete_collection(name))
     if output == "json":
-        print(json.dumps(deleted, indent=2))
+        print_json(deleted)
     else:
         print(f"deleted collection {name!r} with {deleted['documents']:,} documents")
 
 
-def _call(gateway: str | None, action: Callable[[GatewayApiClient], Awaitable[R]]) -> R:
+def _call(
+    gateway: str | None, api_key: str | None, action: Callable[[GatewayApiClient], Awaitable[R]]
+) -> R:
     async def run() -> R:
-        async with GatewayApiClient(gateway_url(gateway)) as client:
+        async with GatewayApiClient(gateway_target(gateway, api_key)) as client:
             return await action(client)
 
     return asyncio.run(run())
 
 
+async def _wait_for_remake(client: GatewayApiClient, name: str) -> dict[str, Any]:
+    """Return the collection when no document of it waits to be prepared again."""
+    with counting_bar(make_console(stderr=True), "preparing", "documents") as tell:
+        while True:
+            collection = await client.collection(name)
+            remake = collection["remake"]
+            if remake is None:
+                return collection
+            tell(remake["documents_done"], remake["documents"])
+            await asyncio.sleep(_POLL_S)
+
+
 def _show(collection: dict[str, Any], output: str) -> None:
     if output == "json":
-        print(json.dumps(collection, indent=2))
+        print_json(collection)
         return
     chunking = collection["chunking"]
     rows = {

@@ -12,10 +12,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragcache_cli.clients.gateway_client import GatewayApiClient
+from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
 from ragcache_cli.commands.ingest import DocumentResult, Ingested, ingest
 from ragcache_cli.commands.progress import IngestProgress
-from ragcache_cli.documents.gateway_option import CollectionOption, GatewayOption, gateway_url
+from ragcache_cli.documents.gateway_option import (
+    ApiKeyOption,
+    CollectionOption,
+    GatewayOption,
+    gateway_target,
+)
 from ragcache_cli.output.console import make_console
 from ragcache_cli.sources.documents import Selection, num_documents, select
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX
@@ -32,6 +37,7 @@ def ingest_command(
         typer.Option("--output", "-o", help="json: a line per document, and then the counts."),
     ] = "text",
     gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Ingest documents into a collection; unchanged ones are skipped.
 
@@ -45,7 +51,7 @@ def ingest_command(
     begun = time.monotonic()
     as_json = output == "json"
     done = asyncio.run(
-        _ingest(gateway_url(gateway), collection, selection, console, as_json=as_json)
+        _ingest(gateway_target(gateway, api_key), collection, selection, console, as_json=as_json)
     )
     refused = (*selection.refused, *done.refused)
     if as_json:
@@ -65,7 +71,7 @@ def ingest_command(
 
 
 async def _ingest(
-    url: str, collection: str, selection: Selection, console: Console, *, as_json: bool
+    url: GatewayTarget, collection: str, selection: Selection, console: Console, *, as_json: bool
 ) -> Ingested:
     total = await asyncio.to_thread(num_documents, selection.files)
     async with GatewayApiClient(url) as client:

@@ -17,13 +17,21 @@ from ragcache_cli.kubernetes.cluster_status import (
     parts_table,
 )
 from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
+from ragcache_cli.output.form import print_json
 from ragcache_cli.output.logs import LogLines, read_words
 
 
-async def show_status(choice: ClusterChoice, name: str | None, console: Console) -> bool:
+async def show_status(
+    choice: ClusterChoice, name: str | None, console: Console, *, as_json: bool = False
+) -> bool:
     """Show the status of a RagCache and return whether it is ready."""
     async with connected(choice) as (api, namespace):
         cache = pick(await find_caches(api, namespace), name, namespace)
+    if as_json:
+        meta = cache["metadata"]
+        found = {"name": meta["name"], "namespace": meta["namespace"], "ready": is_ready(cache)}
+        print_json({**found, "status": cache.get("status") or {}})
+        return is_ready(cache)
     console.print(headline(cache), markup=False)
     for note in notes(cache):
         console.print(note, markup=False)

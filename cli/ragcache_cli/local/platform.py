@@ -16,11 +16,11 @@ from typing import Self
 
 import psutil
 
+from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
 from ragcache_cli.local.part import Part, parts_from
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.process import end_families, last_lines
-from ragcache_cli.local.signing_key_file import plan_key_file
 from ragcache_cli.local.site import RUN_FOLDER, LocalSite
 from ragcache_cli.local.state_file import (
     PartRecord,
@@ -204,7 +204,11 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
-        site = LocalSite(self._data, self._gateway_port, ports)
+        auth, key_hash = self._cache.spec.gateway.auth, None
+        if auth is not None and auth.enabled:
+            ensure_key_file(self._data)
+            key_hash = self._held.enter_context(platform_key(self._data))
+        site = LocalSite(self._data, self._gateway_port, ports, key_hash)
         self._held.enter_context(plan_key_file(Path(site.signing_key_file())))
         for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(part))
@@ -264,7 +268,7 @@ class LocalPlatform:
         """Wait for the gateway, which is ready before it has heard from the engines."""
         [gateway] = self._named("gateway")
         check = replace(gateway.part.readiness, path=_STATUS_PATH)
-        while (problem := await self._prober.ask(check)) is not None:
+        while (problem := await self._prober.ask(check, read_api_key(self._data))) is not None:
             self._check_parts()
             if time.monotonic() > deadline:
                 problem = f"no answers after {self._start_timeout_s:g} s ({problem})"

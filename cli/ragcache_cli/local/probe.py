@@ -18,11 +18,12 @@ class Prober:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask(self, check: Check) -> str | None:
+    async def ask(self, check: Check, api_key: str | None = None) -> str | None:
         """Run a probe within its timeout; return None on success, else the reason."""
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         url = f"http://{check.address}{check.path}"
         try:
-            reply = await self._http.get(url, timeout=check.timeout_s)
+            reply = await self._http.get(url, timeout=check.timeout_s, headers=headers)
         except httpx.TimeoutException:
             return f"no answer within {check.timeout_s:g} s"
         except httpx.HTTPError:

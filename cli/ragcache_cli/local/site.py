@@ -14,8 +14,10 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.site import Address, Endpoint
-from ragcache_operator.spec import EmbedderSpec, ModelSource
+from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
 
+API_KEYS_FILE: Final = "api-keys.toml"
+"""Name of the user's file of API keys in the data folder."""
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
 _SOCKET_PATH_BYTES: Final = 108
@@ -23,6 +25,17 @@ _SOCKET_PATH_BYTES: Final = 108
 
 # In a checkout the repository's folders are beside this package.
 _MODELS = Path(__file__).resolve().parents[3] / "models"
+
+
+def _model_folder(field: str, given: str) -> Path:
+    folder = Path(given).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        raise InvalidInput(
+            field,
+            f"{folder} holds no model",
+            "name a folder with config.json, tokenizer.json and *.safetensors",
+        )
+    return folder
 
 
 def checkout_model(name: str) -> Path | None:
@@ -42,14 +55,20 @@ class LocalSite:
         data: Folder with one folder per part.
         gateway_port: Port of the REST API.
         ports: Free ports; each other port is taken from it at its first use.
+        key_hash: Hash of the API key for the commands of this user; None if there is none.
     """
 
     # No API server sees these objects, so all capabilities are assumed.
     capabilities = Capabilities.latest()
     owner = ""
     operator_namespace = None
+    # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
+    is_cluster = False
 
-    def __init__(self, data: Path, gateway_port: int, ports: Iterator[int]) -> None:
+    def __init__(
+        self, data: Path, gateway_port: int, ports: Iterator[int], key_hash: str | None = None
+    ) -> None:
+        self._key_hash = key_hash
         self._data = data
         self._ports = ports
         self._addresses = {Endpoint("gateway", "http"): Address(LOOPBACK, gateway_port)}
@@ -96,6 +115,14 @@ class LocalSite:
         """Return a file in the private run folder."""
         return str(self._data / RUN_FOLDER / "plan.keys")
 
+    def api_keys_file(self) -> str:
+        """Return the user's file in the data folder."""
+        return str(self._data / API_KEYS_FILE)
+
+    def builtin_keys(self) -> str | None:
+        """Return the hash of the key for the commands of this user."""
+        return None if self._key_hash is None else f"operator={self._key_hash}"
+
     def data_dir(self, part: str) -> str:
         """Return a folder under ``data``."""
         return str(self._data / part)
@@ -110,14 +137,19 @@ class LocalSite:
             )
         if not embedder.local_folder:
             return embedder.source
-        folder = Path(embedder.local_folder).expanduser().absolute()
-        if not (folder / "config.json").is_file():
+        return f"path:{_model_folder('spec.retriever.embedder.source', embedder.local_folder)}"
+
+    def reranker_model(self, reranker: RerankerSpec) -> str | None:
+        """Return a folder of this machine, or the name as it is."""
+        if reranker.claim:
             raise InvalidInput(
-                "spec.retriever.embedder.source",
-                f"{folder} holds no model",
-                "name a folder with config.json, tokenizer.json and *.safetensors",
+                "spec.retriever.reranker.model",
+                f"{reranker.model} is a volume, which only pods can mount",
+                "use path:FOLDER or the name of a model of the hub on this machine",
             )
-        return f"path:{folder}"
+        if not reranker.local_folder:
+            return reranker.model
+        return str(_model_folder("spec.retriever.reranker.model", reranker.local_folder))
 
     def model(self, source: ModelSource) -> str:
         """Return a folder of this machine, or the hub's name."""

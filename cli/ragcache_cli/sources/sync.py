@@ -18,8 +18,16 @@ from typing import Annotated, Any
 import typer
 
 from ragcache_cli.clients.collection_client import CollectionClient
-from ragcache_cli.clients.gateway_client import RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import (
+    API_KEY_VARIABLE,
+    GatewayTarget,
+    RequestRefused,
+    TryLater,
+)
 from ragcache_cli.local.signals import interruptible, run_until_stopped
+from ragcache_cli.output.byte_option import parse_bytes
+from ragcache_cli.output.console import make_console
+from ragcache_cli.output.counting_bar import counting_bar
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Scratch
@@ -38,9 +46,9 @@ from ragcache_cli.sources.sync_plan import (
 )
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_operator.collections.mounts import MOUNTS
-from ragcache_operator.spec import ChunkingSpec, RagCollection, SourceSpec
+from ragcache_operator.spec import RagCollection, SourceSpec
+from ragcache_operator.spec.collection import RagCollectionSpec
 from ragcache_operator.spec.manifest import parse_collection
-from ragcache_operator.spec.quantity import parse_quantity
 
 _REVISION_CHARS = 12
 
@@ -72,7 +80,7 @@ class Sync:
             RequestRefused: The gateway refused the collection itself.
         """
         try:
-            await self._ensure_collection(self._spec.chunking)
+            await self._ensure_collection()
             with interruptible():
                 gathered = gather(_readings(self._spec.sources, here))
             self._failures += gathered.failures
@@ -100,15 +108,12 @@ class Sync:
             return self._result(finished=False)
         return self._result(finished=True)
 
-    async def _ensure_collection(self, chunking: ChunkingSpec | None) -> None:
-        """Create the collection, or change its settings."""
+    async def _ensure_collection(self) -> None:
+        """Create the collection, or change the settings that the RagCollection has."""
         there = await self._client.settings()
-        asked: dict[str, Any] = {}
-        if chunking is not None:
-            sizes = {"size_tokens": chunking.size, "overlap_tokens": chunking.overlap}
-            asked = {"chunking": sizes, "window": chunking.window}
+        asked = _settings(self._spec)
         if there is None or any(there[name] != value for name, value in asked.items()):
-            await self._client.put_settings(asked)
+            await self._client.change_settings(asked)
 
     async def _list(self) -> None:
         async for held in self._client.documents():
@@ -201,14 +206,35 @@ async def _run(
     manifest: str, gateway: str, remove: bool, mounts: Path, scratch: str, patience_s: float
 ) -> Result:
     collection = _parse(manifest)
-    most_bytes = _bytes("--scratch", scratch)
-    async with CollectionClient(gateway, collection.collection_name, patience_s) as client:
-        sync = Sync(client, collection, _print_progress)
-        if remove:
-            return await sync.remove()
-        with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
-            here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
-            return await sync.bring(here)
+    most_bytes = parse_bytes("--scratch", scratch)
+    target = GatewayTarget(gateway, os.environ.get(API_KEY_VARIABLE))
+    async with CollectionClient(target, collection.collection_name, patience_s) as client:
+        with counting_bar(make_console(stderr=True), "syncing", "documents") as show:
+
+            def tell(done: int, total: int) -> None:
+                print(json.dumps({"done": done, "total": total}), flush=True)
+                show(done, total)
+
+            sync = Sync(client, collection, tell)
+            if remove:
+                return await sync.remove()
+            with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
+                here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
+                return await sync.bring(here)
+
+
+def _settings(spec: RagCollectionSpec) -> dict[str, Any]:
+    """Return the settings that a RagCollection has, as fields of the REST API."""
+    asked: dict[str, Any] = {}
+    if spec.chunking is not None:
+        sizes = {"size_tokens": spec.chunking.size, "overlap_tokens": spec.chunking.overlap}
+        asked |= {"chunking": sizes, "window": spec.chunking.window}
+    own = {
+        "index": spec.index,
+        "max_documents": spec.max_documents,
+        "max_text_bytes": spec.max_text_bytes,
+    }
+    return asked | {name: value for name, value in own.items() if value is not None}
 
 
 def _parse(text: str) -> RagCollection:
@@ -219,13 +245,6 @@ def _parse(text: str) -> RagCollection:
     if not isinstance(manifest, dict):
         raise InvalidInput("--object", "is no JSON object", "give a RagCollection")
     return parse_collection(manifest)
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_quantity(text)
-    except ValueError as error:
-        raise InvalidInput(option, str(error), "write bytes like 512Mi or 2Gi") from error
 
 
 def _readings(
@@ -239,10 +258,6 @@ def _readings(
         except RagCacheError as error:
             reading = error
         yield origin_of(source), prefix_of(source), reading
-
-
-def _print_progress(done: int, total: int) -> None:
-    print(json.dumps({"done": done, "total": total}), flush=True)
 
 
 def _report(result: Result, path: Path | None) -> None:

@@ -1,0 +1,60 @@
+"""The keys of a local platform: of plans, of this user's commands, and the user's API keys."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from ragcache_cli.local.site import API_KEYS_FILE, RUN_FOLDER
+from ragcache_core.access.key_file import KEY_BYTES, hash_text, key_of
+
+_NAME: Final = "api.key"
+_HEAD: Final = "# API keys of this platform. Add entries with `ragcache keys new`.\n"
+
+
+@contextmanager
+def plan_key_file(path: Path) -> Iterator[None]:
+    """Write a file with a new random key, readable by this user alone, and delete it at the end."""
+    with private_file(path, f"{secrets.token_hex(KEY_BYTES)}\n"):
+        yield
+
+
+@contextmanager
+def private_file(path: Path, content: str) -> Iterator[None]:
+    """Write a file that this user alone can read, and delete it at the end."""
+    path.unlink(missing_ok=True)
+    # The file never has wider permissions, and a link is not followed.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def platform_key(data: Path) -> Iterator[str]:
+    """Write a new key for the commands of this user, and delete it at the end. Yield its hash."""
+    key = key_of(secrets.token_bytes(KEY_BYTES))
+    with private_file(data / RUN_FOLDER / _NAME, f"{key}\n"):
+        yield hash_text(key)
+
+
+def read_api_key(data: Path) -> str | None:
+    """Return the key of the platform that runs in a folder; None if it needs no key."""
+    try:
+        return (data / RUN_FOLDER / _NAME).read_text().strip()
+    except OSError:
+        return None
+
+
+def ensure_key_file(data: Path) -> None:
+    """Make the file of the user, without an entry, unless it exists."""
+    path = data / API_KEYS_FILE
+    if not path.exists():
+        path.write_text(_HEAD)
