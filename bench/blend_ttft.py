@@ -178,7 +178,7 @@ class Bench:
                 asked.url,
                 prompt.token_ids,
                 max_tokens=ANSWER_TOKENS,
-                plan=plan.to_json(),
+                plan=plan.encode(),
                 cache_salt=request,  # bypasses the engine's own prefix cache
             )
             record = record_of(asked, request)
@@ -275,7 +275,7 @@ def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
     for number in range(len(scene.chunks)):
         prompt = scene.captured(number)
         plan = plan_blend(prompt, bench.space, DOMAIN, uuid.uuid4().hex, 0.0)
-        complete(bench.ours.url, prompt.token_ids, max_tokens=1, plan=plan.to_json())
+        complete(bench.ours.url, prompt.token_ids, max_tokens=1, plan=plan.encode())
         _, *chunks = checked_segments(plan, prompt.token_ids, bench.space)
         wait_until_observed(store.address, [named.variant for named in chunks])
 

@@ -96,7 +96,7 @@ class Visitor:
         plan = plan_blend(prompt, self._space, DOMAIN, uuid.uuid4().hex, BUDGET)
         let_engines_sleep()
         answer = complete(
-            engine.url, prompt.token_ids, max_tokens=1, plan=plan.to_json() if planned else None
+            engine.url, prompt.token_ids, max_tokens=1, plan=plan.encode() if planned else None
         )
         if wait:
             _, *chunks = checked_segments(plan, prompt.token_ids, self._space)

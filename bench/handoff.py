@@ -67,7 +67,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                     (named,) = checked_segments(plan, prompt.token_ids, space)
                     let_engines_sleep()
                     answer = complete(
-                        engines[name].url, prompt.token_ids, max_tokens=1, plan=plan.to_json()
+                        engines[name].url, prompt.token_ids, max_tokens=1, plan=plan.encode()
                     )
                     ended = time.monotonic()
                     while (

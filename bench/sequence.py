@@ -39,6 +39,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
+from bench.support.number_type import fast_number_type
 from bench.support.sequences.cap import computed_tokens, useful_warm_up
 from bench.support.sequences.comparison import caps_of, compare
 from bench.support.sequences.contestants import (
@@ -57,15 +58,14 @@ from bench.support.sequences.contestants import (
 from bench.support.sequences.cost_fit import recompute_costs
 from bench.support.sequences.generated import ZipfShape, generate, topics
 from bench.support.sequences.prompts import SequenceRequest, Vocabulary, ahead_prompts
-from bench.support.sequences.ragpulse import RagPulse
-from bench.support.sequences.retrieved import FILES, RetrievedPassages
+from bench.support.sequences.recorded import RECORDED, load_recorded
 from bench.support.sequences.turn_figures import Measured, contestant_figures
 from bench.support.sequences.turns import poisson_arrivals, turns
 from ragcache_cli.models.cache import fetch_model
 from ragcache_kv.model_folder import load_model_folder
 
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
-GENERATED, RAGPULSE = "generated", "ragpulse"
+GENERATED = "generated"
 BUNDLED = "bundled:"
 PROBE_TOKENS = (64, 128, 256, 384, 512)
 """Lengths of prefills in plain vLLM, with which blended requests are compared."""
@@ -103,15 +103,16 @@ def load_sequence(arguments: argparse.Namespace, model: Path, vocabulary: Vocabu
         shape = ZipfShape()
         requests = generate(shape, count, vocabulary, arguments.seed)
         names = topics(shape)
-    elif arguments.sequence == RAGPULSE:
-        trace = RagPulse(
-            _data(arguments) / "ragpulse", vocabulary, arguments.scale, arguments.max_prompt
-        )
-        requests, names = trace.requests(arguments.first, count), trace.topics()
     else:
-        file = _data(arguments) / "psirag_retrieved" / FILES[arguments.sequence]
-        passages = RetrievedPassages(file, model)
-        requests, names = passages.requests(arguments.first, count), passages.topics()
+        recorded = load_recorded(
+            arguments.sequence,
+            _data(arguments),
+            model,
+            vocabulary,
+            scale=arguments.scale,
+            max_tokens=arguments.max_prompt,
+        )
+        requests, names = recorded.requests(arguments.first, count), recorded.topics()
     return Replayed(requests, arguments.warm_up, ahead_prompts(requests, names))
 
 
@@ -256,7 +257,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     longest = max(request.num_tokens for request in (*sequence.requests, *sequence.ahead))
     setup = Setup(
         model,
-        loaded.space("auto"),
+        loaded.space(fast_number_type()),
         longest + max(PROBE_TOKENS) + arguments.answer_tokens + 1,
         arguments.kv_cache_gib,
         arguments.recompute_share,
@@ -294,7 +295,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a generated sequence, 4 minutes")
     option = parser.add_argument
     option("--model", default="bundled:smollm2", help="a folder, or bundled:NAME")
-    option("--sequence", choices=(GENERATED, RAGPULSE, *FILES), default=GENERATED)
+    option("--sequence", choices=(GENERATED, *RECORDED), default=GENERATED)
     option("--data", default=os.environ.get(DATA_VARIABLE), help=f"or {DATA_VARIABLE}")
     option("--scale", type=float, default=1.0, help="factor of RAGPulse's lengths")
     option("--first", type=int, default=0, help="first request of the data; 500 in RAGPulse")

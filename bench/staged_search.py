@@ -24,7 +24,6 @@ generator and the rules that are compared.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -40,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
+from bench.support.retrieval.stored_collection import embedded_collection
 from bench.support.retrieval.test_collections import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
@@ -48,8 +48,6 @@ from bench.support.staged.indexes import build
 from bench.support.staged.loads import measure_index, measure_quantized
 from bench.support.staged.stages import measure_stages
 from ragcache_retriever.concurrency.cpu import usable_cores
-from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.search.cell_base import Probing
 
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
@@ -76,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="30,000 generated vectors")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder that has scifact")
+    parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
     parser.add_argument("--vectors", type=int, help="number of generated vectors")
     arguments = parser.parse_args()
     threadpool_limits(1, user_api="blas")  # as the scan threads of the retriever
@@ -86,7 +85,7 @@ def main() -> None:
     if folder is None:
         print("scifact skipped: name a folder with --data", flush=True)
     else:
-        results["scifact"] = scifact(Path(folder) / "scifact")
+        results["scifact"] = scifact(Path(folder) / "scifact", arguments.embeddings)
     print(json.dumps(results))
 
 
@@ -112,9 +111,9 @@ def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
     return results
 
 
-def scifact(folder: Path) -> dict[str, Any]:
+def scifact(folder: Path, kept: Path | None) -> dict[str, Any]:
     """Measure stages and declared recall. One half of the claims is learned from, both ways."""
-    vectors, queries = asyncio.run(_embedded(folder))
+    vectors, queries = embedded_collection(read_scifact(folder), kept, "scifact")
     order = np.random.default_rng(0).permutation(len(queries))
     halves = queries[order[: len(order) // 2]], queries[order[len(order) // 2 :]]
     base = build(vectors)
@@ -127,18 +126,6 @@ def scifact(folder: Path) -> dict[str, Any]:
         runs.append(run)
     means = {name: _mean([run[name] for run in runs]) for name in runs[0]}
     return {"vectors": len(vectors), "queries": len(queries), **_logged("scifact", means)}
-
-
-async def _embedded(folder: Path) -> tuple[Vectors, Vectors]:
-    collection = read_scifact(folder)
-    embedder = MiniLM(QueryGate(), usable_cores())
-    await embedder.start()
-    try:
-        documents = await embedder.embed(list(collection.documents.values()), urgent=False)
-        claims = [collection.queries[query] for query in collection.grades]
-        return documents, await embedder.embed(claims, urgent=False)
-    finally:
-        await embedder.close()
 
 
 def _mean(values: Sequence[Any]) -> Any:

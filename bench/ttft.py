@@ -77,7 +77,7 @@ def make_prompt(rng: random.Random, vocabulary: int) -> Prompt:
 def ask_warm(engine: Engine, prompt: Prompt, space: KVSpace) -> Warm:
     """Complete with a plan that reuses all stored KV, and fetch the engine's record."""
     request = uuid.uuid4().hex
-    plan = plan_exact(prompt, space, DOMAIN, request).to_json()
+    plan = plan_exact(prompt, space, DOMAIN, request).encode()
     completion = complete(engine.url, prompt.token_ids, max_tokens=ANSWER_TOKENS, plan=plan)
     return Warm(completion, record_of(engine, request))
 

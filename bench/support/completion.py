@@ -36,14 +36,14 @@ def complete(
     prompt: Sequence[int],
     *,
     max_tokens: int,
-    plan: dict[str, Any] | None = None,
+    plan: str | None = None,
     signature: str | None = None,
     cache_salt: str | None = None,
     headers: Mapping[str, str] | None = None,
     usage: bool = False,
     client: httpx.Client | None = None,
 ) -> Completion:
-    """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector.
+    """Generate greedily. plan: an encoded ReusePlan, for an engine with our connector.
 
     signature: the plan's (``plan_seal``), for an engine that asks for one. usage: whether to ask
     for the number of cached tokens. client: saves some 20 ms, in which httpx otherwise makes a

@@ -20,6 +20,8 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ragcache_wire.settings.gateway import EngineAddress
+
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
@@ -108,6 +110,15 @@ class Service:
                 raise RuntimeError(f"{self.name} did not become {ready}:\n{tail}")
             time.sleep(0.05)
 
+    def freeze(self) -> None:
+        """Stop the whole group, as a machine that hangs would."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen group go on. Does nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the whole group, as a crash would; vLLM has child processes."""
         with contextlib.suppress(ProcessLookupError):
@@ -138,6 +149,12 @@ class Engine:
     service: Service
     url: str
     records: str | None
+
+    @property
+    def address(self) -> EngineAddress:
+        """The address as a gateway's settings have it."""
+        records = None if self.records is None else int(self.records.rpartition(":")[2])
+        return EngineAddress.of_url(self.url, records)
 
 
 @contextlib.contextmanager
@@ -225,13 +242,17 @@ def launch_engine(
     max_length: int = 4096,
     settings: Mapping[str, str] | None = None,
     role: str = "kv_both",
+    port: int | None = None,
+    records_port: int | None = None,
+    number_type: str = "bfloat16",
 ) -> Engine:
     """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector.
 
-    settings: further environment. role: kv_role of the connector.
+    settings: further environment. role: kv_role of the connector. port, records_port: those of an
+    engine that ended, to start it again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = port or free_port()
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # vLLM reserves one core more when there is a connector; then the two engines compared would
@@ -247,13 +268,13 @@ def launch_engine(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "model"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(max_length)),
+        *("--dtype", number_type, "--max-model-len", str(max_length)),
         *("--enforce-eager", "--enable-prompt-tokens-details"),
         *arguments,
     ]
     records = None
     if cachestore is not None:
-        records = f"127.0.0.1:{free_port()}"
+        records = f"127.0.0.1:{records_port or free_port()}"
         # Small models are computed as fast as they are loaded, and loading is what is looked at.
         ours = {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_LOAD_ALWAYS": "on"}
         env = {**ours, "RAGCACHE_RECORDS_LISTEN": records, **env}
@@ -279,9 +300,18 @@ def running_engine(
     *arguments: str,
     settings: Mapping[str, str] | None = None,
     role: str = "kv_both",
+    number_type: str = "bfloat16",
 ) -> Iterator[Engine]:
     """An engine that serves; see launch_engine."""
-    engine = launch_engine(folder, model, cachestore, *arguments, settings=settings, role=role)
+    engine = launch_engine(
+        folder,
+        model,
+        cachestore,
+        *arguments,
+        settings=settings,
+        role=role,
+        number_type=number_type,
+    )
     try:
         wait_for_engine(engine)
         yield engine

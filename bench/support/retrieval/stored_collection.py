@@ -158,6 +158,26 @@ def _add(
     return change.indexes[0].added
 
 
+def embedded_collection(
+    collection: TestCollection, kept: Path | None, name: str
+) -> tuple[Vectors, Vectors]:
+    """Return the embeddings of a collection's documents and of its graded queries.
+
+    Args:
+        kept: Folder of embeddings of earlier runs, which are read from it and written to it.
+    """
+    file = None if kept is None else kept / f"{name}.npz"
+    if file is not None and file.exists():
+        loaded = np.load(file)
+        return loaded["vectors"], loaded["queries"]
+    vectors = embedded(list(collection.documents.values()))
+    queries = embedded([collection.queries[query] for query in collection.grades])
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(file, vectors=vectors, queries=queries)
+    return vectors, queries
+
+
 def embedded(texts: Sequence[str], precision: Precision | None = None) -> Vectors:
     """Return embeddings of the bundled model, shape (len(texts), dimension)."""
 

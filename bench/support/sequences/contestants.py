@@ -17,6 +17,7 @@ import psutil
 
 from bench.contestants.contestant import Absent
 from bench.support.completion import complete
+from bench.support.number_type import fast_number_type
 from bench.support.processes import (
     CacheStore,
     Engine,
@@ -122,7 +123,7 @@ class SequenceContestant:
             self.engine.url,
             token_ids,
             max_tokens=max_tokens,
-            plan=plan.to_json() if plan else None,
+            plan=plan.encode() if plan else None,
             cache_salt=self.cache_salt,
             usage=True,
             client=self._client,
@@ -140,7 +141,7 @@ class SequenceContestant:
             # vLLM always computes a prompt's last token, and a segment has to be complete.
             token_ids = (*prompt.token_ids, prompt.token_ids[-1])
             plan = plan_request(prompt, self.setup.space, DOMAIN, uuid.uuid4().hex, None)
-            complete(self.engine.url, token_ids, max_tokens=1, plan=plan.to_json())
+            complete(self.engine.url, token_ids, max_tokens=1, plan=plan.encode())
         self.wait_until_idle()
         return time.monotonic() - started
 
@@ -317,6 +318,7 @@ def _launch(
         *arguments,
         max_length=setup.max_length,
         settings=settings,
+        number_type=fast_number_type(),
     )
     stack.callback(engine.service.stop)
     return SequenceContestant(name, setup, engine, store)

@@ -32,7 +32,7 @@ class RetrievedPassages:
         self._passages: list[list[str]] = data["retrieved_docs"]
         self._answers: list[str] = data["answers"]
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._head, self._end = _template(model)
+        self._head, self._end = template_parts(model)
 
     def requests(self, first: int, count: int) -> list[SequenceRequest]:
         """Return requests of the data set, from an index on."""
@@ -62,7 +62,7 @@ class RetrievedPassages:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _template(model: Path) -> tuple[str, str]:
+def template_parts(model: Path) -> tuple[str, str]:
     """Return what a model's chat template puts before the passages, and after the question."""
     from transformers import AutoTokenizer  # noqa: PLC0415  slow to import
 

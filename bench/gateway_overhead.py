@@ -1,0 +1,305 @@
+"""Measures what the gateway itself costs, in front of an engine that costs next to nothing.
+
+The gateway is the real process. The engine is simulated: it speaks vLLM's streaming API and writes
+one token per stream and tick. Retriever and the engine's records are gRPC servers with fixed
+answers. All processes and the client share this machine, so the CPU of each one is reported.
+
+Latencies are differences to the same client directly at the engine, in alternating rounds:
+
+- ``added_p50_ms``, ``added_p99_ms``: of the time to the first token, at 32 streams; and of each
+  later token, ``token_added_p50_ms`` and ``token_added_p99_ms``.
+- ``inter_token_p99_excess_ms``: the p99 of the time between two tokens, at ``streams`` streams of
+  20 tokens/s that are held for ``held_s`` seconds; ``streams_errors`` counts those that failed.
+  With all 2,000 streams it is also named ``streams_2000_errors``. ``cpu_us_per_token`` is the
+  gateway's CPU time of these streams over their tokens, their beginnings and ends included.
+- ``requests_per_s_per_core``: answers in one piece of 16 tokens per CPU second of the gateway.
+- ``memory_100k_over_10k``: resident memory after ``memory_requests[1]`` requests over that after
+  ``memory_requests[0]``. A quick run names it by its own numbers of requests.
+- ``cpu_50k_over_2k_prompt``: the gateway's CPU time of a request with 8 retrieved chunks, of 6,250
+  tokens each over 250 tokens each.
+
+Requests are without retrieval (``ragcache.retrieve`` is false), but for those of the last two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+from bench.support.gateway_load.simulated_parts import (
+    GATEWAY,
+    HOST,
+    SimulatedParts,
+    chat_request,
+    cpu_s,
+    http_request,
+    simulated_parts,
+    wait_for_gateway,
+)
+from bench.support.gateway_load.stream_client import StreamTimes, run_answers, run_streams
+from bench.support.processes import Service, free_port
+
+NUM_STREAMS = 32
+TOKENS_PER_S = 20
+ANSWER_TOKENS = 16
+CHUNKS = 8
+SHORT_CHUNK_TOKENS, LONG_CHUNK_TOKENS = 250, 6250
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        rounds: Rounds at 32 streams, each of ``round_tokens`` tokens.
+        many: Streams that are held for ``held_s`` seconds.
+        requests: Complete answers of one measurement of CPU time.
+        memory: Requests after which memory is read, the first and the second time.
+    """
+
+    rounds: int
+    round_tokens: int
+    many: int
+    held_s: int
+    requests: int
+    memory: tuple[int, int]
+
+
+FULL = Sizes(10, 60, 2000, 60, 4000, (10_000, 100_000))
+QUICK = Sizes(3, 20, 200, 5, 400, (400, 2_000))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The processes under measurement."""
+
+    gateway: Service
+    parts: SimulatedParts
+    gateway_port: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU time that each process has used, in seconds."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            **{name: cpu_s(service.pid) for name, service in self.parts.services.items()},
+            "client": used.ru_utime + used.ru_stime,
+        }
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the gateway's processes."""
+        processes = [psutil.Process(self.gateway.pid)]
+        processes += processes[0].children(recursive=True)
+        return sum(process.memory_info().rss for process in processes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter streams")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--workers", type=int, default=1, help="processes of the gateway")
+    parser.add_argument("--profile", metavar="PATH", help="write a cProfile of the gateway")
+    arguments = parser.parse_args()
+    sizes = QUICK if arguments.quick else FULL
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), arguments.workers, arguments.profile) as processes,
+    ):
+        results: dict[str, Any] = {}
+        for part in arguments.only:
+            results |= uvloop.run(PARTS[part](processes, sizes))
+    print(json.dumps(results))
+
+
+async def measure_few(processes: Running, sizes: Sizes) -> dict[str, Any]:
+    """Measure what 32 streams wait longer than at the engine itself."""
+    await processes.parts.set_rate(TOKENS_PER_S)
+    request = chat_request(processes.gateway_port, max_tokens=sizes.round_tokens, stream=True)
+    direct_request = engine_request(processes.parts.engine_port, sizes.round_tokens)
+    through, direct = StreamTimes(), StreamTimes()
+    spread_s = 1.0
+    await run_streams(HOST, processes.gateway_port, request, NUM_STREAMS, StreamTimes(), spread_s)
+    before = processes.cpu_s()
+    began_s = time.monotonic()
+    for _ in range(sizes.rounds):
+        for port, body, times in (
+            (processes.parts.engine_port, direct_request, direct),
+            (processes.gateway_port, request, through),
+        ):
+            await run_streams(HOST, port, body, NUM_STREAMS, times, spread_s)
+    return {
+        "added_p50_ms": added_ms(through.first, direct.first, 0.5),
+        "added_p99_ms": added_ms(through.first, direct.first, 0.99),
+        "token_added_p50_ms": added_ms(through.delays, direct.delays, 0.5),
+        "token_added_p99_ms": added_ms(through.delays, direct.delays, 0.99),
+        "few_errors": through.errors + direct.errors,
+        "few_cores": cores(processes, before, began_s),
+    }
+
+
+async def measure_many(processes: Running, sizes: Sizes) -> dict[str, Any]:
+    """Hold many streams, first at the engine itself and then through the gateway."""
+    await processes.parts.set_rate(TOKENS_PER_S)
+    num_tokens = TOKENS_PER_S * sizes.held_s
+    request = chat_request(processes.gateway_port, max_tokens=num_tokens, stream=True)
+    direct_request = engine_request(processes.parts.engine_port, num_tokens)
+    spread_s = sizes.many / 200
+    found = {}
+    for name, port, body in (
+        ("direct", processes.parts.engine_port, direct_request),
+        ("gateway", processes.gateway_port, request),
+    ):
+        times = StreamTimes()
+        before, began_s = processes.cpu_s(), time.monotonic()
+        await run_streams(HOST, port, body, sizes.many, times, spread_s)
+        found[name] = (times, cores(processes, before, began_s), time.monotonic() - began_s)
+    through, direct = found["gateway"][0], found["direct"][0]
+    errors = through.errors
+    return {
+        "streams": sizes.many,
+        "held_s": sizes.held_s,
+        "streams_errors": errors,
+        **({"streams_2000_errors": errors} if sizes.many == FULL.many else {}),
+        "inter_token_p99_excess_ms": added_ms(through.gaps, direct.gaps, 0.99),
+        "tokens_per_s": round(len(through.gaps) / found["gateway"][2]),
+        "cpu_us_per_token": round(
+            1e6 * found["gateway"][1]["gateway"] * found["gateway"][2] / max(1, len(through.gaps))
+        ),
+        "direct_tokens_per_s": round(len(direct.gaps) / found["direct"][2]),
+        "many_cores": found["gateway"][1],
+        "many_direct_cores": found["direct"][1],
+    }
+
+
+async def measure_requests(processes: Running, sizes: Sizes) -> dict[str, Any]:
+    """Count complete answers per CPU second of the gateway."""
+    await processes.parts.set_rate(1000)
+    request = chat_request(processes.gateway_port, max_tokens=ANSWER_TOKENS)
+    await ask(processes, request, sizes.requests // 4)
+    before, began_s = processes.cpu_s(), time.monotonic()
+    failed = await ask(processes, request, sizes.requests)
+    cpu_s = processes.cpu_s()["gateway"] - before["gateway"]
+    return {
+        "requests_per_s_per_core": round(sizes.requests / cpu_s),
+        "requests_per_s": round(sizes.requests / (time.monotonic() - began_s)),
+        "requests_errors": failed,
+        "requests_cores": cores(processes, before, began_s),
+    }
+
+
+async def measure_prompts(processes: Running, sizes: Sizes) -> dict[str, Any]:
+    """Compare the CPU time of requests with short and with long chunks, in alternating rounds."""
+    await processes.parts.set_rate(1000)
+    used_s: dict[int, list[float]] = {SHORT_CHUNK_TOKENS: [], LONG_CHUNK_TOKENS: []}
+    num_requests = max(sizes.requests // 8, 50)
+    failed = 0
+    for is_warm in (False, True, True, True, True):
+        for chunk_tokens, found_s in used_s.items():
+            request = chat_request(
+                processes.gateway_port,
+                max_tokens=ANSWER_TOKENS,
+                ragcache={"collection": f"chunks-{chunk_tokens}", "top_k": CHUNKS},
+            )
+            before_s = processes.cpu_s()["gateway"]
+            failed += await ask(processes, request, num_requests, connections=4)
+            if is_warm:
+                found_s.append((processes.cpu_s()["gateway"] - before_s) / num_requests)
+    short_s, long_s = (statistics.median(found_s) for found_s in used_s.values())
+    return {
+        "cpu_50k_over_2k_prompt": round(long_s / short_s, 3),
+        "cpu_2k_ms": round(1e3 * short_s, 3),
+        "cpu_50k_ms": round(1e3 * long_s, 3),
+        "prompts_errors": failed,
+    }
+
+
+async def measure_memory(processes: Running, sizes: Sizes) -> dict[str, Any]:
+    """Compare resident memory after few and after many requests."""
+    await processes.parts.set_rate(1000)
+    first, second = sizes.memory
+    request = chat_request(
+        processes.gateway_port,
+        max_tokens=ANSWER_TOKENS,
+        ragcache={"collection": f"chunks-{SHORT_CHUNK_TOKENS}", "top_k": CHUNKS},
+    )
+    failed = await ask(processes, request, first)
+    first_bytes = processes.memory_bytes()
+    failed += await ask(processes, request, second - first)
+    second_bytes = processes.memory_bytes()
+    # The name says what was measured: a quick run measures fewer requests.
+    name = "100k_over_10k" if sizes.memory == FULL.memory else f"{second}_over_{first}"
+    return {
+        "memory_requests": [first, second],
+        f"memory_{name}": round(second_bytes / first_bytes, 4),
+        "memory_mib": round(second_bytes / (1 << 20)),
+        "memory_errors": failed,
+    }
+
+
+PARTS = {
+    "few": measure_few,
+    "many": measure_many,
+    "requests": measure_requests,
+    "prompts": measure_prompts,
+    "memory": measure_memory,
+}
+
+
+async def ask(processes: Running, request: bytes, count: int, connections: int = 32) -> int:
+    """Ask for complete answers; return how many failed."""
+    return await run_answers(HOST, processes.gateway_port, request, count, connections)
+
+
+def engine_request(port: int, max_tokens: int) -> bytes:
+    """Return the bytes of a stream's request to the engine itself."""
+    body = {"model": "tiny", "prompt": [1] * 100, "max_tokens": max_tokens, "stream": True}
+    return http_request(port, "/v1/completions", body)
+
+
+def added_ms(through: Sequence[float], direct: Sequence[float], quantile: float) -> float:
+    """Return the difference of two quantiles, in milliseconds."""
+    return round(1e3 * (_quantile(through, quantile) - _quantile(direct, quantile)), 3)
+
+
+def _quantile(values: Sequence[float], quantile: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def cores(processes: Running, before: Mapping[str, float], began_s: float) -> dict[str, float]:
+    """Return the cores that each process has used since then."""
+    passed_s = time.monotonic() - began_s
+    now = processes.cpu_s()
+    return {name: round((now[name] - used) / passed_s, 3) for name, used in before.items()}
+
+
+@contextlib.contextmanager
+def running(folder: Path, workers: int, profile: str | None) -> Generator[Running, None, None]:
+    """Run the gateway with a simulated engine and stand-ins."""
+    gateway_port = free_port()
+    program = ["-m", "cProfile", "-o", profile, *GATEWAY] if profile else list(GATEWAY)
+    settings = {"RAGCACHE_WORKERS": str(workers)} if workers > 1 else {}
+    with simulated_parts(folder) as parts:
+        gateway = parts.start_gateway("gateway", gateway_port, program, **settings)
+        wait_for_gateway(gateway, gateway_port)
+        yield Running(gateway, parts, gateway_port)
+
+
+if __name__ == "__main__":
+    main()

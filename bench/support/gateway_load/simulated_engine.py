@@ -1,0 +1,202 @@
+"""A simulated engine: vLLM's streaming API at a set token rate, at a low cost of its own.
+
+It answers ``/v1/completions`` and ``/v1/chat/completions`` with the events of vLLM 0.32, one write
+per stream and tick. By default the first token follows the request at once. A token's text is the
+time at which the engine wrote it, in nanoseconds of the monotonic clock that all processes share,
+so a client can tell how long the token took to reach it. ``POST /rate`` sets the tokens per second,
+and ``POST /first`` the seconds from a streamed request to its first token.
+
+Run it as a program: ``python -m bench.support.gateway_load.simulated_engine PORT``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+import uvloop
+
+STAMP_DIGITS = 16
+"""Digits of the time that is a token's text."""
+
+_MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
+_STREAMS = re.compile(rb'"stream": ?true')
+_HEAD = (
+    b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+_DEFAULT_TOKENS = 16
+
+
+class TokenClock:
+    """Writes a token to each stream at every tick."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._streams: dict[EngineConnection, None] = {}
+        self._due = loop.time()
+        self.tick_s = 0.05
+        self.first_token_s = 0.0
+
+    def start(self) -> None:
+        """Tick from now on."""
+        self._due = self._loop.time()
+        self._tick()
+
+    def add(self, stream: EngineConnection) -> None:
+        """Add a stream, which gets its next token at the next tick."""
+        self._streams[stream] = None
+
+    def remove(self, stream: EngineConnection) -> None:
+        """Remove a stream, if it is there."""
+        self._streams.pop(stream, None)
+
+    def _tick(self) -> None:
+        for stream in list(self._streams):
+            stream.write_token()
+        # Ticks that were missed are skipped, as an engine whose step takes longer would do.
+        self._due = max(self._due + self.tick_s, self._loop.time())
+        self._loop.call_at(self._due, self._tick)
+
+
+class EngineConnection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, clock: TokenClock) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._body: list[bytes] = []
+        self._path = b""
+        self._left = 0
+        self._num_tokens = 0
+        self._before = b""
+        self._after = b""
+        self._write: Callable[[bytes], None]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._write = self._transport.write
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._clock.remove(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        self._path = url
+
+    def on_body(self, part: bytes) -> None:
+        """See httptools."""
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        body = b"".join(self._body)
+        self._body.clear()
+        if self._path == b"/rate":
+            self._clock.tick_s = 1 / float(body)
+        if self._path == b"/first":
+            self._clock.first_token_s = float(body)
+        if self._path in {b"/rate", b"/first", b"/health"}:
+            self._write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        found = _MAX_TOKENS.search(body)
+        self._left = self._num_tokens = int(found[1]) if found else _DEFAULT_TOKENS
+        is_chat = self._path == b"/v1/chat/completions"
+        self._begin_events(is_chat)
+        if not _STREAMS.search(body):
+            self._loop.call_later(self._num_tokens * self._clock.tick_s, self._write_whole, is_chat)
+            return
+        self._write(_HEAD)
+        if self._clock.first_token_s:
+            self._loop.call_later(self._clock.first_token_s, self._write_first, is_chat)
+        else:
+            self._write_first(is_chat)
+
+    def _write_first(self, is_chat: bool) -> None:
+        """Write the first token of a stream, and get more at the ticks."""
+        if self._transport.is_closing():
+            return
+        if is_chat:
+            delta = (
+                b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            )
+            self._event(b'"choices":[{"index":0,%b}]' % delta)
+        self.write_token()
+        if self._left:
+            self._clock.add(self)
+
+    def _write_whole(self, is_chat: bool) -> None:
+        """Write an answer in one piece."""
+        text = b"word " * self._num_tokens
+        said = b'"message":{"role":"assistant","content":"%b"}' if is_chat else b'"text":"%b"'
+        rest = b',"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{%b}}'
+        start = self._start.removeprefix(b"data: ").replace(b".chunk", b"")
+        answer = start + b'"choices":[{"index":0,' + said % text + rest % self._usage()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._write(head % len(answer) + answer)
+
+    def _usage(self) -> bytes:
+        return b'"prompt_tokens":100,"total_tokens":%d,"completion_tokens":%d' % (
+            100 + self._num_tokens,
+            self._num_tokens,
+        )
+
+    def write_token(self) -> None:
+        """Write the next token, and the end after the last one."""
+        self._left -= 1
+        stamp = b"%016d" % time.monotonic_ns()
+        event = self._before + stamp + (self._after if self._left else self._after_last)
+        self._write(b"%x\r\n%b\r\n" % (len(event), event))
+        if self._left <= 0:
+            self._clock.remove(self)
+            self._event(b'"choices":[],"usage":{%b}' % self._usage())
+            done = b"data: [DONE]\n\n"
+            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done))
+
+    def _begin_events(self, is_chat: bool) -> None:
+        kind = b"chat.completion.chunk" if is_chat else b"text_completion"
+        name = b"chatcmpl" if is_chat else b"cmpl"
+        self._start = b'data: {"id":"%b-%032x","object":"%b","created":%d,"model":"tiny",' % (
+            name,
+            id(self),
+            kind,
+            int(time.time()),
+        )
+        opening = b'"delta":{"content":"' if is_chat else b'"text":"'
+        closing = b'"}' if is_chat else b'"'
+        self._before = self._start + b'"choices":[{"index":0,' + opening
+        rest = b'%b,"logprobs":null,"finish_reason":%b,"stop_reason":null%b}]}\n\n'
+        ids = b',"token_ids":null' if is_chat else b',"prompt_token_ids":null,"token_ids":null'
+        self._after = rest % (closing, b"null", ids)
+        self._after_last = rest % (closing, b'"length"', ids)
+
+    def _event(self, fields: bytes) -> None:
+        event = self._start + fields + b"}\n\n"
+        self._write(b"%x\r\n%b\r\n" % (len(event), event))
+
+
+async def serve(port: int) -> None:
+    """Serve until the process is stopped."""
+    loop = asyncio.get_running_loop()
+    clock = TokenClock(loop)
+    server = await loop.create_server(
+        lambda: EngineConnection(clock), "127.0.0.1", port, backlog=4096
+    )
+    clock.start()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1])))

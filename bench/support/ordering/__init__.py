@@ -1,0 +1,1 @@
+"""Traces and contestants for the order of documents in prompts."""

@@ -1,0 +1,1 @@
+"""A retriever that repeats recorded searches, and a gateway to ask questions of."""
