@@ -65,19 +65,26 @@ def _sections(schema: Schema, indent: str) -> Iterator[str]:
             yield ""
         yield from _comment(value["description"], indent)
         if "default" in value:
-            shown = yaml.safe_dump(value["default"], default_flow_style=None, width=_WIDTH).strip()
-            yield from _assignment(name, value["default"], shown.removesuffix("\n..."), indent)
+            yield from _assignment(name, value["default"], indent)
         else:
             yield f"{indent}{name}:"
             yield from _sections(value, f"{indent}  ")
 
 
-def _assignment(name: str, default: Any, shown: str, indent: str) -> Iterator[str]:
+def _assignment(name: str, default: Any, indent: str) -> Iterator[str]:
     if isinstance(default, dict) and default:
         yield f"{indent}{name}:"
-        yield from (f"{indent}  {key}: {value}" for key, value in default.items())
+        yield from (f"{indent}  {key}: {_shown(value)}" for key, value in default.items())
     else:
-        yield f"{indent}{name}: {json.dumps(default) if default == '' else shown}"
+        yield f"{indent}{name}: {_shown(default)}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as YAML in one line, which is quoted where it would read as another type."""
+    if value == "":
+        return json.dumps(value)
+    text = yaml.safe_dump(value, default_flow_style=None, width=_WIDTH).strip()
+    return text.removesuffix("\n...")
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

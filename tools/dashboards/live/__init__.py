@@ -1,0 +1,1 @@
+"""What the check runs: Prometheus, a platform under load, and an operator."""
