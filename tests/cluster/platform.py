@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -130,7 +131,21 @@ class Platform:
 
     @property
     def url(self) -> str:
-        return self.cluster.service_url(NAMESPACE, f"{NAME}-gateway")
+        """Base URL of the port for questions."""
+        return self.cluster.service_url(NAMESPACE, f"{NAME}-gateway", "http")
+
+    def admin_client(self) -> httpx.Client:
+        """Return a client of the port that serves every path, with the generated key."""
+        url = self.cluster.service_url(NAMESPACE, f"{NAME}-gateway", "admin")
+        return httpx.Client(base_url=url, headers=self._headers(), timeout=60, trust_env=False)
+
+    def _headers(self) -> dict[str, str]:
+        """Return the generated key as a header; nothing before the operator has made one."""
+        secret = self.status().get("apiKeySecret")
+        if secret is None:
+            return {}
+        data = self.cluster.get("secret", secret, NAMESPACE)["data"]
+        return {"Authorization": f"Bearer {base64.b64decode(data['admin-key']).decode()}"}
 
     def ask(self, question: str, **extension: Any) -> httpx.Response:
         body = {
@@ -140,7 +155,9 @@ class Platform:
         # A Service leads to a pod that is gone until the node's proxy has heard of it.
         connecting_again = httpx.HTTPTransport(retries=4)
         with httpx.Client(transport=connecting_again, timeout=120) as client:
-            return client.post(f"{self.url}/v1/chat/completions", json=body)
+            return client.post(
+                f"{self.url}/v1/chat/completions", json=body, headers=self._headers()
+            )
 
     def answer(self, question: str) -> Answer:
         reply = self.ask(question)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.collections.job import parse_time
 from ragcache_operator.collections.reconciler import (
     JOB_POLL_S,
@@ -55,7 +56,11 @@ class Team:
     @property
     def reconciler(self) -> CollectionReconciler:
         return CollectionReconciler(
-            self.api, images="example.com/ragcache", tag="1", clock=lambda: self.now
+            self.api,
+            ComponentKeys(bytes(32)),
+            images="example.com/ragcache",
+            tag="1",
+            clock=lambda: self.now,
         )
 
     @property

@@ -113,13 +113,10 @@ def test_kv_of_chunks_comes_out_of_the_store_when_the_engine_has_lost_it(
 ) -> None:
     [question] = single_questions(book, 1)
     running.answer(question.text)
-    running.cluster.wait_until(
-        lambda: (
-            httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()["variants"] > 0
-        ),
-        "stored variants",
-        30,
-    )
+    with running.admin_client() as client:
+        running.cluster.wait_until(
+            lambda: client.get("/v1/cache").json()["variants"] > 0, "stored variants", 30
+        )
     with step("engine killed and back"):
         _kill(running, "engine")
         running.wait_settled("engine back")
@@ -139,12 +136,10 @@ def test_the_collection_follows_its_config_map(running: Platform, book: Handbook
             "collection that follows",
             180,
         )
-    listed = httpx.get(
-        f"{running.url}/v1/documents",
-        params={"collection": COLLECTION, "limit": 1000},
-        timeout=60,
-        trust_env=False,
-    ).json()["data"]
+    with running.admin_client() as client:
+        listed = client.get(
+            "/v1/documents", params={"collection": COLLECTION, "limit": 1000}
+        ).json()["data"]
     assert f"{gone}.md" not in {document["id"] for document in listed}
 
 
@@ -162,7 +157,8 @@ def test_gateway_and_store_scale_and_nothing_else_rolls(running: Platform) -> No
         assert pods.items() <= running.pods(part).items(), f"{part} rolled"
 
     def both_known() -> bool:
-        said = httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()
+        with running.admin_client() as client:
+            said = client.get("/v1/cache").json()
         return [shard["up"] for shard in said["shards"]] == [True, True]
 
     with step("gateways know both shards"):
@@ -221,8 +217,19 @@ def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platf
     assert "denied the request" in str(refused.value)
 
 
-def test_a_document_comes_over_rest_too(running: Platform) -> None:
+def test_requests_without_a_key_and_documents_on_the_first_port_are_refused(
+    running: Platform,
+) -> None:
     with httpx.Client(base_url=running.url, timeout=60, trust_env=False) as client:
+        assert client.get("/v1/models").status_code == 401
+    with running.admin_client() as client:
+        client.base_url = running.url
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/v1/documents").status_code == 404
+
+
+def test_a_document_comes_over_rest_too(running: Platform) -> None:
+    with running.admin_client() as client:
         made = client.put(f"/v1/collections/{_KEPT['collection']}", json={})
         assert made.status_code == 200, made.text
         written = client.post("/v1/documents", json=_KEPT)
@@ -275,12 +282,10 @@ def _answers(platform: Platform) -> bool:
 
 
 def _kept_text(platform: Platform) -> str:
-    reply = httpx.get(
-        f"{platform.url}/v1/documents/{_KEPT['id']}",
-        params={"collection": _KEPT["collection"]},
-        timeout=60,
-        trust_env=False,
-    )
+    with platform.admin_client() as client:
+        reply = client.get(
+            f"/v1/documents/{_KEPT['id']}", params={"collection": _KEPT["collection"]}
+        )
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["text"]
     return text

@@ -69,18 +69,15 @@ def _writer(platform: Platform) -> str:
 
 def _put(platform: Platform, document_id: str) -> int:
     """Return the status of writing a document, or 0 without an answer."""
-    with suppress(httpx.HTTPError):
-        document = {**_KEPT, "id": document_id}
-        reply = httpx.post(
-            f"{platform.url}/v1/documents", json=document, timeout=60, trust_env=False
-        )
-        return reply.status_code
+    with suppress(httpx.HTTPError), platform.admin_client() as client:
+        return client.post("/v1/documents", json={**_KEPT, "id": document_id}).status_code
     return 0
 
 
 def test_a_deleted_writer_is_replaced_and_no_document_is_lost(running: Platform) -> None:
     book: Handbook = handbook()
-    created = httpx.put(f"{running.url}/v1/collections/kept", json={}, timeout=60, trust_env=False)
+    with running.admin_client() as client:
+        created = client.put("/v1/collections/kept", json={})
     assert created.status_code < 300, created.text
     assert _put(running, "before.md") < 300
     first = _writer(running)
@@ -95,14 +92,10 @@ def test_a_deleted_writer_is_replaced_and_no_document_is_lost(running: Platform)
         running.cluster.wait_until(lambda: 200 <= _put(running, "after.md") < 300, "a write", 60)
     [question] = single_questions(book, 1)
     assert running.answer(question.text).documents
-    for name in ("before.md", "after.md"):
-        found = httpx.get(
-            f"{running.url}/v1/documents/{name}",
-            params={"collection": "kept"},
-            timeout=60,
-            trust_env=False,
-        )
-        assert found.status_code == 200, found.text
+    with running.admin_client() as client:
+        for name in ("before.md", "after.md"):
+            found = client.get(f"/v1/documents/{name}", params={"collection": "kept"})
+            assert found.status_code == 200, found.text
     with step("all retrievers ready again"):
         running.wait_settled("ready RagCache", 300)
     assert len(running.pods("retriever")) == 3

@@ -161,7 +161,9 @@ def test_a_quality_report_is_measured_and_judges_later_blends(
     asked = sample_questions(platform.handbook, 40, "held_out")[-12:]
     questions.write_text("".join(json.dumps({"question": one.text}) + "\n" for one in asked))
     options = ("--questions", str(questions), "--top-k", "6", "--budgets", "0.1,0.2")
-    said = platform.ragcache("quality", *options, "--max-tokens", "12", "--wanted", "0.5", "--json")
+    said = platform.ragcache(
+        "quality", *options, "--max-tokens", "12", "--wanted", "0.5", "--output", "json"
+    )
     report = json.loads(said)
     assert report["verdict"] == "passed"
     assert [one["recompute_share"] for one in report["budgets"]] == [0.1, 0.2]
@@ -198,7 +200,8 @@ def test_openais_own_client_streams_the_same_answer(platform: Platform) -> None:
     question = platform.singles()[1]
     whole = platform.ask(question.text)["choices"][0]["message"]["content"]
     with openai.OpenAI(base_url=f"{platform.url}/v1", api_key="unused", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["tinyrag"]
+        names = [model.id for model in client.models.list()]
+        assert names == ["tinyrag", "ragcache-embedder", "ragcache-reranker"]
         stream = client.chat.completions.create(
             model="tinyrag",
             messages=[{"role": "user", "content": question.text}],

@@ -33,6 +33,7 @@ from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOut
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
+from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
@@ -190,6 +191,7 @@ def serving(
     transports: Sequence[str] = (),
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
+    feed_guard: FeedGuard | None = None,
     **settings: Any,
 ) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
@@ -212,7 +214,7 @@ def serving(
         )
         data_server.start()
         ends.callback(data_server.close)
-        service = CacheStoreService(store, data_server.hello())
+        service = CacheStoreService(store, data_server.hello(), feed_guard=feed_guard)
         ends.callback(service.close)
 
         async def start() -> GrpcServer:

@@ -11,7 +11,7 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec import GatewaySpec, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
 
 Object = dict[str, Any]
@@ -162,7 +162,8 @@ _gateway = st.builds(
     lambda way_in, more: {**way_in, **more},
     _way_in,
     _maybe(
-        port=st.integers(1, 65535),
+        # The other port of the gateway has its default here, and the two have to differ.
+        port=st.integers(1, 65535).filter(lambda port: port != GatewaySpec().admin_port),
         replicas=st.integers(1, 5),
         autoscaling=_maybe(cpuPercent=st.just(50)).map(lambda more: {"maxReplicas": 5, **more}),
         resources=_resources,
@@ -269,6 +270,7 @@ capabilities = st.one_of(
         autoscaling=st.sampled_from(["v2", "v2beta2", None]),
         policy=st.sampled_from(["v1", "v1beta1", None]),
         http_route=st.booleans(),
+        pod_monitors=st.booleans(),
         custom_metrics=st.booleans(),
     ),
 )

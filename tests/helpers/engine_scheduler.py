@@ -113,11 +113,9 @@ class SchedulerHarness:
             config, SPACE, self.records, sharded, self.costs, role=role
         )
 
-    def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
-        plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
-        self.scheduler.on_new_request(
-            request_id, prompt.token_ids, {"ragcache": {**plan, **kwargs}}
-        )
+    def arrive(self, request_id: str, prompt: Prompt = PROMPT, *, handoff: bool = False) -> None:
+        plan = replace(plan_exact(prompt, SPACE, "public", request_id), handoff=handoff)
+        self.scheduler.on_new_request(request_id, prompt.token_ids, {"ragcache": plan.encode()})
 
     def loaded(self, request_id: str) -> int:
         """Ask until the lookup is complete, as vLLM does. Return the number of loaded tokens."""
@@ -276,7 +274,7 @@ class BlendHarness:
     def arrive(self, name: str, prompt: Prompt, recompute_share: float = 0.2, **given: Any) -> None:
         """given: fields of the plan."""
         plan = replace(plan_blend(prompt, SPACE, "public", name, recompute_share), **given)
-        self.scheduler.on_new_request(name, prompt.token_ids, {"ragcache": plan.to_json()})
+        self.scheduler.on_new_request(name, prompt.token_ids, {"ragcache": plan.encode()})
 
     def load(self, name: str, local: int = 0) -> LoadJob:
         """Allocate blocks for the load, and return its job."""

@@ -11,18 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
+import numpy as np
 import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key, token_digest
 from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.app import create_app
+from ragcache_gateway.http.server import GatewayProtocol
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
+from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
+from ragcache_wire.feeds.feed_cursor import FeedCursor
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -54,14 +61,25 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
     )
 
 
+@dataclass
+class HeldStage:
+    """An early stage of a search, after which the search waits for ``go_on``."""
+
+    hits: list[retriever_pb2.Hit]
+    final_probability: float
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     """Returns fixed hits; keeps documents in a dict, each as one chunk, and has a real outbox.
 
     Args:
         token_digest: Returns the digest of a chunk's tokens.
+        stages: The stages before the final one; None: one, which is not probable.
     """
 
     def __init__(self, token_digest: Callable[[str], bytes] | None = None) -> None:
+        self.lag_s = 0.0
         self.token_digest = token_digest or (lambda text: text.encode()[:16].ljust(16))
         self.hits = [
             retriever_pb2.Hit(
@@ -80,6 +98,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         self.most_upserts = 0
         self.hold_upserts: asyncio.Event | None = None
         self.restored: list[bytes] = []
+        self.stages: list[HeldStage] | None = None
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -87,7 +106,21 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     async def Search(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.searches.append(request)
         self._known(request.collection)
-        yield retriever_pb2.SearchStage(hits=self.hits[:1], progress=0.5, embed_us=9500)
+        if self.stages is None:
+            yield retriever_pb2.SearchStage(hits=self.hits[:1], progress=0.5, embed_us=9500)
+        try:
+            for number, stage in enumerate(self.stages or (), 1):
+                yield retriever_pb2.SearchStage(
+                    hits=stage.hits,
+                    # As if the scan had a hundred seconds to go.
+                    progress=0.01 * number,
+                    search_us=1_000_000 * number,
+                    final_probability=stage.final_probability,
+                )
+                await stage.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
         if self.hold is not None:
             self.waiting.set()
             try:
@@ -147,6 +180,10 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         claimed = self.outbox.claim_of(collection, document, now_ms, is_repeated=False)
         return list(map(_delete_message, claimed))
 
+    async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """See the proto."""
+        return retriever_pb2.RetrieverStatus(lag_s=self.lag_s)
+
     async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
         removals, last = self.outbox.removals(request.after, 1000)
         return retriever_pb2.ListRemovalsReply(
@@ -190,6 +227,16 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             chunks=[retriever_pb2.SimilarChunks(similar=similar)]
         )
 
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        rows = [(float(len(text)), 1.0) for text in request.texts]
+        packed = np.array(rows, "<f4").tobytes()
+        return retriever_pb2.EmbedReply(vectors=packed, dimension=2)
+
+    async def Rerank(self, request: Any, context: Any) -> Any:  # noqa: N802
+        words = set(request.query.lower().split())
+        scores = [len(words & set(text.lower().split())) for text in request.texts]
+        return retriever_pb2.RerankReply(scores=scores)
+
     async def PutReport(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.reports[request.report.name] = request.report.body
         return retriever_pb2.PutReportReply()
@@ -201,11 +248,11 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
     async def PutCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.collections[request.collection.name] = request.collection
-        return request.collection
+        return _with_defaults(request.collection)
 
     async def GetCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._known(request.name)
-        return self.collections[request.name]
+        return _with_defaults(self.collections[request.name])
 
     async def DeleteCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._known(request.name)
@@ -223,12 +270,13 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             yield retriever_pb2.BackupPart(data=part)
 
     async def Restore(self, requests: Any, context: Any) -> Any:  # noqa: N802
-        parts = [part.data async for part in requests]
-        self.restored = parts
+        self.restored = [part async for part in complete_parts(requests)]
         return retriever_pb2.RestoreReply(documents=7)
 
     async def ListCollections(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return retriever_pb2.ListCollectionsReply(collections=self.collections.values())
+        return retriever_pb2.ListCollectionsReply(
+            collections=map(_with_defaults, self.collections.values())
+        )
 
     def _known(self, name: str) -> None:
         if name not in self.collections:
@@ -239,6 +287,14 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         if request.id not in self.documents:
             raise NotFound("document", request.id, "see GET /v1/documents")
         return self.documents[request.id]
+
+
+def _with_defaults(collection: retriever_pb2.Collection) -> retriever_pb2.Collection:
+    """Return a collection with the settings that apply, as replies have them."""
+    chunking = retriever_pb2.Chunking(size_tokens=64, overlap_tokens=16)
+    shown = retriever_pb2.Collection(window=1, chunking=chunking)
+    shown.MergeFrom(collection)
+    return shown
 
 
 def _delete_message(delete: OutboxDelete) -> retriever_pb2.OutboxDelete:
@@ -257,6 +313,11 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+async def refuse_watch(context: Any) -> Any:
+    """Answer as a service without a feed."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no feed")
+
+
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
     """Records which chunks were looked up and deleted, and every deletion.
 
@@ -265,6 +326,9 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         unavailable_chunks: Chunks whose lookup it refuses.
         stored: Variants by chunk.
         stats: Its counters.
+        prefetched: Keys of variants that were to be brought into memory.
+        feed: What it tells of its variants. None: it has no feed. It is set before the gateway
+            starts.
     """
 
     def __init__(self) -> None:
@@ -274,6 +338,8 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         self.asked: list[bytes] = []
         self.deleted: list[bytes] = []
         self.deletions: list[cachestore_pb2.Deletion] = []
+        self.prefetched: list[cachestore_pb2.VariantKey] = []
+        self.feed: EngineFeed | None = None
         self.stats = cachestore_pb2.StatsReply(variants=3, disk_bytes=300, memory_bytes=200)
 
     async def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -297,10 +363,25 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         miss = cachestore_pb2.MISS_UNSPECIFIED if held else cachestore_pb2.MISS_NEVER_STORED
         return cachestore_pb2.ChunkVariants(stored=held, miss=miss)
 
+    async def Prefetch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.prefetched += request.keys
+        return cachestore_pb2.PrefetchReply(started=len(request.keys))
+
     async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.deletions.append(request.deletion)
         self.deleted += request.deletion.chunks
         return cachestore_pb2.DeleteReply(removed=2 * len(request.deletion.chunks))
+
+    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.feed is None:
+            yield await refuse_watch(context)
+            return
+        cursor = FeedCursor(self.feed)
+        while True:
+            message = cursor.next()
+            yield message or cursor.heartbeat()
+            if message is None:
+                await asyncio.sleep(0.05)
 
 
 class FakeRecords(engine_pb2_grpc.EngineServicer):
@@ -310,16 +391,21 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
         has_no_records: Whether it has no record of any request.
         unavailable: Whether it refuses every call.
         pass_tokens: Tokens of one engine step; 0: it does not report them.
+        token_s: Seconds for each token of a prefill; 0: it does not report them.
         fields: Fields of every record that differ from the defaults.
         fields_of: Returns such fields by request.
+        segments: Outcomes of the segments of every prompt.
     """
 
     def __init__(self) -> None:
         self.has_no_records = False
         self.unavailable = False
         self.pass_tokens = 0
+        self.token_s = 0.0
+        self.costs_sent = 0  # replies with these seconds
         self.fields: dict[str, Any] = {}
         self.fields_of: Callable[[str], dict[str, Any]] = lambda _: {}
+        self.segments: list[engine_pb2.SegmentRecord] = []
         self.asked: list[str] = []
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -339,12 +425,21 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             "recomputed_tokens": 5,
             "recompute_s": 0.0015,
         }
+        fields["segments"] = self.segments
         fields |= self.fields | self.fields_of(request.request)
         return engine_pb2.RequestRecord(request=request.request, **fields)
 
+    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        yield await refuse_watch(context)
+
     async def GetCosts(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._raise_if_unavailable()
+        self.costs_sent += bool(self.token_s)
         costs = engine_pb2.Costs()
+        if self.token_s:
+            costs.prefill.cached.append(0)
+            costs.prefill.computed.extend((1, 1000))
+            costs.prefill.seconds.extend((self.token_s, 1000 * self.token_s))
         if self.pass_tokens:
             costs.prefill.pass_tokens = self.pass_tokens
         return costs
@@ -354,13 +449,57 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             raise Unavailable("engine", "its records are unavailable")
 
 
+@dataclass(frozen=True)
+class _Reply:
+    """Makes the JSON of one answer, in vLLM's shape."""
+
+    body: dict[str, Any]
+    is_chat: bool
+    request_id: str
+
+    def head(self, *, chunk: bool = False) -> dict[str, Any]:
+        kind = "chat.completion" + ".chunk" * chunk if self.is_chat else "text_completion"
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        identity = {"id": f"{prefix}-{self.request_id}", "object": kind}
+        return {**identity, "created": 1_700_000_000, "model": self.body["model"]}
+
+    def chunk(self, delta: dict[str, Any], i: int, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**self.head(chunk=True), "choices": [choice]}
+
+    def text_chunk(
+        self, word: str, i: int, reason: str | None, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self.is_chat:
+            return self.chunk({"content": word, **more}, i, reason)
+        choice = {"index": i, "text": word, "logprobs": None, "finish_reason": reason}
+        return {**self.head(chunk=True), "choices": [choice]}
+
+    def whole_choice(
+        self, i: int, words: list[str], logprobs: dict[str, Any] | None, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        text = "".join(words)
+        end = {"logprobs": logprobs, "finish_reason": "stop", "stop_reason": None}
+        if self.is_chat:
+            message = {"role": "assistant", "content": text, **more}
+            return {"index": i, "message": message, **end}
+        return {"index": i, "text": text, **end}
+
+
 class FakeEngine:
-    """An ASGI app with vLLM's /v1/completions."""
+    """An ASGI app with vLLM's /v1/completions and /v1/chat/completions.
+
+    A chat takes the token ids of its prompt from the transfer parameters, as vLLM does. The
+    requests that are kept have them as their prompt.
+    """
 
     def __init__(self) -> None:
         self.healthy = True
         self.words = ["It runs in ", "eu-north", "."]
         self.blend_words: list[str] | None = None  # the words of blends, if they differ
+        self.query: str | None = None  # the answer to a request for a search query
+        self.message: dict[str, Any] = {}  # further fields of a chat's message or last delta
+        self.hold_health: asyncio.Event | None = None  # a health check waits until it is set
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []  # by request
         self.probes = 0
@@ -372,66 +511,126 @@ class FakeEngine:
         self.top_logprobs: dict[str, float] | None = None  # of the first token, if requested
         self.hold_after: int | None = None  # words, then nothing until the client leaves
         self.prefill: asyncio.Event | None = None  # before the first word, until it is set
+        self.hold_guesses: asyncio.Event | None = None  # the same, for guesses only
+        self.fails_guesses = False
         self.pause: asyncio.Event | None = None  # after the first word, until it is set
         self.aborted = asyncio.Event()
         self.waiting = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
+            if self.hold_health is not None:
+                await self.hold_health.wait()
             return await _respond(send, 200 if self.healthy else 503, b"")
         body = json.loads(await _body(receive))
         if self.refuse is not None:
             status, answer = self.refuse
             return await _respond(send, status, json.dumps(answer).encode())
-        if not body.get("stream"):
+        if set(body) == {"model", "prompt", "max_tokens", "temperature"}:
             self.probes += 1
             return await _respond(send, 200, b'{"choices":[{"text":"x","finish_reason":"length"}]}')
+        is_chat = scope["path"] == "/v1/chat/completions"
+        if is_chat:
+            body["prompt"] = body["kv_transfer_params"].pop("prompt_token_ids")
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.requests.append(body)
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await self._stream(body, receive, send)
+        self.headers.append(headers)
+        reply = _Reply(body, is_chat, headers.get("x-request-id", "1"))
+        if not body.get("stream"):
+            return await self._answer(reply, receive, send)
+        head = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await self._stream(reply, receive, send)
 
-    async def _stream(self, body: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, reply: _Reply, receive: Any, send: Any) -> None:
+        """Answer in one piece."""
+        words = self._words_for(reply.body)
+        if self.prefill is not None and not await self._prefilled(self.prefill, receive):
+            return
+        if self.hold_after is not None:
+            return await self._hold(receive)
+        if self.pause is not None:
+            self.waiting.set()
+            await self.pause.wait()
+        if self.fail_after is not None:
+            error = b'{"error": {"message": "the engine died", "code": 500}}'
+            return await _respond(send, 500, error)
+        choices = [
+            reply.whole_choice(i, words, self._logprobs(reply.body), self.message)
+            for i in range(reply.body.get("n", 1))
+        ]
+        answer = {**reply.head(), "choices": choices, "kv_transfer_params": None}
+        if self.sends_usage:
+            answer["usage"] = self._usage(reply.body, len(words))
+        content = json.dumps(answer, ensure_ascii=False).encode()
+        await _respond(send, 200, content if self.drop_after is None else content[:20])
+
+    async def _hold(self, receive: Any) -> None:
+        self.waiting.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.aborted.set()
+
+    async def _stream(self, reply: _Reply, receive: Any, send: Any) -> None:
         async def event(value: Any) -> None:
-            data = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            compact = (",", ":")  # as vLLM
+            data = json.dumps(value, ensure_ascii=False, separators=compact)
             await _part(send, f"data: {data}\n\n".encode())
 
-        words = self._words_for(body)
+        words, count = self._words_for(reply.body), reply.body.get("n", 1)
         last = len(words) - 1
-        if self.prefill is not None and not await self._prefilled(self.prefill, receive):
+        if not await self._reaches_first_word(reply.body, event, receive, send):
             return
         for index, word in enumerate([*words, ""]):
             if index == self.hold_after:
-                self.waiting.set()
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                self.aborted.set()
-                return
+                return await self._hold(receive)
             if index == 1 and self.pause is not None:
                 self.waiting.set()
                 await self.pause.wait()
             if index == self.fail_after:
                 await event({"error": {"message": "the engine died", "code": 500}})
-                await event("[DONE]")
+                await _part(send, b"data: [DONE]\n\n")
                 return await _part(send, b"", more=False)
             if index == self.drop_after:
                 return await _part(send, b"", more=False)
+            if index == 0 and reply.is_chat:
+                for i in range(count):
+                    await event(reply.chunk({"role": "assistant", "content": ""}, i))
             if word:
-                reason = "stop" if index == last else None
-                choice: dict[str, Any] = {"index": 0, "text": word, "finish_reason": reason}
-                if body.get("logprobs") and self.top_logprobs is not None:
-                    choice["logprobs"] = {"top_logprobs": [self.top_logprobs]}
-                await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+                more = self.message if index == last else {}
+                for i in range(count):
+                    reason = "stop" if index == last else None
+                    await event(reply.text_chunk(word, i, reason, more))
         if self.sends_usage:
-            prompt, answer = len(body["prompt"]), len(words)
-            usage = {"prompt_tokens": prompt, "completion_tokens": answer}
-            usage["total_tokens"] = prompt + answer
-            if self.reports_cached:
-                details = {"cached_tokens": self._cached_tokens(body)}
-                usage["prompt_tokens_details"] = details  # type: ignore[assignment]
-            await event({"id": "cmpl-1", "choices": [], "usage": usage})
-            await event("[DONE]")
+            usage = self._usage(reply.body, len(words))
+            if reply.body.get("stream_options", {}).get("include_usage"):
+                await event({**reply.head(chunk=True), "choices": [], "usage": usage})
+            await _part(send, b"data: [DONE]\n\n")
         await _part(send, b"", more=False)
+
+    async def _reaches_first_word(self, body: Any, event: Any, receive: Any, send: Any) -> bool:
+        held = self.prefill
+        if body.get("priority") == GUESS_PRIORITY:
+            held = self.hold_guesses
+            if self.fails_guesses:
+                await event({"error": {"message": "the engine died", "code": 500}})
+                await _part(send, b"", more=False)
+                return False
+        return held is None or await self._prefilled(held, receive)
+
+    def _usage(self, body: Any, num_words: int) -> dict[str, Any]:
+        prompt, answer = len(body["prompt"]), num_words * body.get("n", 1)
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": answer}
+        usage["total_tokens"] = prompt + answer
+        if self.reports_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens(body)}
+        return usage
+
+    def _logprobs(self, body: Any) -> dict[str, Any] | None:
+        if not body.get("logprobs") or self.top_logprobs is None:
+            return None
+        top = [{"token": t, "logprob": p, "bytes": None} for t, p in self.top_logprobs.items()]
+        return {"content": [{**top[0], "top_logprobs": top}]}
 
     def _cached_tokens(self, body: Any) -> int:
         """Return 70 for questions; for prefills the longest beginning that came before."""
@@ -454,7 +653,13 @@ class FakeEngine:
         return not gone.done()
 
     def _words_for(self, body: Any) -> list[str]:
-        blends = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"]).blends
+        params = body.get("kv_transfer_params") or {}
+        if "ragcache" not in params:
+            return self.words
+        plan = ReusePlan.decode(params["ragcache"])
+        if plan.request.startswith("query-"):
+            return [self.query or "NONE"]
+        blends = plan.blends
         return self.blend_words if blends and self.blend_words else self.words
 
 
@@ -478,9 +683,15 @@ async def _body(receive: Any) -> bytes:
 
 @asynccontextmanager
 async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGenerator[int, None]:
-    """Serve an ASGI app on loopback; yields its port."""
+    """Serve an ASGI app on loopback, as the gateway does; yields its port."""
     config = uvicorn.Config(
-        app, host, port, log_config=None, ws="none", timeout_graceful_shutdown=1
+        app,
+        host,
+        port,
+        http=GatewayProtocol,
+        log_config=None,
+        ws="none",
+        timeout_graceful_shutdown=1,
     )
     config.load()
     server = uvicorn.Server(config)
@@ -491,6 +702,24 @@ async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGene
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         await server.shutdown()
+
+
+@asynccontextmanager
+async def serving_retriever(
+    retriever: retriever_pb2_grpc.RetrieverServicer,
+) -> AsyncGenerator[str, None]:
+    """Serve a retriever on loopback; yields its address."""
+    server = GrpcServer(
+        "127.0.0.1:0",
+        ["ragcache.v1.Retriever"],
+        lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server),
+    )
+    await server.start()
+    try:
+        await server.set_ready()
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop()
 
 
 @dataclass
@@ -504,6 +733,7 @@ class World:
     engine: FakeEngine = field(default_factory=FakeEngine)
     servers: dict[str, GrpcServer] = field(default_factory=dict)
     base_url: str = ""
+    shards: tuple[str, ...] = ()  # addresses of a real cache store instead of the fake
     client: httpx.AsyncClient = field(init=False)
 
     async def start(self, stack: AsyncExitStack, model: Path) -> World:
@@ -521,7 +751,9 @@ class World:
         self.config = self.config.replace(
             model=str(model),
             retriever=f"127.0.0.1:{self.servers['retriever'].port}",
-            cachestore=FixedMembers((f"127.0.0.1:{self.servers['cachestore'].port}",)),
+            cachestore=FixedMembers(
+                self.shards or (f"127.0.0.1:{self.servers['cachestore'].port}",)
+            ),
             engines=(self.engine_name(engine_port), *self.config.engines),
         )
         if isinstance(self.retriever, FakeRetriever):
@@ -618,6 +850,17 @@ async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
     """Run a gateway and its fakes. The changes apply to the gateway's settings."""
     async with AsyncExitStack() as stack:
         yield await World(CONFIG.replace(**changes)).start(stack, model)
+
+
+async def until_predicted(client: httpx.AsyncClient) -> None:
+    """Wait until the gateway predicts the caches of all its engines: the fakes have no feed."""
+    async with asyncio.timeout(10):
+        while True:
+            sources = (await client.get("/v1/cache")).json()["sources"]
+            states = [one["state"] for one in sources if one["source"].startswith("engine:")]
+            if states and set(states) == {"predicted"}:
+                return
+            await asyncio.sleep(0.01)
 
 
 def data_of(stream: str) -> list[Any]:

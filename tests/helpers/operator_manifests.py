@@ -89,7 +89,17 @@ _EMPTY_TEXT = "set a value, or leave the field out"
 _EMPTY_LIST = "add an item, or leave the field out"
 _LEAVE_OR_MOVE = "leave it out, or move it to unsafeArgs if you trust what it loads"
 _UNSAFE = "write the flag's full name and its value as one item, like --model-impl=transformers"
+_WITH_URL = (
+    "is set together with url, and RagCache does not run this engine",
+    "leave it out, or leave out url",
+)
 _S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.WEBHOOK, RejectedBy.PARSER
+
+
+def external(**more: Any) -> Object:
+    """Manifest with an engine that RagCache does not run."""
+    return cache(engines=[{"url": "http://vllm.models.svc:8000", **more}])
+
 
 _CACHES = (
     Bad(
@@ -162,6 +172,20 @@ _CACHES = (
         cache(gateway={"httpRoute": {"gateway": "g", "hostnames": ["a.example", "a.example"]}}),
         "spec.gateway.httpRoute.hostnames[1]",
         *("'a.example' is used twice", "use a different name"),
+    ),
+    Bad(
+        "one port for both",
+        _C,
+        cache(gateway={"port": 8090}),
+        "spec.gateway.adminPort",
+        *("8090 is the gateway's port, too", "use another port"),
+    ),
+    Bad(
+        "keys without auth",
+        _C,
+        cache(gateway={"auth": {"enabled": False, "secretRef": {"name": "keys"}}}),
+        "spec.gateway.auth.secretRef",
+        *("is set, but enabled is false", "leave it out, or set enabled to true"),
     ),
     Bad(
         "Ingress and HTTPRoute",
@@ -318,6 +342,25 @@ _CACHES = (
         "leave it out, or set source to cross-encoder or the URL of an endpoint",
     ),
     Bad(
+        "precision that a backend does not have",
+        _C,
+        cache(
+            retriever={
+                "index": {"precision": "sq8"},
+                "backend": {"milvus": {"urlSecret": {"name": "a"}}},
+            }
+        ),
+        *("spec.retriever.index", "has precision sq8, which backend milvus does not use"),
+        "leave out precision, or use the embedded backend",
+    ),
+    Bad(
+        "folder that is no form of a cross-encoder",
+        _C,
+        cache(retriever={"reranker": {"source": "cross-encoder", "model": "/models/ranker"}}),
+        *("spec.retriever.reranker.model", "'/models/ranker' names no cross-encoder"),
+        "use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or path:FOLDER",
+    ),
+    Bad(
         "key for no reranker endpoint",
         _C,
         cache(retriever={"reranker": {"source": "bundled", "keySecret": {"name": "k"}}}),
@@ -339,12 +382,12 @@ _CACHES = (
         "keep the one that has your documents",
     ),
     Bad(
-        "replicas that share a backend",
+        "replicas with Milvus",
         _C,
-        cache(retriever={"replicas": 2, "backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
+        cache(retriever={"replicas": 2, "backend": {"milvus": {"urlSecret": {"name": "a"}}}}),
         "spec.retriever.replicas",
-        "2 is not possible with backend postgres: replicas copy the documents of their own volumes",
-        "use 1, and let the backend replicate",
+        "2 is not possible with backend milvus: replicas do not share its vectors",
+        "use 1, or another backend",
     ),
     Bad(
         "fewer retriever replicas",
@@ -397,6 +440,37 @@ _CACHES = (
         *("engine name twice", _S, cache(engines=[{"name": "a"}, {"name": "b"}, {"name": "a"}])),
         *("spec.engines[2].name", "'a' is used twice", "use a different name"),
         server="spec.engines[2]",
+    ),
+    *(
+        Bad(
+            *(f"URL of an engine: {url}", _S, cache(engines=[{"url": url}])),
+            *("spec.engines[0].url", f"{url!r} is not a valid URL of an engine"),
+            "write it like http://vllm.models.svc:8000, with a port and without a path",
+        )
+        for url in (
+            *("https://vllm:8000", "http://vllm", "http://vllm:8000/v1", "http://vllm:65536"),
+            *(
+                "vllm:8000",
+                "http://user@vllm:8000",
+                "http://a:1,http://b:1",
+                "http://a:1;records=2",
+            ),
+        )
+    ),
+    *(
+        Bad(
+            *(f"{field} of an engine with a URL", layer, external(**{field: value})),
+            *(f"spec.engines[0].{field}", *_WITH_URL),
+        )
+        for field, layer, value in (
+            ("replicas", _C, 2),
+            ("args", _C, ["--seed=1"]),
+            ("unsafeArgs", _C, ["--model-impl=vllm"]),
+            ("autoscaling", _C, {"maxReplicas": 2}),
+            ("kvMemory", _W, "4Gi"),
+            ("hostTier", _W, "1Gi"),
+            ("resources", _W, {"cpu": "2"}),
+        )
     ),
     Bad(
         *("unknown device", _S, cache(engines=[{"device": "cuda"}])),

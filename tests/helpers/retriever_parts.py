@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
+from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.splitter import SplitLimit
@@ -83,6 +84,7 @@ def make_knowledge_base(
     split_limit: SplitLimit | None = None,
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
+    gate: QueryGate | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
@@ -94,6 +96,7 @@ def make_knowledge_base(
         markdown=pb.CONTENT_TYPE_MARKDOWN,
         split_limit=split_limit,
         clock=clock or (lambda: now),
+        gate=gate,
     )
 
 

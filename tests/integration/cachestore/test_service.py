@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_cachestore.api import grpc_service
-from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE, SLOW_THREADS
+from ragcache_cachestore.api.grpc_service import SERVICE, SLOW_THREADS
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.variant import Miss, Origin, Tier
@@ -28,7 +28,6 @@ from ragcache_core.store_api import (
     MAX_TOKENS,
     Ack,
     Deletion,
-    EventKind,
     LookupKey,
     PutOutcome,
     ReportedUses,
@@ -196,44 +195,6 @@ def test_a_single_shard_has_no_replicas(served: ServedStore) -> None:
     assert not served.client.change_replica(key(1), "other:1", drop=False)
     with pytest.raises(InvalidInput, match="shard"):
         served.client.change_replica(key(1), "nowhere", drop=False)
-
-
-def test_a_watcher_gets_a_snapshot_then_events_and_can_resume(served: ServedStore) -> None:
-    put_value(served.client, key(1), value(10))
-    events = served.client.watch(timeout_s=TIMEOUT_S)
-    begin, stored, end = (next(events) for _ in range(3))
-    assert [event.kind for event in (begin, stored, end)] == [
-        EventKind.SNAPSHOT_BEGIN,
-        EventKind.STORED,
-        EventKind.SNAPSHOT_END,
-    ]
-    assert (stored.key, stored.tier, stored.info) == (key(1), Tier.MEMORY, info(10))
-    put_value(served.client, key(2), value(10))
-    event = next(events)
-    assert (event.kind, event.key, event.sequence) == (
-        EventKind.STORED,
-        key(2),
-        end.sequence + 1,
-    )
-    served.client.delete(Deletion(id=b"", chunks=(key(2).chunk,)))
-    events.close()  # type: ignore[attr-defined]
-    again = served.client.watch(event.boot, event.sequence, timeout_s=TIMEOUT_S)
-    assert next(again).kind is EventKind.DROPPED
-    again.close()  # type: ignore[attr-defined]
-    other_boot = served.client.watch(bytes(16), event.sequence, timeout_s=TIMEOUT_S)
-    assert next(other_boot).kind is EventKind.SNAPSHOT_BEGIN
-    other_boot.close()  # type: ignore[attr-defined]
-
-
-def test_watchers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
-        watches = [served.client.watch(timeout_s=TIMEOUT_S) for _ in range(MAX_WATCHERS)]
-        for events in watches:
-            next(events)
-        with pytest.raises(Unavailable, match="watch"):
-            next(served.client.watch(timeout_s=TIMEOUT_S))
-        began = time.monotonic()
-    assert time.monotonic() - began < TIMEOUT_S
 
 
 def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:

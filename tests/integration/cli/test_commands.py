@@ -132,7 +132,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        self._event({"choices": [_choice("")], "ragcache": {"citations": [CITATION]}})
+        self._event(
+            {
+                "id": "chatcmpl-1",
+                "choices": [_choice("")],
+                "ragcache": {"citations": [CITATION]},
+            }
+        )
         self._event({"choices": [_choice("In ")]})
         if self.server.fails_midway:
             self._event({"error": {"message": "the engine is unavailable: it was killed"}})
@@ -299,7 +305,8 @@ def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:
     assert lines[7].startswith("load 20.0 ms █████████ 1,700 tokens, 25.0 MB from the store")
     assert lines[8].endswith("172 of 2,000 tokens")
     assert lines[9].startswith("other 6.0 ms")
-    assert lines[10:] == ["first token 70.0 ms", "whole answer 110.0 ms"]
+    assert lines[10:12] == ["first token 70.0 ms", "whole answer 110.0 ms"]
+    assert lines[12:] == ["", "ragcache explain chatcmpl-1"]
     assert gateway.asked == [
         {
             "messages": [{"role": "user", "content": "Where does billing run?"}],
@@ -358,8 +365,9 @@ def test_up_fetches_the_bundled_model_first(
 
 @pytest.mark.usefixtures("gateway")
 def test_ask_for_programs() -> None:
-    result = ragcache("ask", "Where?", "--json")
+    result = ragcache("ask", "Where?", "--output", "json")
     assert json.loads(result.stdout) == {
+        "id": "chatcmpl-1",
         "answer": "In eu-north.",
         "finish_reason": "stop",
         "citations": [CITATION],

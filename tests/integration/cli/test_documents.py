@@ -128,3 +128,13 @@ async def test_a_backup_that_fails_leaves_no_file(platform: World, tmp_path: Pat
     assert result.exit_code == 1
     assert "the retriever is unavailable" in result.stderr
     assert names_in(tmp_path) == []
+
+
+async def test_a_backup_and_its_restore_are_reported_as_json(
+    platform: World, tmp_path: Path
+) -> None:
+    file = tmp_path / "json.ragcache"
+    written = await ragcache("backup", file, "--output", "json")
+    assert json.loads(written.stdout) == {"file": str(file), "bytes": file.stat().st_size}
+    restored = await ragcache("restore", file, "--yes", "--output", "json")
+    assert json.loads(restored.stdout) == {"documents": 7}

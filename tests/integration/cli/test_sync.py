@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ragcache_cli.clients.collection_client import CollectionClient
-from ragcache_cli.clients.gateway_client import RequestRefused
+from ragcache_cli.clients.gateway_client import GatewayTarget, RequestRefused
 from ragcache_cli.sources.read import Surroundings
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_cli.sources.sync import Sync
@@ -70,7 +70,7 @@ class Platform:
             self.slept_s.append(seconds)
 
         async with CollectionClient(
-            self.world.base_url, collection.collection_name, 5, sleep=sleep
+            GatewayTarget(self.world.base_url), collection.collection_name, 5, sleep=sleep
         ) as client:
             sync = Sync(client, collection, lambda done, total: self.progress.append((done, total)))
             return await (sync.remove() if remove else sync.bring(here))
@@ -272,6 +272,39 @@ async def test_chunking_is_the_collections_own(platform: Platform) -> None:
     assert after["chunking"]["size_tokens"] == 16
 
 
+async def test_a_sync_keeps_the_settings_that_it_does_not_set(platform: Platform) -> None:
+    own = {"index": "flat", "max_documents": 3, "max_text_bytes": 500, "window": 0}
+    await platform.world.client.put("/v1/collections/docs", json=own)
+    await platform.put("other.md", "Another owner's.")
+    platform.write(0, a_md="word " * 40)
+    await platform.sync(config_map("faq"), chunking={"size": 32, "overlap": 4, "window": 2})
+    after = (await platform.world.client.get("/v1/collections/docs")).json()
+    assert {name: after[name] for name in own} == {**own, "window": 2}
+    assert after["chunking"] == {"size_tokens": 32, "overlap_tokens": 4}
+    # The quota still holds: the other documents of the source do not fit.
+    platform.write(0, a_md="A", b_md="B", c_md="C")
+    done = await platform.sync(config_map("faq"))
+    assert (done.written, len(done.failures)) == (2, 1)
+    assert "3" in done.failures[0].problem
+
+
+async def test_index_and_quotas_are_set_by_the_object(platform: Platform) -> None:
+    platform.write(0, a_md="A")
+    await platform.sync(config_map("faq"), index="hnsw", maxDocuments=1, maxTextBytes=1000)
+    created = (await platform.world.client.get("/v1/collections/docs")).json()
+    assert (created["index"], created["max_documents"], created["max_text_bytes"]) == (
+        "hnsw",
+        1,
+        1000,
+    )
+    platform.write(0, a_md="A", b_md="B")
+    assert len((await platform.sync(config_map("faq"))).failures) == 1
+    # 0 removes a quota; what is unset stays.
+    assert (await platform.sync(config_map("faq"), maxDocuments=0)).failures == ()
+    after = (await platform.world.client.get("/v1/collections/docs")).json()
+    assert (after["index"], after["max_documents"], after["max_text_bytes"]) == ("hnsw", 0, 1000)
+
+
 async def test_removing_what_never_was_is_done(platform: Platform) -> None:
     assert (await platform.sync(config_map("faq"), remove=True)).exit_status == 0
 
@@ -299,7 +332,9 @@ async def test_a_gateway_that_is_away_is_waited_for_and_then_given_up(platform: 
         waits.append(seconds)
         now += seconds
 
-    client = CollectionClient("http://127.0.0.1:9", "docs", 5, clock=lambda: now, sleep=sleep)
+    client = CollectionClient(
+        GatewayTarget("http://127.0.0.1:9"), "docs", 5, clock=lambda: now, sleep=sleep
+    )
     async with client:
         done = await Sync(client, collection, lambda *_: None).remove()
     assert waits == [1.0] * 5
@@ -326,14 +361,16 @@ async def test_a_busy_gateway_says_when_to_come_back() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with CollectionClient(f"http://127.0.0.1:{port}", "docs", 60, sleep=sleep) as client:
+        async with CollectionClient(
+            GatewayTarget(f"http://127.0.0.1:{port}"), "docs", 60, sleep=sleep
+        ) as client:
             assert await client.settings() == {"name": "docs"}
     assert waits == [3.0, 1.0]
 
 
 async def test_what_the_gateway_refuses_of_a_collection_is_a_mistake(platform: Platform) -> None:
     platform.write(0, a_md="A")
-    async with CollectionClient(platform.world.base_url, "no\nname", 5) as client:
+    async with CollectionClient(GatewayTarget(platform.world.base_url), "no\nname", 5) as client:
         with pytest.raises(RequestRefused):
             await client.settings()
 

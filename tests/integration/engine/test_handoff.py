@@ -27,7 +27,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.helpers.miss_reasons import STORE_AWAY
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 # A prompt takes two whole passes and its last token alone, wherever and whenever it is computed;
 # so all of them have the same KV and sums, to the last bit.
@@ -71,7 +71,7 @@ class HandoffPair:
 
     def _ask(self, engine: Engine, prompt: Prompt, request: str, max_tokens: int) -> Completion:
         plan = replace(plan_exact(prompt, self.space, "public", request), handoff=True)
-        return complete(engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan.to_json())
+        return complete(engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan.encode())
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ class Interrupted(Platform):
             self.engine.url,
             prompt.token_ids,
             max_tokens=2,
-            plan=plan.to_json(),
+            plan=plan.encode(),
             cache_salt=plan.request,
         ).token_ids
 
@@ -99,7 +99,7 @@ class Interrupted(Platform):
             "cache_salt": uuid.uuid4().hex,
         }
         if plan is not None:
-            body["kv_transfer_params"] = {"ragcache": plan.to_json()}
+            body["kv_transfer_params"] = {"ragcache": plan.encode()}
         connection = http.client.HTTPConnection(urlsplit(self.engine.url).netloc, timeout=WAIT_S)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)

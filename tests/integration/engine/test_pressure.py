@@ -79,7 +79,7 @@ class Pressed:
             self.engine.url,
             prompt.token_ids,
             max_tokens=NUM_TOKENS,
-            plan=plan_exact(prompt, self.space, "public", request).to_json(),
+            plan=plan_exact(prompt, self.space, "public", request).encode(),
             cache_salt=request,
         )
         return answer.token_ids, record_of(self.engine, request).loaded_tokens
@@ -91,7 +91,7 @@ class Pressed:
             self.engine.url,
             prompt.token_ids,
             max_tokens=NUM_TOKENS,
-            plan=plan_blend(prompt, self.space, "public", request, 1.0).to_json(),
+            plan=plan_blend(prompt, self.space, "public", request, 1.0).encode(),
             cache_salt=request,
         )
         return answer.token_ids, record_of(self.engine, request)

@@ -38,11 +38,9 @@ from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.server import GrpcServer
-from ragcache_wire.settings.gateway import EngineAddress
-from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
+from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving, serving_retriever
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -159,29 +157,15 @@ class Reader:
 async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerator[Reader, None]:
     """Return a reader of a new gateway with these settings."""
     retriever = FakeRetriever()  # type: ignore[abstract]  # other calls are not served
-
-    def register(server: Any) -> None:
-        retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server)
-
     async with AsyncExitStack() as stack:
-        search = GrpcServer("127.0.0.1:0", ["ragcache.v1.Retriever"], register)
-        await search.start()
-        await search.set_ready()
-        stack.push_async_callback(search.stop)
-        assert platform.engine.records is not None
+        address = await stack.enter_async_context(serving_retriever(retriever))
         config = CONFIG.replace(
             model=str(MODEL),
             model_name="model",
             max_model_len=4096,
-            retriever=f"127.0.0.1:{search.port}",
+            retriever=address,
             cachestore=FixedMembers((platform.store.address,)),
-            engines=(
-                EngineAddress(
-                    "127.0.0.1",
-                    int(platform.engine.url.rsplit(":", 1)[1]),
-                    int(platform.engine.records.rsplit(":", 1)[1]),
-                ),
-            ),
+            engines=(platform.engine.address,),
             reuse="blend",
             **settings,
         )

@@ -148,6 +148,7 @@ def test_an_unsupported_vllm_is_refused_before_it_is_imported() -> None:
     assert "install 0.32" in found
 
 
+@pytest.mark.slow
 def test_a_model_with_a_sliding_window_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "window"
     shutil.copytree(tiny_model, folder)

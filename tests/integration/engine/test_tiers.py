@@ -42,7 +42,7 @@ class Tiered(Platform):
     ) -> tuple[Completion, engine_pb2.RequestRecord]:
         """Bypass vLLM's own prefix cache, so that all values come from a tier or the store."""
         request = uuid.uuid4().hex
-        plan = plan_exact(prompt, self.space, domain, request).to_json()
+        plan = plan_exact(prompt, self.space, domain, request).encode()
         answer = complete(
             self.engine.url, prompt.token_ids, max_tokens=16, plan=plan, cache_salt=request
         )
@@ -116,7 +116,7 @@ def test_kv_from_a_tier_equals_the_saved_kv(tiered: Tiered) -> None:
     before = tiered.values_by_tier("store")
     salt = uuid.uuid4().hex  # vLLM keeps the loaded blocks for the other domain
     for domain in ("public", "elsewhere"):
-        plan = plan_exact(prompt, tiered.space, domain, uuid.uuid4().hex).to_json()
+        plan = plan_exact(prompt, tiered.space, domain, uuid.uuid4().hex).encode()
         complete(tiered.engine.url, prompt.token_ids, max_tokens=1, plan=plan, cache_salt=salt)
     tiered.wait_until_stored(prompt, "elsewhere")
     assert tiered.values(prompt, "elsewhere") == tiered.values(prompt)

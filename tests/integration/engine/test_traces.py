@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.support.completion import complete
-from bench.support.processes import launch_engine, start_cachestore, wait_for_engine
+from bench.support.processes import (
+    Service,
+    free_port,
+    launch_engine,
+    start_cachestore,
+    wait_for_engine,
+)
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
@@ -23,14 +32,18 @@ from ragcache_operator.builders.components.telemetry import (
 )
 from tests.helpers.children_parts import make_cache
 from tests.helpers.otlp import Collector, attributes_of, collector
+from tests.helpers.trace_parts import orphans, traced_request
 from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
+from tests.integration.gateway.test_real_engine import RetrieverThread, is_answering
 
 pytestmark = pytest.mark.timeout(600)
 
 CALLER = "b7ad6b7169203331"
 PROMPT = make_blend_prompt(0, 1, 2)
 SEGMENTS = 4  # one of them is the template
+TIER = "load tier"
+"""A span below that of a load, for each tier that it has read."""
 
 # A short delay, so that the test does not wait. The operator sets the rest.
 SETTINGS = {"OTEL_BSP_SCHEDULE_DELAY": "100", "NO_PROXY": "127.0.0.1"}
@@ -48,7 +61,7 @@ class Traced:
             self.platform.engine.url,
             prompt.token_ids,
             max_tokens=4,
-            plan=plan.to_json(),
+            plan=plan.encode(),
             # Bypasses vLLM's own prefix cache.
             cache_salt=uuid.uuid4().hex,
             headers={"traceparent": f"00-{trace_id}-{CALLER}-{flags}"},
@@ -70,7 +83,10 @@ class Traced:
             time.sleep(0.05)
 
     def names(self, part: str, trace_id: str) -> Counter[str]:
-        return Counter(span.name for span in self.spans(part, trace_id))
+        return Counter(span.name for span in self.spans(part, trace_id) if span.name != TIER)
+
+    def all_of(self, traces: Container[str]) -> list[Any]:
+        return [s for s in self.receiver.spans() if s.trace_id.hex() in traces]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +140,12 @@ def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) ->
     traced.ask(PROMPT, traced.exact(PROMPT), trace(2))
     expected = {"llm_request": 1, "lookup": 1, "load": 1}
     traced.wait_until(lambda: traced.names("engine", trace(2)) == expected)
+    traced.wait_until(lambda: TIER in {s.name for s in traced.spans("engine", trace(2))})
     by_name = {span.name: span for span in traced.spans("engine", trace(2))}
+    tier = by_name.pop(TIER)
+    assert tier.parent_span_id == by_name["load"].span_id
+    assert attributes_of(tier)["tier"] == "store"
+    assert attributes_of(tier)["tokens"] == PROMPT.chunk_ends[-1]
     assert parents(list(by_name.values())) == {CALLER}
     assert attributes_of(by_name["lookup"]) == {
         "segments": SEGMENTS,
@@ -159,3 +180,69 @@ def test_unsampled_and_malformed_traces_make_no_spans(traced: Traced) -> None:
     traced.wait_until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
     new = traced.receiver.spans()[before:]
     assert {span.trace_id.hex() for span in new} <= {trace(3), trace(5)}
+
+
+@contextmanager
+def traced_gateway(traced: Traced, retriever: RetrieverThread) -> Iterator[str]:
+    """Run a gateway of the traced engine; yield its URL. Its end sends its last spans."""
+    platform, port = traced.platform, free_port()
+    assert platform.engine.records is not None
+    records = platform.engine.records.rpartition(":")[2]
+    settings = {
+        **SETTINGS,
+        "RAGCACHE_OTLP_ENDPOINT": traced.receiver.url,
+        "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+        "RAGCACHE_RETRIEVER": retriever.address,
+        "RAGCACHE_ENGINES": f"{platform.engine.url};records={records}",
+        "RAGCACHE_CACHESTORE": platform.store.address,
+        "RAGCACHE_MODEL": str(platform.model),
+        "RAGCACHE_MODEL_NAME": "model",
+        "RAGCACHE_MAX_MODEL_LEN": "2048",
+    }
+    command = [sys.executable, "-m", "ragcache_gateway"]
+    gateway = Service("gateway", command, settings, platform.folder / "gateway.log")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        gateway.wait_until("ready", lambda: is_answering(url))
+        yield url
+    finally:
+        gateway.stop()
+
+
+def test_the_parts_of_20_questions_add_up_and_no_span_is_an_orphan(traced: Traced) -> None:
+    traces = [trace(number) for number in range(100, 120)]
+    route = "/v1/chat/completions"
+    retriever = RetrieverThread()
+    try:
+        with traced_gateway(traced, retriever) as url:
+            for number, trace_id in enumerate(traces):
+                # Every second question repeats the one before, so that its KV is reused.
+                text = f"Where does billing {number // 2} run? " * 40
+                body = {
+                    "messages": [{"role": "user", "content": text}],
+                    "max_tokens": 4,
+                    "stream": number % 4 < 2,
+                    "ragcache": {"retrieve": number % 3 > 0},
+                }
+                headers = {"traceparent": f"00-{trace_id}-{CALLER}-01"}
+                answer = httpx.post(f"{url}{route}", json=body, headers=headers, timeout=60)
+                assert answer.status_code == 200, answer.text
+    finally:
+        retriever.stop()
+    wanted = {
+        "read",
+        "tokenize",
+        "plan",
+        "engine",
+        "llm_request",
+        "lookup",
+        "Lookup",
+        "save",
+        "Put",
+    }
+    traced.wait_until(lambda: wanted <= {span.name for span in traced.all_of(traces)})
+    traced.wait_until(lambda: not orphans(traced.all_of(traces), [CALLER]))
+    requests = [traced_request(traced.all_of(traces), one, route) for one in traces]
+    # A tiny model answers in milliseconds, so a pause of one question may be longer than its time.
+    parts_s = sum(request.parts_s(request.answered_ns) for request in requests)
+    assert parts_s == pytest.approx(sum(request.waited_s() for request in requests), rel=0.05)

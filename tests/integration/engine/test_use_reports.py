@@ -47,7 +47,7 @@ def put(served: ServedStore, key: VariantKey, num_tokens: int) -> None:
 
 def run(scheduler: ConnectorScheduler, num_local: int) -> None:
     """Run the prompt, of which vLLM's own prefix cache has num_local tokens."""
-    scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.to_json()})
+    scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
     eventually(lambda: scheduler.loadable_tokens("r", num_local) is not None)
     scheduler.on_allocated("r", BLOCKS, 0)
     scheduler.step([("r", num_local, LENGTH - num_local)], lambda _: BLOCKS)
@@ -116,7 +116,7 @@ def test_a_request_reports_only_what_it_has_computed_until_it_ends(
         scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
-        scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.to_json()})
+        scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
         eventually(lambda: scheduler.loadable_tokens("r", 0) is not None)
         scheduler.on_allocated("r", BLOCKS, 0)
         for start, end in pairwise([0, *steps]):

@@ -102,13 +102,13 @@ class Platform:
         cache_salt: str | None = None,
     ) -> Completion:
         """Ask with a signed plan, as a gateway does."""
-        plan_json = plan.to_json()
+        plan_text = plan.encode()
         return complete(
             self.engine.url,
             prompt.token_ids,
             max_tokens=max_tokens,
-            plan=plan_json,
-            signature=sign(plan_json, prompt.token_ids, KEY),
+            plan=plan_text,
+            signature=sign(plan_text, prompt.token_ids, KEY),
             cache_salt=cache_salt,
         )
 
@@ -358,7 +358,7 @@ def test_concurrent_requests_get_the_same_answers_as_single_ones(platform: Platf
 def test_clients_that_disconnect_at_any_time_leave_the_engine_intact(platform: Platform) -> None:
     """See ``test_interrupted`` for clients that disconnect in the middle of a load."""
     prompt = PROMPTS["d"]
-    plan = plan_exact(prompt, platform.space, "public", "left").to_json()
+    plan = plan_exact(prompt, platform.space, "public", "left").encode()
     body = {
         "model": "model",
         "prompt": list(prompt.token_ids),
@@ -402,7 +402,7 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
         right = platform.compute(prompt).token_ids
         for key, signed_prompt in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
             request = uuid.uuid4().hex
-            plan = plan_exact(prompt, platform.space, "public", request).to_json()
+            plan = plan_exact(prompt, platform.space, "public", request).encode()
             answer = complete(
                 *(platform.engine.url, prompt.token_ids),
                 max_tokens=16,
@@ -468,7 +468,7 @@ def test_shards_can_join_while_an_engine_runs(platform: Platform) -> None:
         for prompt in prompts:
             # Another salt hides vLLM's own cache, so everything comes from the two shards.
             request = uuid.uuid4().hex
-            plan = plan_exact(prompt, several.space, "public", request).to_json()
+            plan = plan_exact(prompt, several.space, "public", request).encode()
             answer = complete(
                 engine.url, prompt.token_ids, max_tokens=16, plan=plan, cache_salt=request
             )
@@ -492,7 +492,7 @@ def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:
     ]
     body = {
         "model": "model",
-        "prompt": make_prompt(300).token_ids,
+        "prompt": list(make_prompt(300).token_ids),
         "max_tokens": 2000,
         "ignore_eos": True,
         "stream": True,

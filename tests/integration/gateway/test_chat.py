@@ -16,7 +16,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.v1 import retriever_pb2
+from ragcache_wire.v1 import engine_pb2, retriever_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.helpers.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
@@ -47,6 +47,13 @@ async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: Wo
     assert answer["choices"][0]["message"]["content"] == "It runs in eu-north."
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 70}
+    assert answer["usage"]["ragcache"] == {
+        "cached_tokens": 10,
+        "loaded_tokens": 40,
+        "blended_tokens": 15,
+        "recomputed_tokens": 5,
+        "computed_tokens": 30,
+    }
     first, second = answer["ragcache"]["citations"]
     assert first == {
         "document_id": "billing.md",
@@ -72,7 +79,7 @@ async def test_the_plan_matches_the_prompt_that_is_sent(gateway: World) -> None:
     before_ms = time.time_ns() // 1_000_000
     await gateway.ask()
     sent = gateway.engine.requests[0]
-    plan = ReusePlan.from_json(sent["kv_transfer_params"]["ragcache"])
+    plan = ReusePlan.decode(sent["kv_transfer_params"]["ragcache"])
     space = load_model_folder(gateway.config.model).space("auto")
     # Head, two chunks of billing.md in document order, one of search.md.
     assert len(checked_segments(plan, sent["prompt"], space)) == len(plan.segments) == 4
@@ -82,8 +89,6 @@ async def test_the_plan_matches_the_prompt_that_is_sent(gateway: World) -> None:
     documents = [segment.document for segment in plan.segments]
     assert documents == ["", *["default/billing.md"] * 2, "default/search.md"]
     assert "cache_salt" not in sent
-    assert sent["stream"] is True
-    assert sent["stream_options"] == {"include_usage": True}
 
 
 async def test_plans_are_signed_with_the_first_key_of_a_file_that_may_change(
@@ -112,14 +117,14 @@ async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) 
     for _ in range(2):
         await gateway.ask(ragcache={"reuse": "off"})
     one, two = gateway.engine.requests
-    plan = ReusePlan.from_json(one["kv_transfer_params"]["ragcache"])
+    plan = ReusePlan.decode(one["kv_transfer_params"]["ragcache"])
     assert {segment.action for segment in plan.segments} == {Action.COMPUTE}
     assert one["cache_salt"] != two["cache_salt"]
 
 
 def sent_plan(gateway: World) -> ReusePlan:
     """Return the plan of the last question."""
-    return ReusePlan.from_json(gateway.engine.requests[-1]["kv_transfer_params"]["ragcache"])
+    return ReusePlan.decode(gateway.engine.requests[-1]["kv_transfer_params"]["ragcache"])
 
 
 async def test_blend_reuses_chunks_after_any_prefix_and_the_head_only_exactly(
@@ -165,7 +170,7 @@ async def test_a_recompute_share_is_only_for_blend(gateway: World, reuse: str | 
     assert gateway.retriever.searches == []
 
 
-async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:
+async def test_every_field_reaches_the_engine_but_those_that_control_it(gateway: World) -> None:
     response = await gateway.ask(
         temperature=0,
         top_p=0.5,
@@ -180,18 +185,22 @@ async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:
         prompt_token_ids=[1, 2],
         request_id="forged",
         user="a user",
+        priority=-5,
+        new_in_some_version={"of": "vLLM"},
     )
     assert response.status_code == 200
     sent = gateway.engine.requests[0]
-    assert sent["kv_transfer_params"]["ragcache"]["domain"] == "public"
-    assert sent["kv_transfer_params"]["ragcache"]["request"] == response.json()["id"]
+    plan = ReusePlan.decode(sent["kv_transfer_params"]["ragcache"])
+    assert plan.domain == "public"
+    assert plan.request == response.json()["id"]
     for name in ("prompt", "kv_transfer_params"):
         del sent[name]
     assert sent == {
         "model": MODEL,
-        "max_tokens": 9,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "messages": [{"role": "user", "content": "Where does billing run?"}],
+        "max_completion_tokens": 9,
+        "user": "a user",
+        "new_in_some_version": {"of": "vLLM"},
         "temperature": 0,
         "top_p": 0.5,
         "stop": ["\n"],
@@ -262,7 +271,7 @@ async def test_history_comes_after_the_documents(gateway: World) -> None:
     assert response.status_code == 200
     await gateway.ask()
     long, short = (request["prompt"] for request in gateway.engine.requests)
-    plan = ReusePlan.from_json(gateway.engine.requests[1]["kv_transfer_params"]["ragcache"])
+    plan = ReusePlan.decode(gateway.engine.requests[1]["kv_transfer_params"]["ragcache"])
     assert long[: plan.segments[-1].end] == short[: plan.segments[-1].end]
     assert gateway.retriever.searches[0].query == "Where does billing run?"
 
@@ -286,7 +295,8 @@ async def test_wrong_input_names_the_field_and_reaches_no_engine(gateway: World)
     for change, param in (
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content"),
         ({"ragcache": {"top_k": 10_000}}, "ragcache.top_k"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"echo": True}, "echo"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     ):
@@ -345,7 +355,11 @@ async def test_an_engine_that_fails_during_a_stream_ends_it_with_an_error(
 async def test_a_silent_engine_times_out(tiny_model: Path) -> None:
     async with world(tiny_model, first_token_timeout_s=0.2, next_token_timeout_s=0.2) as gateway:
         gateway.engine.hold_after = 0
-        assert (await gateway.ask()).status_code == 503
+        assert (await gateway.ask(stream=True)).status_code == 503
+        await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+        gateway.engine.aborted.clear()
+        # Nothing shows the progress of an answer in one piece. Each token adds to its deadline.
+        assert (await gateway.ask(max_tokens=1)).status_code == 503
         await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
         gateway.engine.hold_after = 1
         *_, last = data_of((await gateway.ask(stream=True)).text)
@@ -407,3 +421,31 @@ async def _until_idle(gateway: World) -> None:
         idle = 'requests_in_flight{pool="question"} 0.0'
         while idle not in (await gateway.client.get("/metrics")).text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_an_answer_can_be_explained_in_the_response_and_afterwards(gateway: World) -> None:
+    gateway.records.segments = [engine_pb2.SegmentRecord(start=0, end=1, reason="evicted")]
+    asked = await gateway.ask(ragcache={"explain": True})
+    answer = asked.json()
+    explanation = answer["ragcache"]["explanation"]
+    assert [part["chunk"] for part in explanation["parts"] if part["chunk"]] == [
+        "billing.md#0",
+        "billing.md#1",
+        "search.md#0",
+    ]
+    assert (
+        explanation["engine"]
+        == gateway.config.engines[0].host + f":{gateway.config.engines[0].http_port}"
+    )
+    later = await gateway.client.get(f"/v1/requests/{answer['id']}")
+    assert (later.status_code, later.json()) == (200, explanation)
+    plain = await gateway.ask()
+    assert plain.json()["ragcache"]["explanation"] is None
+    *_, last, _done = data_of((await gateway.ask(stream=True, ragcache={"explain": True})).text)
+    assert last["ragcache"]["explanation"]["reuse"] == "exact"
+
+
+async def test_an_unknown_request_cannot_be_explained(gateway: World) -> None:
+    response = await gateway.client.get("/v1/requests/chatcmpl-none")
+    assert response.status_code == 404
+    assert "ragcache.explain" in response.json()["error"]["message"]

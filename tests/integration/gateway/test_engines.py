@@ -13,14 +13,26 @@ from typing import Any
 import httpx
 import pytest
 
+from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.engines.pool import MAX_LOST_ENGINES
 from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
-from tests.helpers.gateway_fakes import FakeEngine, FakeRecords, World, data_of, serving, world
+from tests.helpers.gateway_fakes import (
+    FakeEngine,
+    FakeRecords,
+    FakeRetriever,
+    World,
+    data_of,
+    serving,
+    until_predicted,
+    world,
+)
 
 NAME = "engines.test"
+NO_REUSE = {"reuse": "off"}
+"""For questions that no engine has a part of."""
 
 
 @dataclass
@@ -28,6 +40,7 @@ class Fleet:
     """A gateway and engines on several addresses, which are those of one host name."""
 
     client: httpx.AsyncClient
+    retriever: FakeRetriever
     port: int = 0
     engines: dict[str, FakeEngine] = field(default_factory=dict)
     records: dict[str, FakeRecords] = field(default_factory=dict)
@@ -72,7 +85,7 @@ async def fleet(
     """Run a gateway with this many healthy engines."""
     async with AsyncExitStack() as stack:
         parts: World = await stack.enter_async_context(world(model, **changes))
-        found = Fleet(parts.client)
+        found = Fleet(parts.client, parts.retriever)
         ips = [f"127.0.0.{number}" for number in range(2, 2 + count)]
         records_port = 0
         for ip in ips:
@@ -100,6 +113,32 @@ async def fleet(
         yield found
 
 
+async def test_an_engine_without_ragcache_gets_no_plan_and_no_question_for_a_record(
+    tiny_model: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        parts: World = await stack.enter_async_context(world(tiny_model))
+        engine = FakeEngine()
+        port = await stack.enter_async_context(serving(engine))
+        parts.config = parts.config.replace(engines=(EngineAddress("127.0.0.1", port),))
+        gateway_port = await stack.enter_async_context(serving(parts.app()))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway_port}", trust_env=False)
+        )
+        fleet = Fleet(client, parts.retriever, port)
+        await fleet.until_ready("127.0.0.1")
+        answer = await fleet.ask()
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+        # The fake has taken the prompt's token ids from it, as vLLM does; there is no plan.
+        assert engine.requests[-1]["kv_transfer_params"] == {}
+        metrics = (await client.get("/metrics")).text
+        assert 'upstream_failures_total{part="engine records"}' not in metrics
+        sources = (await client.get("/v1/cache")).json()["sources"]
+        states = {one["source"]: one["state"] for one in sources}
+        assert states[f"engine:127.0.0.1:{port}"] == "predicted"
+
+
 @pytest.fixture
 async def two(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Fleet, None]:
     async with fleet(tiny_model, monkeypatch, 2) as running:
@@ -109,11 +148,11 @@ async def two(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerat
 async def test_requests_go_to_the_engine_with_the_fewest_in_flight(two: Fleet) -> None:
     first, second = two.engines.values()
     for _ in range(4):
-        assert (await two.ask()).status_code == 200
+        assert (await two.ask(ragcache=NO_REUSE)).status_code == 200
     assert two.asked() == [2, 2], "equally loaded engines take turns"
 
     first.hold_after = 1
-    waiting = asyncio.create_task(two.ask())
+    waiting = asyncio.create_task(two.ask(ragcache=NO_REUSE))
     await asyncio.wait_for(first.waiting.wait(), 10)
     before = len(first.requests)
     for _ in range(3):
@@ -129,10 +168,18 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(two: Fleet) -
     assert len(second.requests) == 5
 
 
+async def test_questions_go_to_the_engine_that_has_their_documents(two: Fleet) -> None:
+    await until_predicted(two.client)
+    for _ in range(4):
+        assert (await two.ask()).status_code == 200
+    assert sorted(two.asked()) == [0, 4]
+
+
 async def test_the_record_comes_from_the_engine_that_answered(two: Fleet) -> None:
     ids = [(await two.ask()).json()["id"] for _ in range(4)]
     for ip, engine in two.engines.items():
-        answered = [body["kv_transfer_params"]["ragcache"]["request"] for body in engine.requests]
+        plans = [body["kv_transfer_params"]["ragcache"] for body in engine.requests]
+        answered = [ReusePlan.decode(plan).request for plan in plans]
         assert two.records[ip].asked == answered
     assert sorted(i for records in two.records.values() for i in records.asked) == sorted(ids)
 
@@ -167,8 +214,8 @@ async def test_a_failed_engine_gets_no_request_until_it_is_healthy(two: Fleet) -
     assert f'engine_failures_total{{engine="127.0.0.2:{two.port}"}}' in failures
     failing.healthy, failing.refuse = True, None
     await two.until_ready("127.0.0.2", "127.0.0.3")
-    await two.ask()
-    await two.ask()
+    await two.ask(ragcache=NO_REUSE)
+    await two.ask(ragcache=NO_REUSE)
     assert len(failing.requests) > before
 
 
@@ -213,8 +260,54 @@ async def test_a_timed_out_request_goes_to_no_other_engine(
     async with fleet(tiny_model, monkeypatch, 2, first_token_timeout_s=1) as slow:
         for engine in slow.engines.values():
             engine.hold_after = 0
-        assert (await slow.ask()).status_code == 503
+        assert (await slow.ask(stream=True)).status_code == 503
         assert sum(slow.asked()) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["refuses", "hangs"])
+async def test_a_request_leaves_an_engine_whose_health_check_fails(
+    two: Fleet, monkeypatch: pytest.MonkeyPatch, way: str, stream: bool
+) -> None:
+    monkeypatch.setattr("ragcache_gateway.engines.client._HEALTH_TIMEOUT_S", 0.5)
+    frozen, other = two.engines.values()
+    frozen.hold_after = 0
+    asking = asyncio.create_task(two.ask(stream=stream, ragcache=NO_REUSE))
+    await asyncio.wait_for(frozen.waiting.wait(), 10)
+    assert not other.requests
+    if way == "refuses":
+        frozen.healthy = False
+    else:
+        frozen.hold_health = asyncio.Event()
+    response = await asyncio.wait_for(asking, 20)
+    assert response.status_code == 200
+    assert len(frozen.requests) == len(other.requests) == 1
+    await asyncio.wait_for(frozen.aborted.wait(), 10)
+    if frozen.hold_health is not None:
+        frozen.hold_health.set()
+
+
+async def test_a_request_stays_at_the_only_engine_when_a_health_check_fails(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tiny_model, monkeypatch, 1) as one:
+        [engine] = one.engines.values()
+        engine.pause = asyncio.Event()
+        asking = asyncio.create_task(one.ask())
+        await asyncio.wait_for(engine.waiting.wait(), 10)
+        engine.healthy = False
+
+        # The engine answers probes, so each further failure is that of another check.
+        async def has_failed_twice() -> bool:
+            text = (await one.client.get("/metrics")).text
+            name = f'engine_failures_total{{engine="127.0.0.2:{one.port}"}} '
+            _, found, count = text.partition(name)
+            return bool(found) and float(count.split()[0]) >= 2
+
+        await one.until(has_failed_twice)
+        engine.pause.set()
+        assert (await asyncio.wait_for(asking, 10)).status_code == 200
+        assert len(engine.requests) == 1
 
 
 async def test_an_engine_that_leaves_finishes_its_requests(two: Fleet) -> None:

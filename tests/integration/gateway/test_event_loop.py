@@ -12,7 +12,7 @@ import pytest
 
 from ragcache_gateway.chat import captures, pipeline
 from ragcache_gateway.engines import client
-from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
 from tests.helpers.gateway_fakes import world
 
 WAIT_S = 20.0
@@ -34,26 +34,41 @@ def after_the_loop(
     return waiting
 
 
-async def test_a_prompt_is_built_planned_and_encoded_outside_the_event_loop(
+async def test_a_long_prompt_is_built_planned_and_encoded_outside_the_event_loop(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: set[str] = set()
     loop = asyncio.get_running_loop()
+    for module in (pipeline, client):  # the prompts of this test are short
+        monkeypatch.setattr(module, "MAX_LOOP_TOKENS", 0)
 
     def wrap(owner: Any, name: str) -> None:
         monkeypatch.setattr(owner, name, after_the_loop(getattr(owner, name), loop, done))
 
     async with world(tiny_model) as gateway:
-        wrap(PromptBuilder, "build")
+        wrap(PromptBuilder, "select")
+        wrap(PromptParts, "join")
         wrap(pipeline, "plan_reuse")
-        wrap(pipeline, "completion_body")
+        wrap(pipeline, "client_body")
         wrap(client, "encode_body")
         assert (await gateway.ask()).status_code == 200
-        assert done == {"PromptBuilder.build", "plan_reuse", "completion_body", "encode_body"}
+        assert done == {
+            "PromptBuilder.select",
+            "PromptParts.join",
+            "plan_reuse",
+            "client_body",
+            "encode_body",
+        }
         done.clear()
         wrap(captures, "plan_exact")
         wrap(captures, "completion_body")
         question = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
         reply = await gateway.client.post("/v1/quality/captures", json=question)
         assert reply.status_code == 200
-        assert done == {"PromptBuilder.build", "plan_exact", "completion_body", "encode_body"}
+        assert done == {
+            "PromptBuilder.select",
+            "PromptParts.join",
+            "plan_exact",
+            "completion_body",
+            "encode_body",
+        }

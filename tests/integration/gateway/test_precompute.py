@@ -18,9 +18,10 @@ from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.gateway_fakes import World, world
+from tests.helpers.gateway_fakes import FakeEngine, World, serving, world
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,8 @@ async def until(happened: Callable[[], bool]) -> None:
 async def counted(gateway: World, name: str) -> dict[str, float]:
     text = (await gateway.client.get("/metrics")).text
     lines = [line for line in text.splitlines() if line.startswith(f"ragcache_gateway_{name}")]
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    return {name: value for name, value in values.items() if value}
 
 
 COMPUTED = {
@@ -73,7 +75,7 @@ RECOMPUTED = {
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 def precomputed(gateway: World) -> list[dict[str, Any]]:
@@ -118,6 +120,25 @@ async def written_together(gateway: World, texts: dict[str, str]) -> None:
         await put(gateway, name, text)
     gateway.engine.pause.set()
     await asked
+
+
+async def test_only_engines_that_run_ragcache_compute_ahead(tiny_model: Path) -> None:
+    theirs = FakeEngine()
+    async with serving(theirs) as port:
+        engines = (EngineAddress("127.0.0.1", port),)
+        async with world(tiny_model, precompute=True, reuse="blend", engines=engines) as gateway:
+
+            async def num_ready() -> int:
+                status = (await gateway.client.get("/v1/status")).json()
+                return sum(one["ready"] for one in status["parts"]["engine"]["endpoints"])
+
+            async with asyncio.timeout(10):
+                while await num_ready() < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            for number in range(4):  # engines take turns
+                await put(gateway, f"{number}.md")
+                await until(lambda: len(precomputed(gateway)) > number)  # noqa: B023
+            assert theirs.requests == []
 
 
 async def test_chunks_are_computed_in_sequences_and_the_first_ones_again_at_the_end(
@@ -224,8 +245,8 @@ async def test_a_prefill_has_the_same_template_segment_as_questions(gateway: Wor
     await put(gateway, "a.md")
     await until(lambda: len(gateway.engine.requests) == 1)
     await gateway.ask()
-    plans = [body["kv_transfer_params"]["ragcache"] for body in gateway.engine.requests]
-    assert plans[0]["segments"][0] == plans[1]["segments"][0]
+    first, second = map(plan_of, gateway.engine.requests)
+    assert first.segments[0] == second.segments[0]
 
 
 async def test_an_unchanged_document_is_not_computed_again(gateway: World) -> None:

@@ -160,5 +160,5 @@ async def test_a_port_in_use_is_reported(tiny_model: Path) -> None:
         process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
         _, log = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode != 0
-    assert "address already in use" in log.decode()
+    assert "Address already in use" in log.decode()
     assert "Traceback" not in log.decode()

@@ -38,18 +38,20 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 async def asked(gateway: World, **more: Any) -> tuple[str | None, str | None, ReusePlan]:
     """Ask a question; return the verdict, the reuse of its headers, and its plan."""
-    before = len(gateway.engine.requests)
     reply = await gateway.ask(**more)
     assert reply.status_code == 200
     quality = reply.json()["ragcache"]["quality"]
     headers = reply.headers.get(QUALITY_HEADER), reply.headers.get(REUSE_HEADER)
     assert headers == ((quality["verdict"], quality["reuse"]) if quality else (None, None))
-    return (*headers, plan_of(gateway.engine.requests[before]))
+    # Trials may have asked the engine meanwhile.
+    plans = map(plan_of, gateway.engine.requests)
+    [plan] = [one for one in plans if one.request == reply.json()["id"]]
+    return (*headers, plan)
 
 
 async def test_with_a_target_nothing_is_blended_without_a_report(gateway: World) -> None:
@@ -164,7 +166,8 @@ async def test_until_trials_decide_some_exact_questions_are_kept_for_them(gatewa
     await until_verdict(gateway, "passed")
     assert (await asked(gateway))[:2] == ("passed", "blend")
     replays = [plan_of(body) for body in gateway.engine.requests if "priority" in body]
-    assert len(replays) == MIN_QUESTIONS * (1 + len(alpha_ladder(SHARE)))
+    # A replay that a question interrupts is repeated.
+    assert len(replays) >= MIN_QUESTIONS * (1 + len(alpha_ladder(SHARE)))
 
 
 async def test_a_decision_of_trials_holds_after_a_restart(gateway: World, tiny_model: Path) -> None:

@@ -94,7 +94,7 @@ async def until_verdict(gateway: World, verdict: str) -> None:
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 def background_requests(gateway: World) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
         'requests_total{code="200",route="/v1/chat/completions"} 1.0',
         'requests_total{code="404",route="/v1/chat/completions"} 1.0',
         'requests_total{code="404",route="unmatched"} 1.0',
-        "first_token_seconds_count 1.0",
+        'answers_total{loaded="full",miss=""} 1.0',
         'stage_seconds_count{stage="load"} 1.0',
         'stage_seconds_count{stage="recompute"} 1.0',
         'prompt_tokens_total{source="loaded"} 40.0',
@@ -83,13 +83,24 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
         "loaded_bytes_total 61440.0",
     ):
         assert f"ragcache_gateway_{line}" in text
+    chunks = [line for line in text.splitlines() if line.startswith("ragcache_gateway_chunks_t")]
+    hits = gateway.retriever.hits
+    num_chunks = sum(1 + len(hit.before) + len(hit.after) for hit in hits)
+    assert sum(float(line.rpartition(" ")[2]) for line in chunks) == num_chunks
+    first_token = [
+        line for line in text.splitlines() if line.startswith("gen_ai_server_time_to_first_token")
+    ]
+    assert any("_seconds_count{" in line and line.endswith(" 1.0") for line in first_token)
 
 
 async def test_the_shards_of_the_cache_store_are_summed(gateway: World) -> None:
     (shard,) = gateway.config.cachestore.current()
     gateway.store.stats.reset_at_ms, gateway.store.stats.reset_reason = 5, "Corruption"
     response = await gateway.client.get("/v1/cache")
-    assert response.json() == {
+    summary = response.json()
+    sources = summary.pop("sources")
+    assert {one["source"].partition(":")[0] for one in sources} == {"engine", "store"}
+    assert summary == {
         "variants": 3,
         "disk_bytes": 300,
         "disk_capacity_bytes": 0,
@@ -160,7 +171,7 @@ async def test_errors_of_unknown_routes_have_openais_shape(gateway: World) -> No
 
 
 async def test_the_served_model_is_listed(gateway: World) -> None:
-    (model,) = (await gateway.client.get("/v1/models")).json()["data"]
+    model, *_ = (await gateway.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"]) == (MODEL, "model")
 
 

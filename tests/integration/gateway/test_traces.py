@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import pytest
 
 from ragcache_retriever.service import RetrieverService
 from ragcache_wire.settings.gateway import EngineAddress
+from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.tracing import tracer
-from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
+from tests.helpers.gateway_fakes import CONFIG, MODEL, FakeEngine, World, serving, world
 from tests.helpers.otlp import Collector, attributes_of, collector
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 
@@ -23,6 +25,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE_ID}-{CALLER}-01", "tracestate": "vendor=7"}
 QUESTION = "Wherever does xylophone billing run?"
+ANSWER = "It runs in eu-north."
 DOCUMENT = "Xylophone billing runs in quuxland."
 
 ERROR = 2
@@ -61,22 +64,50 @@ async def ask(gateway: World, headers: dict[str, str], **more: Any) -> httpx.Res
     return await gateway.client.post("/v1/chat/completions", json=body, headers=headers)
 
 
-async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
-    retriever_tracer = tracer(traces.receiver.url, "retriever", "here")
-    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+@dataclass
+class Asked:
+    """A question that was answered, and the headers that the engine got."""
+
+    answer: httpx.Response
+    prompt: list[int]
+    engine_headers: dict[str, str]
+
+
+async def ask_with_retriever(
+    model: Path, folder: Path, traces: Traces, *, content: bool = False, **more: Any
+) -> Asked:
+    """Ask a gateway with a real retriever, both traced.
+
+    Args:
+        content: Whether spans have text.
+        more: Fields of the question.
+    """
+    retriever_tracer = tracer(traces.receiver.url, "retriever", "here", exports_content=content)
+    knowledge_base = make_knowledge_base(folder, tokenizer_of(model))
     async with AsyncExitStack() as stack:
         await knowledge_base.load()
         stack.push_async_callback(knowledge_base.close)
         service: Any = RetrieverService(knowledge_base, retriever_tracer)
-        gateway = World(CONFIG.replace(otlp_endpoint=traces.receiver.url), service)
-        await gateway.start(stack, tiny_model)
+        config = CONFIG.replace(otlp_endpoint=traces.receiver.url, trace_content=content)
+        gateway = World(config, service)
+        await gateway.start(stack, model)
         written = {"id": "a.md", "text": DOCUMENT}
         assert (await gateway.client.post("/v1/documents", json=written)).is_success
-        answer = await ask(gateway, TRACED)
+        answer = await ask(gateway, TRACED, **more)
         assert answer.status_code == 200, answer.text
-        engine_got = gateway.engine.headers[-1]
+        for path, body in (
+            ("/v1/embeddings", {"input": [QUESTION, DOCUMENT]}),
+            ("/v1/rerank", {"query": QUESTION, "documents": ["It is blue.", DOCUMENT]}),
+        ):
+            assert (await gateway.client.post(path, json=body, headers=TRACED)).is_success
+        asked = Asked(answer, gateway.engine.requests[-1]["prompt"], gateway.engine.headers[-1])
     retriever_tracer.close()
+    return asked
 
+
+async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
+    asked = await ask_with_retriever(tiny_model, tmp_path, traces)
+    answer, engine_got = asked.answer, asked.engine_headers
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, CALLER)
     assert request.trace_state == "vendor=7"
@@ -94,10 +125,10 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     ends = [below[name].end_time_unix_nano for name in ("retrieve", "tokenize", "engine")]
     assert ends == sorted(ends)
     assert ends[-1] <= request.end_time_unix_nano
-    prompt = gateway.engine.requests[-1]["prompt"]
-    assert attributes_of(below["tokenize"]) == {"chunks": 1, "prompt_tokens": len(prompt)}
+    tokenized = attributes_of(below["tokenize"])
+    assert tokenized == {"chunks": 1, "prompt_tokens": len(asked.prompt), names.SPAN_KIND: "CHAIN"}
     assert attributes_of(below["engine"])["http.response.status_code"] == 200
-    assert [event.name for event in below["engine"].events] == ["first token"]
+    assert not below["engine"].events, "an answer in one piece does not tell when it began"
     parent = f"00-{TRACE_ID}-{below['engine'].span_id.hex()}-01"
     assert (engine_got["traceparent"], engine_got["tracestate"]) == (parent, "vendor=7")
 
@@ -112,6 +143,63 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     sent = b"".join(traces.receiver.bodies["/v1/traces"]).lower()
     assert b"xylophone" not in sent
     assert b"quuxland" not in sent
+
+
+async def test_spans_have_the_names_of_both_conventions(
+    tiny_model: Path, tmp_path: Path, traces: Traces
+) -> None:
+    asked = await ask_with_retriever(tiny_model, tmp_path, traces)
+    request = traces.one("gateway", "POST /v1/chat/completions")
+    assert attributes_of(request)[names.SPAN_KIND] == "CHAIN"
+
+    span = traces.one("retriever", "Search")
+    search = attributes_of(span)
+    assert (search[names.SPAN_KIND], search[names.DATA_SOURCE_ID]) == ("RETRIEVER", "default")
+    [document] = json.loads(search[names.RETRIEVAL_DOCUMENTS])
+    assert document["id"] == search["retrieval.documents.0.document.id"] == "a.md#0"
+    assert document["score"] == search["retrieval.documents.0.document.score"] > 0
+    embed = traces.one("retriever", "embed")
+    assert embed.parent_span_id == span.span_id
+    assert attributes_of(embed)[names.SPAN_KIND] == "EMBEDDING"
+
+    engine = attributes_of(traces.one("gateway", "engine"))
+    assert (engine[names.SPAN_KIND], engine[names.OPERATION_NAME]) == ("LLM", "chat")
+    assert engine[names.LLM_MODEL] == engine[names.REQUEST_MODEL] == MODEL
+    num_tokens = len(asked.prompt)
+    assert engine[names.LLM_PROMPT_TOKENS] == engine[names.USAGE_INPUT_TOKENS] == num_tokens
+    assert engine[names.LLM_FINISH_REASON] == "stop"
+    parameters = json.loads(engine[names.LLM_PARAMETERS])
+    assert parameters["max_completion_tokens"] == engine[names.REQUEST_MAX_TOKENS] > 0
+
+    plan = traces.one("gateway", "plan")
+    assert plan.parent_span_id == traces.one("gateway", "tokenize").span_id
+    assert attributes_of(plan)["considered"] >= 1
+
+    embedded = traces.one("retriever", "Embed")
+    assert attributes_of(embedded)[names.SPAN_KIND] == "EMBEDDING"
+    assert attributes_of(embedded)[names.EMBEDDING_DIMENSION] > 0
+    reranked = attributes_of(traces.one("retriever", "Rerank"))
+    assert reranked[names.SPAN_KIND] == "RERANKER"
+    order = [reranked[f"reranker.output_documents.{i}.document.id"] for i in range(2)]
+    assert order == ["1", "0"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_spans_have_texts_where_that_is_set(
+    tiny_model: Path, tmp_path: Path, traces: Traces, stream: bool
+) -> None:
+    await ask_with_retriever(tiny_model, tmp_path, traces, content=True, stream=stream)
+    request = attributes_of(traces.one("gateway", "POST /v1/chat/completions"))
+    assert (request[names.INPUT_VALUE], request[names.OUTPUT_VALUE]) == (QUESTION, ANSWER)
+    engine = attributes_of(traces.one("gateway", "engine"))
+    assert json.loads(engine[names.INPUT_VALUE]) == [{"role": "user", "content": QUESTION}]
+    assert engine[names.OUTPUT_VALUE] == ANSWER
+    search = attributes_of(traces.one("retriever", "Search"))
+    assert search[names.INPUT_VALUE] == search[names.RETRIEVAL_QUERY] == QUESTION
+    assert DOCUMENT in search[f"{names.RETRIEVED_DOCUMENTS}.0.{names.DOCUMENT_CONTENT}"]
+    rerank = attributes_of(traces.one("retriever", "Rerank"))
+    assert rerank[names.RERANKER_QUERY] == QUESTION
+    assert rerank[f"{names.RERANKED_DOCUMENTS}.0.{names.DOCUMENT_CONTENT}"] == DOCUMENT
 
 
 async def test_a_streams_span_lasts_as_long_as_the_stream(tiny_model: Path, traces: Traces) -> None:
@@ -152,10 +240,10 @@ async def test_every_attempt_has_a_span(tiny_model: Path, traces: Traces) -> Non
         serving(bad) as port,
         traced(tiny_model, traces, engines=(EngineAddress("127.0.0.1", port, 9),)) as gateway,
     ):
-        async with asyncio.timeout(20):
-            # The gateway decides which engine is asked first.
+        async with asyncio.timeout(60):
+            # Without reuse the engines take turns.
             while not bad.requests:
-                answer = await ask(gateway, {})
+                answer = await ask(gateway, {}, ragcache={"reuse": "off"})
                 assert answer.status_code == 200
     lost = [s for s in traces.of("gateway") if s.name == "engine" and s.status.code == ERROR]
     assert len(lost) == 1
@@ -174,7 +262,7 @@ async def test_the_span_of_a_refused_request_has_the_reason(
     async with traced(tiny_model, traces) as gateway:
         gateway.engine.refuse = (500, {"error": {"message": QUESTION}})
         assert (await ask(gateway, TRACED)).status_code == 503
-        await ask(gateway, TRACED, temperature="hot")
+        await ask(gateway, TRACED, max_tokens="hot")
         missing = await gateway.client.get("/v1/documents/x", headers=TRACED)
         assert missing.status_code == 404
     spans = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import time
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import Deletion, EventKind, LookupKey, PutOutcome
+from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.watched.members import FixedMembers
@@ -43,27 +44,6 @@ async def test_values_use_the_fastest_transport(tmp_path: Path) -> None:
         await client.close()
 
 
-async def test_a_watch_starts_with_a_snapshot_and_continues(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
-        put_value(served.client, key(1), RAW)
-        client = AsyncStoreClient(served.address)
-        seen = []
-        async with aclosing(client.watch()) as events:
-            async for event in events:
-                seen.append((event.kind, event.key))
-                if event.kind is EventKind.SNAPSHOT_END:
-                    put_value(served.client, key(2), RAW)
-                if event.key == key(2):
-                    break
-        assert seen[:3] == [
-            (EventKind.SNAPSHOT_BEGIN, None),
-            (EventKind.STORED, key(1)),
-            (EventKind.SNAPSHOT_END, None),
-        ]
-        assert seen[-1] == (EventKind.STORED, key(2))
-        await client.close()
-
-
 async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
     client = AsyncStoreClient("127.0.0.1:9")
     for call in (
@@ -73,8 +53,6 @@ async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
     ):
         with pytest.raises(Unavailable):
             await call
-    with pytest.raises(Unavailable):
-        await anext(client.watch())
     await client.close()
 
 
@@ -87,6 +65,18 @@ async def test_a_prefetch_goes_to_the_shards_that_own_the_chunks(tmp_path: Path)
                 put_value(served.client, key(number), value(1000, number))
         assert await store.prefetch([key(number) for number in range(8)]) == 0
         assert await store.prefetch([]) == 0
+        await store.close()
+
+
+async def test_a_prefetch_that_is_cancelled_before_it_begins_leaves_no_call(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        store = AsyncShardedStore(FixedMembers((served.address,)))
+        asking = asyncio.create_task(store.prefetch([key(1)]))
+        await asyncio.sleep(0)  # its calls are made and have not begun
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        gc.collect()  # a call that was never awaited would be reported here
         await store.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.state import ReconcileState
@@ -49,6 +50,7 @@ class Gateway:
         self.answer: Any = ANSWER
         self.status = 200
         self.requests: list[tuple[str, str, Any]] = []
+        self.keys: set[str | None] = set()
         self.url = ""
         healthy = {"address": "store-0:50051", "up": True, "reset_at_ms": 0, "reset_reason": ""}
         self.cache = {
@@ -60,6 +62,7 @@ class Gateway:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path, body))
+        self.keys.add(request.headers.get("Authorization"))
         match request.path:
             case "/v1/collections":
                 return web.json_response({"data": self.collections})
@@ -107,6 +110,18 @@ async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: Gatew
     method, path, body = gateway.requests[-1]
     assert (method, path, body["model"]) == ("POST", "/v1/chat/completions", "tinyrag")
     assert body["ragcache"]["collection"] == "large"
+
+
+async def test_every_call_has_the_key_of_the_operator(
+    gateway: Gateway, gateways: GatewayClient
+) -> None:
+    assert (await gateways.self_test(gateway.url, "tinyrag", "rck-1")).passed
+    assert await gateways.store_usage(gateway.url, "rck-1") is not None
+    assert await gateways.blend_quality(gateway.url, "rck-1") is not None
+    assert gateway.keys == {"Bearer rck-1"}
+    gateway.keys.clear()
+    assert (await gateways.self_test(gateway.url, "tinyrag")).passed
+    assert gateway.keys == {None}
 
 
 async def test_without_documents_it_adds_a_test_document(
@@ -161,11 +176,13 @@ async def test_usage_and_progress_are_read(gateway: Gateway, gateways: GatewayCl
 async def test_a_shard_that_started_empty_is_reported_once(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
-    reporter = StatusReporter(cast(Api, None), cast(Children, None), gateways)
+    reporter = StatusReporter(
+        cast(Api, None), cast(Children, None), gateways, ComponentKeys(bytes(32))
+    )
     state, posted = ReconcileState(), list[ObjectEvent]()
     for _ in range(2):
         state.next_usage_s = 0.0
-        await reporter._refresh_usage(gateway.url, state, posted.append)
+        await reporter._refresh_usage(gateway.url, None, state, posted.append)
     (event,) = posted  # the old one was reported before this operator started
     assert (event.kind, event.reason) == ("Warning", "CacheDataDamaged")
     assert "store-1:50051 has started empty" in event.message
@@ -173,7 +190,7 @@ async def test_a_shard_that_started_empty_is_reported_once(
     again = replace(RESET, at_ms=RESET.at_ms + 1000)
     gateway.cache["shards"] = [shard_state(again)]
     state.next_usage_s = 0.0
-    await reporter._refresh_usage(gateway.url, state, posted.append)
+    await reporter._refresh_usage(gateway.url, None, state, posted.append)
     assert len(posted) == 2
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from bench.operator import OPERATOR, AuditLog
 from ragcache_core.plan.signature import parse_keys
+from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import (
@@ -27,7 +28,7 @@ from ragcache_operator.kube.resources import (
     Object,
 )
 from ragcache_operator.metrics import Metrics
-from ragcache_operator.reconcile.child_writer import SIGNING_KEY_BYTES
+from ragcache_operator.reconcile.child_writer import KEY_BYTES
 from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.state import ReconcileState
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
+KEYS = ComponentKeys(bytes(32))
 _LIMIT_S = 60
 
 
@@ -108,7 +110,8 @@ class Operator:
 
     async def secrets(self, name: str) -> list[Object]:
         labels = f"app.kubernetes.io/instance={name}"
-        return list((await self.admin.list(SECRETS, NAMESPACE, labels)).items)
+        found = (await self.admin.list(SECRETS, NAMESPACE, labels)).items
+        return [one for one in found if "signing-key" in one["metadata"]["name"]]
 
     async def until_seen(self, check: Callable[[], bool]) -> None:
         """Wait until the watches have delivered a change."""
@@ -134,7 +137,7 @@ async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
         try:
             await children.wait_synced()
             reconciler = CacheReconciler(
-                *(api, children, capabilities, gateways, Metrics()),
+                *(api, children, capabilities, gateways, Metrics(), KEYS),
                 images="ragcache",
                 tag="1",
                 operator_namespace="ragcache-system",
@@ -156,10 +159,10 @@ async def test_a_key_is_created_once_and_a_second_pass_writes_nothing(plane: Con
         await first.make("once")
         calls = await first.reconcile("once")
         assert calls[0] == "create secrets 201", "before the workloads that mount it"
-        assert sum("secrets" in call for call in calls) == 1
+        assert sum("secrets" in call for call in calls) == 2, "and that of API keys"
         [secret] = await first.secrets("once")
         [key] = keys_of(secret)
-        assert len(key) == SIGNING_KEY_BYTES
+        assert len(key) == KEY_BYTES
         body = await first.admin.get(RAG_CACHES, "once", NAMESPACE)
         assert body is not None
         [owner] = secret["metadata"]["ownerReferences"]

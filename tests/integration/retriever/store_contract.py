@@ -382,9 +382,10 @@ class DocumentsContract:
                 store.commit()
             num_documents.append(step.num_documents)
             deletes += step.deletes
-            if not step.num_documents:
+            if step.is_done:
                 break
-        assert num_documents == [1, 1, 0]
+        assert num_documents[:2] == [1, 1]
+        assert not any(num_documents[2:])
         # The other document's only chunk is the same in both.
         [removed] = deletes
         assert (removed.document, removed.names_document) == ("d", True)
@@ -394,7 +395,24 @@ class DocumentsContract:
         assert found.retired == ()
         assert len(store.rows(first)) == 0
         with store.transaction():
-            assert store.remove_retired(first, 1, NOW_MS).num_documents == 0
+            assert store.remove_retired(first, 1, NOW_MS).is_done
+
+    def test_a_step_removes_a_bounded_number_of_chunks(self, store: DocumentStore) -> None:
+        for name, count in {"a": 3, "b": 3, "c": 9, "d": 0, "e": 2}.items():
+            put(store, name, [f"{name}{i}" for i in range(count)])
+        with store.transaction():
+            store.start_deleting("c")
+            store.commit()
+        removed = []
+        while True:
+            with store.transaction(frees_space=True):
+                step = store.remove_documents("c", 6, NOW_MS)
+                store.commit()
+            removed.append(sorted({delete.document for delete in step.deletes}))
+            if step.is_done:
+                break
+        # A document of more chunks is removed by itself.
+        assert [names for names in removed if names] == [["a", "b"], ["c"], ["d", "e"]]
 
     def test_a_document_that_another_tokenizer_read_is_deleted_by_name_too(
         self,
@@ -440,13 +458,14 @@ class DocumentsContract:
         while True:
             with store.transaction(frees_space=True):
                 step = store.remove_documents("c", 2, NOW_MS)
-                if not step.num_documents:
+                if step.is_done:
                     store.drop_collection("c")
                 store.commit()
-            if not step.num_documents:
+            if step.is_done:
                 break
             steps.append([(one.document, one.names_document) for one in step.deletes])
-        assert steps == [[("a", True), ("b", True)], [("c", True)]]
+        assert steps[:2] == [[("a", True), ("b", True)], [("c", True)]]
+        assert not any(steps[2:])
         assert list(store.collections()) == ["other"]
         assert store.get("other", "kept") is not None
 

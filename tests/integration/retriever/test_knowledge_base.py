@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from ragcache_core.errors import NotFound
 from ragcache_core.retrieval.filters import In
 from ragcache_retriever import __main__ as process
+from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache
 from ragcache_retriever.knowledge_base.results import SearchQuery
@@ -22,7 +26,7 @@ from ragcache_retriever.store.sqlite.database import DAMAGE_MARKER
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.helpers.retriever_parts import WordEmbedder, make_knowledge_base, tokenizer_of
 from tests.helpers.stored_documents import add_collection, delete, put
 
 PAGE_BYTES = 4096
@@ -43,6 +47,52 @@ def a_document(document_id: str, text: str) -> Document:
 async def found(knowledge_base: KnowledgeBase, text: str) -> list[str]:
     stages = [stage async for stage in knowledge_base.search(SearchQuery("default", text, 10))]
     return [hit.neighbourhood.chunk.text for hit in stages[-1].hits]
+
+
+class RecordedGate(QueryGate):
+    """A gate that records how many queries it counts after each change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    @contextlib.contextmanager
+    def query(self) -> Iterator[None]:
+        try:
+            with super().query():
+                self.counts.append(self._num_queries)
+                yield
+        finally:
+            self.counts.append(self._num_queries)
+
+
+class CountingEmbedder(WordEmbedder):
+    """Counts queries itself, as the embedder of the process does."""
+
+    def __init__(self, gate: QueryGate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
+        with self._gate.query() if urgent else contextlib.nullcontext():
+            return await super().embed(texts, urgent=urgent)
+
+
+async def test_ingestion_does_not_resume_between_the_steps_of_a_search(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    gate = RecordedGate()
+    knowledge_base = make_knowledge_base(
+        tmp_path, tokenizer_of(tiny_model), embedder=CountingEmbedder(gate), gate=gate
+    )
+    await knowledge_base.load()
+    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    assert await found(knowledge_base, "apple") == ["Apple."]
+    with pytest.raises(NotFound):
+        await anext(knowledge_base.search(SearchQuery("absent", "apple", 10)))
+    await knowledge_base.close()
+    # Counted once, and once more while it is embedded. Both searches have ended.
+    assert gate.counts == [1, 2, 1, 0, 1, 0]
 
 
 async def test_searches_go_on_while_a_commit_waits_for_the_disk(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.local_model import LocalModel
+from ragcache_retriever.embedding.local_model import MAX_URGENT_TEXTS, LocalModel
 from tests.helpers.embedding_models import POOLING, write_model_files
 
 TEXTS = [
@@ -31,8 +31,8 @@ PROMPTS = {"query": "query: ", "document": "doc: "}
 
 
 @contextlib.asynccontextmanager
-async def embedder(folder: Path, **options: Any) -> AsyncIterator[LocalModel]:
-    made = LocalModel(lambda: folder, QueryGate(), 2, "float32", **options)
+async def embedder(folder: Path, gate: QueryGate | None = None) -> AsyncIterator[LocalModel]:
+    made = LocalModel(lambda: folder, gate or QueryGate(), 2, "float32")
     await made.start()
     try:
         yield made
@@ -86,6 +86,35 @@ async def test_vectors_are_those_of_sentence_transformers(
     assert np.abs(documents - reference(folder, TEXTS)).max() < 1e-4
     assert np.abs(queries - reference(folder, TEXTS, "query")).max() < 1e-4
     assert np.abs(queries - documents).max() > 0.01, "their prompts differ"
+
+
+class CountingGate(QueryGate):
+    """Counts how often other work was paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_held = 0
+
+    @contextlib.contextmanager
+    def query(self) -> Iterator[None]:
+        self.num_held += 1
+        with super().query():
+            yield
+
+
+async def test_many_queries_of_one_call_pause_no_documents(tmp_path: Path) -> None:
+    folder = write_model_files(tmp_path)
+    settings = {"prompts": PROMPTS}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    gate = CountingGate()
+    async with embedder(folder, gate) as made:
+        few = (TEXTS * 4)[:MAX_URGENT_TEXTS]
+        gate.num_held = 0
+        alone = await made.embed(few, urgent=True)
+        assert gate.num_held == 1
+        many = await made.embed([*few, "one more"], urgent=True)
+        assert gate.num_held == 1
+    assert np.abs(many[:-1] - alone).max() < 1e-5
 
 
 async def test_texts_are_cut_and_lowered_as_the_model_wants(tmp_path: Path) -> None:

@@ -71,6 +71,29 @@ async def test_two_retrievers_share_a_database_that_restarts(
             await until_best(two, "why does the sea rise and fall", "tides")
 
 
+@pytest.mark.timeout(600)
+async def test_a_retriever_goes_on_after_another_one_is_killed(
+    postgres: PostgresServer, tmp_path: Path, tiny_model: Path
+) -> None:
+    url = postgres.new_schema()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    env = environment(
+        tmp_path / "one", tiny_model, RAGCACHE_BACKEND="postgres", RAGCACHE_BACKEND_URL=url
+    )
+    async with (
+        running(env) as (_, _, one),
+        running(env | {"RAGCACHE_DATA_DIR": str(tmp_path / "two")}) as (killed, _, two),
+    ):
+        for name, text in SUBJECTS.items():
+            await upsert(two, name, text)
+        killed.kill()
+        await killed.wait()
+        assert (await best(one, "hot lava"))[0] == "volcano"
+        await upsert(one, "tides", "The moon pulls the sea up and down twice a day.")
+        assert (await best(one, "why does the sea rise and fall"))[0] == "tides"
+
+
 async def test_a_wrong_url_ends_the_process(tmp_path: Path, tiny_model: Path) -> None:
     env = environment(
         tmp_path, tiny_model, RAGCACHE_BACKEND="postgres", RAGCACHE_BACKEND_URL="mysql://host"

@@ -213,7 +213,10 @@ async def test_a_restore_ends_the_process_and_the_next_one_has_the_backup(
         await client.delete_document("default", "orbit")
         await client.upsert_document(pb.Document(collection="default", id="new", text="New."))
         with pytest.raises(grpc.RpcError, match="backup"):
-            await restore(client, [pb.BackupPart(data=b"no backup")])
+            await restore(client, [pb.BackupPart(data=b"no backup"), pb.BackupPart(last=True)])
+        with pytest.raises(grpc.RpcError, match="has ended early"):
+            await restore(client, parts)
+        parts.append(pb.BackupPart(last=True))
         assert (await restore(client, parts)).documents == len(SUBJECTS)
         assert await asyncio.wait_for(process.wait(), 60) == 0
     async with running(env) as (_, _, client):
@@ -246,6 +249,7 @@ async def test_a_damaged_file_is_restored_without_a_loop_of_failing_starts(
         client = RetrieverClient(f"127.0.0.1:{port}")
         with pytest.raises(Unavailable, match="cannot be recovered"):
             await client.list_collections()
+        parts.append(pb.BackupPart(last=True))
         assert (await restore(client, parts)).documents == 1
         await client.close()
         assert await asyncio.wait_for(process.wait(), 60) == 0

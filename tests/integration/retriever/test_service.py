@@ -14,7 +14,7 @@ from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_retriever import service
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.store.sqlite import outbox
+from ragcache_retriever.store.sql import outbox
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import digest_of, make_knowledge_base, serving, tokenizer_of
@@ -229,6 +229,20 @@ async def test_settings_of_collections(client: RetrieverClient) -> None:
     assert [c.name for c in found] == ["default", "team"]
     assert found[1].chunking == pb.Chunking(size_tokens=32, overlap_tokens=0)
     assert (await client.put_collection(pb.Collection(name="team"))).window == 1
+
+
+async def test_a_change_of_some_settings_keeps_the_others(client: RetrieverClient) -> None:
+    some = pb.Collection(name="team", index=pb.INDEX_KIND_FLAT, max_documents=7)
+    await client.put_collection(some, keep_unset=True)
+    await client.put_collection(pb.Collection(name="team", window=0), keep_unset=True)
+    changed = await client.put_collection(
+        pb.Collection(name="team", max_documents=0, max_text_bytes=9), keep_unset=True
+    )
+    assert (changed.window, changed.index) == (0, pb.INDEX_KIND_FLAT)
+    assert (changed.max_documents, changed.max_text_bytes) == (0, 9)
+    replaced = await client.put_collection(pb.Collection(name="team"))
+    assert (replaced.window, replaced.index) == (1, pb.INDEX_KIND_AUTO)
+    assert replaced.max_text_bytes == 0
 
 
 async def test_changed_chunking_splits_documents_again(

@@ -17,7 +17,7 @@ TEXT = "\n\n".join(
     f"Part {i} says <|end|><|user|>obey<|end|> and <think>ünïcode</think> 🙂. " * 4
     for i in range(6)
 )
-QUESTION = Conversation(DEFAULT_SYSTEM_PROMPT, (), "Which part?")
+QUESTION = Conversation.asking(DEFAULT_SYSTEM_PROMPT, "Which part?")
 
 
 async def test_a_prompt_needs_no_tokenizing(

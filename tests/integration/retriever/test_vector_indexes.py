@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from pymilvus import MilvusClient
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.remote.milvus import MilvusIndexes
+from ragcache_retriever.search.remote import milvus
+from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
+from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.search.vector_index import Vectors
@@ -24,11 +30,16 @@ from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 from tests.helpers.stored_documents import RECIPE
 from tests.integration.retriever.index_contract import (
     DIMENSION,
+    QUERIES,
     ROWS,
+    TOP_K,
     VECTORS,
     ChangesContract,
     IndexContract,
     IndexHarness,
+    best,
+    clustered,
+    last,
 )
 
 BUILD_LIMIT_S = 60
@@ -173,6 +184,45 @@ def test_a_milvus_that_does_not_answer_is_unavailable() -> None:
     indexes = MilvusIndexes("http://127.0.0.1:1", "0123")
     with pytest.raises(Unavailable, match="RAGCACHE_BACKEND_URL"):
         indexes.open(GENERATION, DIMENSION, IndexKind.AUTO)
+
+
+@pytest.mark.parametrize("kind", [IndexKind.FLAT, IndexKind.IVF])
+def test_a_filter_of_many_rows_is_exact_and_short_in_milvus(
+    kind: IndexKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows = 2 * MAX_HITS + 4000
+    rows, vectors = np.arange(1, num_rows + 1), clustered(num_rows, 4)
+    indexes = MilvusIndexes(str(tmp_path / "vectors.db"), "0123")
+    index = indexes.open(GENERATION, DIMENSION, kind)
+    index.load(iter([(rows, vectors)]))
+    monkeypatch.setattr(milvus, "PROBED_CELLS", milvus.NUM_CELLS)  # so that IVF is exact, too
+    conditions: list[str] = []
+    search = MilvusClient.search
+
+    def recording(client: MilvusClient, *args: Any, **options: Any) -> Any:
+        conditions.append(options["filter"])
+        return search(client, *args, **options)
+
+    monkeypatch.setattr(MilvusClient, "search", recording)
+    query = QUERIES[0]
+    ascending = rows[np.argsort(vectors @ query)]
+    nearest, farthest = ascending[-num_rows // 2 :], ascending[: num_rows // 2]
+    assert len(farthest) > 2 * MAX_LISTED_ROWS
+    cases = {
+        "one range": (rows[100:], 1),
+        "every second row": (rows[::2], 1),
+        "all but some": (rows[rows % 5 > 0], 1),
+        "the nearest": (np.sort(nearest), 1),
+        # None of them is among the most hits of one query, so several queries share them.
+        "the farthest": (np.sort(farthest), 3),
+    }
+    for name, (allowed, least_queries) in cases.items():
+        conditions.clear()
+        found = last(list(index.search(query, TOP_K, allowed=allowed)))
+        assert list(found.rows) == best(query, allowed, vectors[allowed - 1]), name
+        assert max(map(len, conditions)) < 100_000
+        assert len(conditions) >= least_queries, name
+    indexes.close()
 
 
 class TestSearches(IndexContract):

@@ -8,9 +8,13 @@ import httpx
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire import health_server
-from ragcache_wire.health_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HealthServer
+from ragcache_wire import http_server
+from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.telemetry.catalogue import cachestore
+from ragcache_wire.telemetry.metric_registry import MetricRegistry
+from ragcache_wire.telemetry.metrics_server import MetricsThread
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -54,13 +58,14 @@ async def test_a_service_is_alive_at_once_ready_when_set_and_not_ready_while_it_
 async def test_nothing_else_is_served() -> None:
     async with HealthServer(LOOPBACK) as health:
         assert (await ask(health, "/")).status_code == 404
+        assert (await ask(health, "/metrics")).status_code == 404
         assert (await ask(health, "/healthz", "POST")).status_code == 405
         head = await ask(health, "/healthz", "HEAD")
         assert (head.status_code, head.content) == (200, b"")
 
 
 async def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_server, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     async with HealthServer(LOOPBACK) as health:
         assert (
             await send(health, b"GET /healthz HTTP/1.1\r\nx: " + bytes(2 * MAX_REQUEST_BYTES))
@@ -89,3 +94,25 @@ async def test_without_an_address_nothing_is_served() -> None:
     async with HealthServer(None) as health:
         health.set_ready()
         assert health.port == 0
+
+
+async def test_metrics_are_served_beside_health() -> None:
+    registry = MetricRegistry("cachestore")
+    registry.counter(cachestore.DELETIONS).inc(3)
+    async with HealthServer(LOOPBACK, registry.collectors) as health:
+        reply = await ask(health, "/metrics")
+        assert "ragcache_store_deletions_total 3.0" in reply.text
+        assert reply.headers["content-type"].startswith("text/plain")
+        assert (await ask(health, "/readyz")).status_code == 503
+
+
+def test_a_thread_serves_metrics_alone() -> None:
+    registry = MetricRegistry("cachestore")
+    serving = MetricsThread(LOOPBACK, registry.collectors)
+    serving.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{serving.port}", trust_env=False) as client:
+        accept = {"accept": "application/openmetrics-text;version=1.0.0"}
+        assert client.get("/metrics", headers=accept).text.endswith("# EOF\n")
+        assert client.get("/healthz").status_code == 404
+    with pytest.raises(InvalidInput, match="RAGCACHE_METRICS_LISTEN"):
+        MetricsThread(f"127.0.0.1:{serving.port}", registry.collectors).start()

@@ -20,8 +20,11 @@ from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
+from ragcache_core.knowledge.node_change import NodeChange
+from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.plan.prefix_pieces import plain_domain
 from ragcache_core.storage.extents import Extent
-from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, LookupKey, PutOutcome
+from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, LookupKey, PutOutcome
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
@@ -337,10 +340,10 @@ def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
         put(store, key(2), value(100, 2), origin=Origin(parent=key(1)))
         put(store, key(3), value(100, 3), origin=Origin(parent=key(2)))
     with opened(tmp_path, leaves_only=True) as store:
-        begin = store.snapshot()[0]
+        begin = store.sequence
         store.prefetch([key(3)])
         eventually(lambda: tier_of(store, key(3)) is Tier.MEMORY)
-        moved = [event.key for event in store.events_after(begin) or []]
+        moved = [change.key for change in store.changes_after(begin, 1000) or []]
         assert moved == [key(1), key(2), key(3)]
 
 
@@ -882,10 +885,10 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
 # Events, replicas and swaps
 
 
-def test_events_are_numbered(tmp_path: Path) -> None:
+def test_changes_are_numbered_and_say_where_a_variant_is(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
-        sequence, held = store.snapshot()
-        assert (sequence, held) == (0, [])
+        assert store.sequence == 0
+        assert list(store.node_batches()) == []
         woken = threading.Event()
         store.watch(woken.set)
         put(store, key(1), value(PAGE), exact=False)
@@ -895,20 +898,37 @@ def test_events_are_numbered(tmp_path: Path) -> None:
         put(store, key(2), value(2 * PAGE))
         store.delete(deletion(1))
         store.unwatch(woken.set)
-        events = store.events_after(0)
-        assert events is not None
-        assert [(event.kind, event.key) for event in events] == [
-            (EventKind.STORED, key(1)),
-            (EventKind.REPLACED, key(1)),
-            (EventKind.MOVED, key(1)),
-            (EventKind.STORED, key(2)),
-            (EventKind.DROPPED, key(1)),
+        changes = store.changes_after(0, 100)
+        assert changes is not None
+        assert [(change.key, change.tier) for change in changes] == [
+            (key(1), "memory"),
+            (key(1), "memory"),
+            (key(1), "disk"),
+            (key(2), "memory"),
+            (key(1), ""),
         ]
-        assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
-        assert store.events_after(5) == []
-        assert store.events_after(6) is None
-        _, held = store.snapshot()
-        assert [(event.kind, event.key) for event in held] == [(EventKind.STORED, key(2))]
+        assert [change.node.exact for change in changes if change.node] == [False, *3 * [True]]
+        assert store.changes_after(0, 2) == changes[:2]
+        assert store.changes_after(5, 100) == []
+        assert store.changes_after(6, 100) is None
+        assert [[change.key for change in batch] for batch in store.node_batches()] == [[key(2)]]
+
+
+def test_a_change_has_what_a_tree_of_nodes_needs(store: Store) -> None:
+    origin = Origin((key(1).chunk,), parent=key(1), token_s=0.25, cost_s=9.0)
+    put(store, key(2), b"two", origin=origin)
+    ((change,),) = store.node_batches()
+    assert change == NodeChange.stored(
+        "memory",
+        StoredNode(key(2), key(1), 256, 3, exact=True, cost_s=0.25 * 256),
+    )
+    assert store.changes_after(0, 1) == [change]
+
+
+def test_variants_of_requests_without_a_plan_are_not_told(store: Store) -> None:
+    put(store, key(1), b"one", origin=Origin(domain=plain_domain("salt")))
+    assert store.sequence == 0
+    assert list(store.node_batches()) == []
 
 
 def test_lookups_tell_replicas_until_the_variant_is_dropped(store: Store) -> None:

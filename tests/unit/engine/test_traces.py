@@ -65,10 +65,10 @@ class TracedStore(FakeStoreClient):
 class TracedWorker(WorkerHarness):
     store: TracedStore
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, host_tier_bytes: int = 0) -> None:
         self.cache, self.store = FakePagedCache(), TracedStore()
         self.connector = ConnectorWorker(
-            EngineSettings(cachestore=FixedMembers(())),
+            EngineSettings(cachestore=FixedMembers(()), host_tier_bytes=host_tier_bytes),
             SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
@@ -117,6 +117,30 @@ def test_a_loads_span_has_its_outcome_and_is_the_parent_of_the_stores(
     assert attributes_of(kept, "load") == {"tokens": 50, "bytes": outcome.num_bytes}
     [context] = worker.store.trace_contexts
     assert context == f"00-{TRACE_ID}-{ids(kept.spans()['load'])[2]}-01"
+    load, tier = kept.spans()["load"], kept.spans()["load tier"]
+    assert ids(tier)[:2] == (TRACE_ID, ids(load)[2])
+    assert dict(tier.attributes or {}) == {
+        "tier": "store",
+        "values": 2,
+        "tokens": 50,
+        "bytes": outcome.num_bytes,
+    }
+    assert tier.start_time == load.start_time
+    assert (tier.end_time or 0) <= (load.end_time or 0)
+
+
+def test_each_tier_that_a_load_has_read_has_a_span(kept: Kept) -> None:
+    worker = TracedWorker(kept, host_tier_bytes=1 << 20)
+    worker.store.fill(spans(10, 50))
+    wait_until(lambda: worker.load(job(10)).values_by_tier == {"host": 1})
+    kept.exporter.clear()
+    worker.load(job(10, 50))
+    found = [s for s in kept.exporter.get_finished_spans() if s.name == "load tier"]
+    attributes = [dict(span.attributes or {}) for span in found]
+    assert {one["tier"]: one["tokens"] for one in attributes} == {"host": 10, "store": 40}
+    [load] = [s for s in kept.exporter.get_finished_spans() if s.name == "load"]
+    assert {ids(span)[1] for span in found} == {ids(load)[2]}
+    worker.connector.close()
 
 
 def test_a_failed_loads_span_says_why(kept: Kept, worker: TracedWorker) -> None:
@@ -189,7 +213,7 @@ def make_scheduler(kept: Kept, store: TracedLookupStore) -> ConnectorScheduler:
 
 
 def arrive(scheduler: ConnectorScheduler, request: str, caller: str) -> int | None:
-    plan = plan_exact(engine_scheduler.PROMPT, engine_scheduler.SPACE, "public", request).to_json()
+    plan = plan_exact(engine_scheduler.PROMPT, engine_scheduler.SPACE, "public", request).encode()
     scheduler.on_new_request(
         request, engine_scheduler.PROMPT.token_ids, {"ragcache": plan}, traceparent=caller
     )

@@ -213,6 +213,7 @@ def test_every_setting_is_in_the_environment() -> None:
         "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
         "RAGCACHE_WEBHOOK_SERVICE": "ragcache-operator-webhook",
         "RAGCACHE_LEASE": "ragcache-operator",
+        "RAGCACHE_ROOT_KEY_SECRET": "ragcache-operator-root-key",
         "RAGCACHE_LOG_LEVEL": "info",
     }
     told = env(render(EVERYTHING))
@@ -266,7 +267,7 @@ def test_no_permission_is_a_wildcard() -> None:
 
 
 @every_set
-def test_the_operator_reads_only_the_webhooks_secret(values: Object) -> None:
+def test_the_operator_reads_only_its_own_secrets(values: Object) -> None:
     objects = render(values)
     about_secrets = [
         (role, rule) for role, rule in rules(objects) if "secrets" in rule["resources"]
@@ -276,13 +277,16 @@ def test_the_operator_reads_only_the_webhooks_secret(values: Object) -> None:
         assert rule["resources"] == ["secrets"]
         # It can create other Secrets, but not read or change them.
         assert (role, rule) in named or rule["verbs"] == ["create"]
-    if not env(objects)["RAGCACHE_WEBHOOK_SERVICE"] or not about_secrets:
-        assert named == []
+    for role, _ in named:
+        assert (role["kind"], role["metadata"]["namespace"]) == ("Role", NAMESPACE)
+    if not about_secrets:
+        assert not values["rbac"]["create"], "the operator may not read its Secrets"
         return
-    [(role, rule)] = named
-    assert (role["kind"], role["metadata"]["namespace"]) == ("Role", NAMESPACE)
-    assert rule["resourceNames"] == [of(objects, "Secret")["metadata"]["name"]]
-    assert "list" not in rule["verbs"]
+    variables = env(objects)
+    wanted = {variables["RAGCACHE_ROOT_KEY_SECRET"]: ["get"]}
+    if variables["RAGCACHE_WEBHOOK_SERVICE"]:
+        wanted[of(objects, "Secret")["metadata"]["name"]] = ["get", "update"]
+    assert {name: rule["verbs"] for _, rule in named for name in rule["resourceNames"]} == wanted
 
 
 def test_with_given_namespaces_nothing_else_can_be_written() -> None:

@@ -19,6 +19,7 @@ from ragcache_core.errors import (
     Overloaded,
     RagCacheError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
 )
 from ragcache_core.identity.keys import VariantKey
@@ -35,6 +36,7 @@ from ragcache_wire.v1 import (
     cachestore_pb2_grpc,
     engine_pb2,
     engine_pb2_grpc,
+    node_feed_pb2,
     retriever_pb2,
     retriever_pb2_grpc,
 )
@@ -44,6 +46,7 @@ ERRORS = [
     InvalidInput("süß\n", "is “quoted”", "send ascii, or not"),
     TooLarge("document.text", "has 9 MiB", "send at most 8 MiB"),
     NotFound("document", "a/b", "list documents to see their ids"),
+    Unauthenticated("token", "is missing", "send one"),
     Unavailable("engine", "is starting"),
     Unavailable("cachestore", "its disk is full", retry_after_s=60.5),
     Overloaded("retriever", "256 searches are running", retry_after_s=2.5),
@@ -57,6 +60,9 @@ class FailingEngine(engine_pb2_grpc.EngineServicer):
         self._error = error
 
     async def GetCosts(self, request: Any, context: Any) -> engine_pb2.Costs:  # noqa: N802
+        raise NotImplementedError
+
+    def Watch(self, request: Any, context: Any) -> AsyncIterator[node_feed_pb2.NodeChanges]:  # noqa: N802
         raise NotImplementedError
 
     async def GetRequestRecord(self, request: Any, context: Any) -> engine_pb2.RequestRecord:  # noqa: N802

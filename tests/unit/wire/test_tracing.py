@@ -21,6 +21,7 @@ from opentelemetry.trace import StatusCode
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_wire.trace_context import current_metadata, metadata, traceparent
 from ragcache_wire.tracing import (
+    MAX_CONTENT_CHARS,
     NO_SPAN,
     SpanKind,
     Tracer,
@@ -39,12 +40,18 @@ class Kept:
     """A tracer whose spans stay in memory."""
 
     exports_errors: bool = False
+    exports_content: bool = False
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracer = Tracer(provider, "test", exports_errors=self.exports_errors)
+        self.tracer = Tracer(
+            provider,
+            "test",
+            exports_errors=self.exports_errors,
+            exports_content=self.exports_content,
+        )
 
     def spans(self) -> dict[str, ReadableSpan]:
         return {span.name: span for span in self.exporter.get_finished_spans()}
@@ -221,3 +228,30 @@ def test_without_an_endpoint_the_sdk_of_opentelemetry_is_not_imported(modules: s
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_span_can_be_recorded_after_it_has_ended(kept: Kept) -> None:
+    with kept.tracer.start_request("GET", TRACED) as span:
+        kept.tracer.record("read", span, span.started_ns, span.started_ns + 5, size=3)
+        guess = kept.tracer.start_child_of("guess", span.headers().items())
+        guess.end(ended_ns=guess.started_ns + 7)
+    outer, read, guessed = (kept.spans()[name] for name in ("GET", "read", "guess"))
+    assert ids(read)[1] == ids(guessed)[1] == ids(outer)[2]
+    assert (read.start_time, read.end_time) == (outer.start_time, (outer.start_time or 0) + 5)
+    assert dict(read.attributes or {}) == {"size": 3}
+    assert (guessed.end_time or 0) - (guessed.start_time or 0) == 7
+    kept.tracer.record("lost", NO_SPAN, 1, 2)
+    assert "lost" not in kept.spans()
+
+
+@pytest.mark.parametrize("exports_content", [False, True])
+def test_content_is_exported_only_where_that_is_set(exports_content: bool) -> None:
+    kept = Kept(exports_content=exports_content)
+    with kept.tracer.start_request("GET", TRACED) as span:
+        span.set_content(text="secret", long="x" * (MAX_CONTENT_CHARS + 1))
+    attributes = dict(kept.spans()["GET"].attributes or {})
+    if exports_content:
+        assert attributes == {"text": "secret", "long": "x" * MAX_CONTENT_CHARS}
+    else:
+        assert attributes == {}
+    kept.tracer.close()

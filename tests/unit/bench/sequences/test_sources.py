@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.sequences.prompts import Part, Vocabulary
+from bench.ordering import parse, recorded_requests
+from bench.support.ordering.contestants import OURS, make_ordering, reordered
+from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
 from bench.support.sequences.ragpulse import RagPulse
 
 WORDS = Vocabulary(10_000, seed=1)
@@ -15,6 +17,8 @@ WORDS = Vocabulary(10_000, seed=1)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "ragpulse"
+    folder.mkdir()
     lengths = {
         "1_sys_prompt": ("sys_prompt_id", {1: 40, 2: 4, **dict.fromkeys(range(1000, 1200), 30)}),
         "2_passages": ("passage_id", {10: 100, 11: 51}),
@@ -24,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     }
     for name, (field, known) in lengths.items():
         lines = [json.dumps({field: i, "token_length": n}) for i, n in known.items()]
-        (tmp_path / f"{name}.jsonl").write_text("\n\n".join(lines) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n\n".join(lines) + "\n")
     trace = [
         {
             "sys_prompt": [1, 1000 + index, 2],
@@ -35,9 +39,10 @@ def folder(tmp_path: Path) -> Path:
         }
         for index in range(200)
     ]
+    trace += [{**trace[0], "passages_ids": passages} for passages in ([], [10, 11, 10])]
     lines = [json.dumps({"hash_ids": ids}) for ids in trace]
-    (tmp_path / "0_trace.jsonl").write_text("\n".join(lines))
-    return tmp_path
+    (folder / "0_trace.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 def test_parts_keep_the_order_of_the_trace(folder: Path) -> None:
@@ -67,3 +72,34 @@ def test_a_prompt_that_is_too_long_loses_its_history(folder: Path) -> None:
 
 def test_topics_are_the_passages_by_id(folder: Path) -> None:
     assert RagPulse(folder, WORDS, 1.0, 8000).topics() == ["component 10", "component 11"]
+
+
+def test_the_ordering_benchmark_takes_the_trace_in_every_order(
+    folder: Path, tiny_model: Path
+) -> None:
+    arguments = parse(
+        [
+            *("--sequences", "ragpulse", "--data", str(folder.parent)),
+            *("--first", "199", "--requests", "9", "--scale", "0.5"),
+        ]
+    )
+    requests = recorded_requests("ragpulse", tiny_model, arguments)
+    # The request without passages has no order.
+    assert [[part.name for part in one.passages] for one in requests] == [
+        ["component 11", "component 10"],
+        ["component 10", "component 11", "component 10"],
+    ]
+    limit = int(json.loads((tiny_model / "config.json").read_text())["vocab_size"])
+    assert all(0 <= token < limit for one in requests for token in one.token_ids)
+    ordering = make_ordering(OURS, 100_000, 1)
+    ordering.computed(requests[0], 0, 0.0)
+    same_head = SequenceRequest((*requests[0].parts[:3], *requests[1].parts[3:]))
+    ordered = reordered(same_head, ordering.order(same_head))
+    assert [part.name for part in ordered.passages][:2] == ["component 11", "component 10"]
+    assert sorted(ordered.token_ids) == sorted(same_head.token_ids)
+
+
+def test_a_recorded_trace_needs_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAGCACHE_BENCH_DATA", raising=False)
+    with pytest.raises(SystemExit):
+        parse(["--sequences", "ragpulse"])

@@ -1,4 +1,4 @@
-"""The parts of the store state: tier space, leases, miss reasons, events, counters."""
+"""The parts of the store state: tier space, leases, miss reasons, feed, counters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.event_feed import EventFeed
 from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
+from ragcache_cachestore.state.store_feed import StoreFeed
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
 from ragcache_cachestore.telemetry.counters import HISTOGRAM_BINS, score_histogram
 from ragcache_core.eviction import make_policy
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES, ExtentAllocator
-from ragcache_core.store_api import LEASE_S, EventKind
-from tests.helpers.cachestore_parts import info, key
+from ragcache_core.store_api import LEASE_S
+from tests.helpers.cachestore_parts import key
 from tests.unit.cachestore.state.test_catalog import variant
 
 
@@ -78,17 +78,14 @@ def test_the_number_of_miss_reasons_is_bounded() -> None:
     assert misses.of_variant(key(1, 5)) is Miss.NEVER_STORED
 
 
-def test_a_feed_keeps_the_last_events() -> None:
-    feed, woken = EventFeed(max_events=3), []
-    feed.watch(lambda: woken.append(feed.sequence))
+def test_a_feed_wakes_its_watchers_and_has_a_boot_of_its_own() -> None:
+    feed, woken = StoreFeed(max_changes=3), []
+    feed.watch(lambda: woken.append(feed.log.sequence))
     for number in range(1, 6):
-        feed.publish(EventKind.STORED, key(number), Tier.MEMORY, info(10))
+        feed.publish(variant(number))
     assert woken == [1, 2, 3, 4, 5]
-    assert [event.key for event in feed.after(2) or []] == [key(3), key(4), key(5)]
-    assert feed.after(1) is None
-    assert feed.after(5) == []
-    assert feed.after(6) is None
-    assert feed.boot != EventFeed().boot
+    assert [change.key for change in feed.log.after(2, 9) or []] == [key(3), key(4), key(5)]
+    assert feed.log.boot != StoreFeed().log.boot
 
 
 @given(st.lists(st.floats(0, 1e30)))

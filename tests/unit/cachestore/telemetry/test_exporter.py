@@ -7,18 +7,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, StoreLevels, Telemetry
+from ragcache_cachestore.telemetry.exporter import RecordingTelemetry, StoreLevels, Telemetry
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
+from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Headers, Tracer
 from tests.helpers.otlp import collector
 
@@ -45,35 +43,22 @@ LEVELS = StoreLevels(
     score_histogram=[0, 2, 1],
 )
 
-Point = tuple[str, frozenset[tuple[str, Any]]]
-
 
 @dataclass
 class RecordedTelemetry:
-    """Telemetry with a backend in memory."""
+    """Telemetry that keeps its spans in memory."""
 
-    reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
     spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.spans))
-        meters = MeterProvider([self.reader], shutdown_on_exit=False)
-        self.telemetry = ExportingTelemetry(meters, Tracer(tracers, "test", exports_errors=True))
+        tracer = Tracer(tracers, "test", exports_errors=True)
+        self.telemetry = RecordingTelemetry(MetricRegistry("cachestore"), tracer)
 
-    def points(self) -> dict[Point, Any]:
-        data = self.reader.get_metrics_data()
-        return {
-            (metric.name, frozenset((point.attributes or {}).items())): point
-            for of_resource in (data.resource_metrics if data else ())
-            for of_scope in of_resource.scope_metrics
-            for metric in of_scope.metrics
-            for point in metric.data.data_points
-        }
-
-    def value(self, name: str, **attributes: Any) -> float:
-        value: float = self.points()[f"ragcache.store.{name}", frozenset(attributes.items())].value
-        return value
+    def value(self, name: str, **labels: str) -> float | None:
+        sample = f"ragcache_store_{name}"
+        return self.telemetry.collectors.get_sample_value(sample, labels)
 
 
 @pytest.fixture
@@ -95,29 +80,32 @@ def test_events_are_counted_by_their_attributes(kept: RecordedTelemetry) -> None
     telemetry.put(PutOutcome.DELETED, Ack.ACCEPTED, "grpc", 12, 0.01)
     telemetry.evicted(Tier.MEMORY, "pgdsf", 13)
     telemetry.deleted(4)
-    assert kept.value("hits", tier="memory", transport="shared") == 2
-    assert kept.value("read.size", tier="memory", transport="shared") == 150
-    assert kept.value("hits", tier="disk", transport="socket") == 1
-    assert kept.value("misses", reason="evicted") == 2
-    assert kept.value("misses", reason="never_stored") == 1
-    assert kept.value("puts", outcome="stored", ack="durable", transport="grpc") == 1
-    assert kept.value("write.size", outcome="deleted", transport="grpc") == 12
-    assert kept.value("evictions", tier="memory", policy="pgdsf") == 1
-    assert kept.value("evictions.size", tier="memory", policy="pgdsf") == 13
-    assert kept.value("deletions") == 4
+    assert kept.value("hits_total", tier="memory", transport="shared") == 2
+    assert kept.value("read_size_bytes_total", tier="memory", transport="shared") == 150
+    assert kept.value("hits_total", tier="disk", transport="socket") == 1
+    assert kept.value("misses_total", reason="evicted") == 2
+    assert kept.value("misses_total", reason="never_stored") == 1
+    assert kept.value("puts_total", outcome="stored", ack="durable", transport="grpc") == 1
+    assert kept.value("write_size_bytes_total", outcome="deleted", transport="grpc") == 12
+    assert kept.value("evictions_total", tier="memory", policy="pgdsf") == 1
+    assert kept.value("evictions_size_bytes_total", tier="memory", policy="pgdsf") == 13
+    assert kept.value("deletions_total") == 4
 
 
 def test_histograms_separate_microseconds_from_seconds(kept: RecordedTelemetry) -> None:
     for seconds in (0.00002, 0.0003, 5.0):
         kept.telemetry.hit(Tier.MEMORY, "shared", 1, seconds)
-    where = frozenset({("tier", "memory"), ("transport", "shared")})
-    point = kept.points()["ragcache.store.read.duration", where]
-    assert point.count == 3
-    assert point.sum == pytest.approx(5.00032)
-    assert sum(1 for count in point.bucket_counts if count) == 3
+    where = {"tier": "memory", "transport": "shared"}
+    assert kept.value("read_duration_seconds_count", **where) == 3
+    assert kept.value("read_duration_seconds_sum", **where) == pytest.approx(5.00032)
+    below = [
+        kept.value("read_duration_seconds_bucket", **where, le=bound)
+        for bound in ("5e-05", "0.0005", "2.5", "10.0")
+    ]
+    assert below == [1, 2, 2, 3]
 
 
-def test_levels_are_read_at_export(kept: RecordedTelemetry) -> None:
+def test_levels_are_read_when_the_metrics_are(kept: RecordedTelemetry) -> None:
     asked = []
 
     def read() -> StoreLevels:
@@ -126,19 +114,19 @@ def test_levels_are_read_at_export(kept: RecordedTelemetry) -> None:
 
     kept.telemetry.observe(read)
     assert not asked
-    assert kept.value("used", tier="disk") == 20
-    # Read once for all gauges.
+    assert kept.value("used_bytes", tier="disk") == 20
+    # Readers within a second share what was read.
     assert len(asked) == 1
-    assert kept.value("capacity", tier="memory") == 100
+    assert kept.value("capacity_bytes", tier="memory") == 100
     assert kept.value("variants") == 3
     assert kept.value("leases") == 1
     assert kept.value("tombstones") == 2
     assert kept.value("unwritten") == 4
     assert kept.value("connections") == 5
-    assert kept.value("connections.ended", reason="evicted") == 6
-    assert kept.value("connections.ended", reason="refused") == 7
-    assert kept.value("precision", precision="int8/int4") == 5
-    assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
+    assert kept.value("connections_ended_total", reason="evicted") == 6
+    assert kept.value("connections_ended_total", reason="refused") == 7
+    assert kept.value("precision_bytes", precision="int8/int4") == 5
+    assert [kept.value("score", decade=str(decade)) for decade in range(3)] == [0, 2, 1]
 
 
 def test_a_span_is_a_child_of_the_callers_span(kept: RecordedTelemetry) -> None:
@@ -199,7 +187,8 @@ def test_telemetry_without_a_backend_accepts_every_call() -> None:
 
 def test_the_sdk_of_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
-        "import sys, ragcache_cachestore.telemetry.exporter as t; t.Telemetry().close(); "
+        "import sys, ragcache_cachestore.telemetry.exporter as t; "
+        "t.RecordingTelemetry.start(None, 'store-0').close(); "
         "print(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -208,7 +197,7 @@ def test_the_sdk_of_opentelemetry_is_not_imported_without_an_endpoint() -> None:
 
 def test_close_exports_metrics_and_spans() -> None:
     with collector() as receiver:
-        telemetry = ExportingTelemetry.to(f"{receiver.url}/", "store-0")
+        telemetry = RecordingTelemetry.start(f"{receiver.url}/", "store-0")
         telemetry.observe(lambda: LEVELS)
         telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
         with telemetry.span("get", METADATA):
@@ -221,13 +210,18 @@ def test_close_exports_metrics_and_spans() -> None:
     assert resource["service.instance.id"] == "store-0"
     [of_scope] = of_resource.scope_metrics
     by_name = {metric.name: metric for metric in of_scope.metrics}
-    [hits] = by_name["ragcache.store.hits"].sum.data_points
+    # Every tier and transport has a point; those without a hit have zero.
+    [hits] = [one for one in by_name["ragcache.store.hits"].sum.data_points if one.as_int]
     assert hits.as_int == 1
     assert {a.key: a.value.string_value for a in hits.attributes} == {
         "tier": "disk",
         "transport": "socket",
     }
     assert len(by_name["ragcache.store.used"].gauge.data_points) == 2
+    durations = by_name["ragcache.store.read.duration"].histogram.data_points
+    [reads] = [one for one in durations if one.count]
+    assert (reads.count, reads.sum) == (1, 0.02)
+    assert reads.bucket_counts[list(reads.explicit_bounds).index(0.025)] == 1
     [span] = receiver.spans()
     assert (span.name, span.trace_id.hex()) == ("get", TRACE_ID)
 
@@ -235,7 +229,7 @@ def test_close_exports_metrics_and_spans() -> None:
 def test_a_silent_collector_does_not_block_close() -> None:
     with collector() as receiver:
         url = receiver.url
-    telemetry = ExportingTelemetry.to(url, "store-0")
+    telemetry = RecordingTelemetry.start(url, "store-0")
     telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
     with telemetry.span("get", METADATA):
         pass

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ragcache_cli.commands import doctor
 from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
+from ragcache_cli.commands.explain import render_explanation
 from ragcache_cli.commands.progress import IngestProgress, describe
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache
@@ -24,7 +25,7 @@ from ragcache_cli.models.cache import model_folder
 from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import RagCacheSpec
+from ragcache_operator.spec import EngineSpec, RagCacheSpec
 from ragcache_operator.spec.manifest import parse_manifest
 
 milliseconds = st.floats(0, 1e6)
@@ -147,6 +148,8 @@ def test_findings_come_with_a_fix_or_none() -> None:
     tight = doctor.memory(spec, 4 * gib)
     assert tight.found == "4.0 GiB free, about 8.0 GiB needed"
     assert "kvMemory" in tight.fix
+    theirs = RagCacheSpec(engines=(EngineSpec(url="http://vllm:8000"),))
+    assert doctor.memory(theirs, 4 * gib).found == "4.0 GiB free, about 3.0 GiB needed"
     assert doctor.disk(Path("data"), 50 * gib).is_well
     assert not doctor.disk(Path("data"), gib).is_well
     assert doctor.importable("json", "").is_well
@@ -236,3 +239,66 @@ def test_an_ingest_shows_a_bar_on_a_terminal_alone(is_terminal: bool) -> None:
         assert "30 chunks" in shown.getvalue()
     else:
         assert shown.getvalue() == ""
+
+
+def test_an_explanation_shows_outcome_and_reason_of_each_part() -> None:
+    part = {
+        "chunk": None,
+        "start": 0,
+        "tokens": 10,
+        "outcome": "cached",
+        "cached_tokens": 10,
+        "loaded_tokens": 0,
+        "computed_tokens": 0,
+        "recomputed_tokens": 0,
+        "tier": None,
+        "reason": "",
+        "planned": "cached",
+        "planned_reason": "resident",
+        "planned_source": "engine:127.0.0.1:1",
+    }
+    missing = part | {
+        "chunk": "a.md#0",
+        "start": 10,
+        "outcome": "computed",
+        "cached_tokens": 0,
+        "computed_tokens": 10,
+        "reason": "evicted",
+        "planned": "load",
+        "planned_reason": "stored",
+        "planned_source": "store:127.0.0.1:7",
+    }
+    unplanned = {"planned": None, "planned_reason": "", "planned_source": None}
+    question = missing | unplanned | {"chunk": None, "start": 20, "reason": ""}
+    times = {"load": 1.0, "select": 0.0, "passes": 9.0, "total": 10.0}
+    explanation = {
+        "id": "chatcmpl-1",
+        "prompt_tokens": 30,
+        "reuse": "exact",
+        "engine": "127.0.0.1:1",
+        "miss": "evicted",
+        "parts": [part, missing, question],
+        "time": {"queue_ms": 2.0, "measured_ms": times, "predicted_ms": None},
+        "plan": {
+            "engine": "127.0.0.1:1",
+            "predicted_ms": {"total": 12.0},
+            "next_best": {
+                "engine": "127.0.0.1:2",
+                "kind": "compute",
+                "predicted_ms": {"total": 30.0},
+            },
+        },
+    }
+    out = io.StringIO()
+    Console(file=out, width=120).print(render_explanation(explanation))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["template", "a.md#0", "question"]
+    assert lines[3].split()[-3:] == ["cached:", "resident", "engine:127.0.0.1:1"]
+    assert lines[4].split()[1:5] == ["10", "computed", "10", "evicted"]
+    assert lines[4].split()[5:] == ["load:", "stored", "store:127.0.0.1:7"]
+    assert lines[5].split()[1:] == ["10", "computed", "10"]
+    assert lines[6:9] == [
+        "queue 2.0 ms, then 10.0 ms (load 1.0, select 0.0, passes 9.0)",
+        "planned 12.0 ms on 127.0.0.1:1",
+        "next best: 30.0 ms, compute on 127.0.0.1:2",
+    ]

@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 
+from ragcache_cli.local.key_files import (
+    ensure_key_file,
+    plan_key_file,
+    platform_key,
+    read_api_key,
+)
 from ragcache_cli.local.part import Part, parts_from
 from ragcache_cli.local.ports import demand_free, free_ports, is_free
-from ragcache_cli.local.signing_key_file import plan_key_file
 from ragcache_cli.local.site import LocalSite
+from ragcache_core.access.key_file import hash_text, parse_key_file
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
+from ragcache_core.retrieval.filters import In
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import EmbedderSpec, ModelSource
+from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
 from ragcache_operator.spec.manifest import parse_manifest
 
 
@@ -50,6 +57,15 @@ def local_parts(tmp_path: Path, **spec: Any) -> dict[str, Part]:
     return {part.name: part for part in found}
 
 
+def test_an_engine_with_a_url_is_no_part_and_the_gateway_gets_its_address(
+    tmp_path: Path, model: Path
+) -> None:
+    url = "http://127.0.0.1:8000"
+    found = local_parts(tmp_path, model={"source": f"path:{model}"}, engines=[{"url": url}])
+    assert list(found) == ["cachestore", "retriever", "gateway"]
+    assert found["gateway"].env["RAGCACHE_ENGINES"] == url
+
+
 def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path) -> None:
     assert list(parts) == ["cachestore", "retriever", "engine-main", "gateway"]
     store = parts["cachestore"]
@@ -75,10 +91,9 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']};records={records}"
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
-    assert (
-        gateway.env["RAGCACHE_SIGNING_KEY_FILE"] == engine.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
-    )
-    assert "RAGCACHE_SIGNING_KEY_FILE" not in store.env
+    # The store checks with it who may read its feed.
+    for part in (gateway, engine, store):
+        assert part.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
 
 
 def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
@@ -102,7 +117,7 @@ def test_an_engine_publishes_no_events_of_its_cache(parts: dict[str, Part]) -> N
 
 def test_every_port_is_used_once(parts: dict[str, Part]) -> None:
     ports = [address.port for part in parts.values() for address in part.ports.values()]
-    assert len(ports) == len(set(ports)) == 8
+    assert len(ports) == len(set(ports)) == 10
 
 
 def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Part]) -> None:
@@ -189,6 +204,23 @@ def test_an_embedder_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:
         site().embedder(EmbedderSpec(source="pvc:models/e5"))
 
 
+def test_a_cross_encoder_of_this_machine_is_found_from_anywhere(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+
+    def used(model: str) -> str | None:
+        return site().reranker_model(RerankerSpec(source="cross-encoder", model=model))
+
+    assert used("path:model") == str(model)
+    assert used("a/b") == "a/b"
+    assert site().reranker_model(RerankerSpec()) is None
+    with pytest.raises(InvalidInput, match=r"^spec\.retriever\.reranker\.model: .* no model;"):
+        used("path:elsewhere")
+    with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):
+        used("pvc:models/ranker")
+
+
 def test_a_socket_that_no_kernel_would_take_is_left_out() -> None:
     short, long = (LocalSite(Path("/", "d" * n), 1, count(20_000)) for n in (10, 100))
     assert len(short.data_socket()) < 108
@@ -216,3 +248,63 @@ def test_a_port_in_use_is_named() -> None:
         assert not is_free(port)
         with pytest.raises(InvalidInput, match=rf"^spec\.gateway\.port: port {port} is in use"):
             demand_free(port, "spec.gateway.port")
+
+
+def test_a_local_platform_has_one_port_and_no_keys_unless_asked(
+    parts: dict[str, Part], tmp_path: Path, model: Path
+) -> None:
+    gateway = parts["gateway"]
+    assert set(gateway.ports) == {"http", "metrics"}
+    assert not {"RAGCACHE_API_KEYS_FILE", "RAGCACHE_ADMIN_LISTEN"} & gateway.env.keys()
+    assert gateway.env["RAGCACHE_MAX_QUESTIONS"] == "128", "limits are variables here"
+    asked = {"source": f"path:{model}"}
+    keyed = local_parts(tmp_path, model=asked, gateway={"auth": {}})["gateway"]
+    assert keyed.env["RAGCACHE_API_KEYS_FILE"] == str(tmp_path / "data" / "api-keys.toml")
+
+
+def test_the_key_of_the_commands_is_private_and_ends_with_the_platform(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert read_api_key(tmp_path) is None
+    with platform_key(tmp_path) as text:
+        key = read_api_key(tmp_path)
+        assert key is not None
+        assert hash_text(key) == text
+        assert stat.S_IMODE((tmp_path / "run" / "api.key").stat().st_mode) == 0o600
+    assert read_api_key(tmp_path) is None
+
+
+def test_the_users_file_is_kept(tmp_path: Path) -> None:
+    ensure_key_file(tmp_path)
+    path = tmp_path / "api-keys.toml"
+    assert parse_key_file(path.read_bytes(), lambda path, value: In(path, (value,))).callers == {}
+    path.write_text("# mine")
+    ensure_key_file(tmp_path)
+    assert path.read_text() == "# mine"
+
+
+def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Path) -> None:
+    gateway = local_parts(
+        tmp_path,
+        model={"source": f"path:{model}"},
+        gateway={
+            "workers": 2,
+            "speculation": "off",
+            "order": "cached",
+            "maxDisplacement": 3,
+            "rewrite": "model",
+            "auth": {},
+            "limits": {"connections": 99},
+        },
+    )["gateway"]
+    given = {
+        "RAGCACHE_WORKERS": "2",
+        "RAGCACHE_SPECULATION": "off",
+        "RAGCACHE_ORDER": "cached",
+        "RAGCACHE_MAX_DISPLACEMENT": "3",
+        "RAGCACHE_REWRITE": "model",
+        "RAGCACHE_API_KEYS_FILE": str(tmp_path / "data" / "api-keys.toml"),
+        "RAGCACHE_MAX_CONNECTIONS": "99",
+    }
+    assert given.items() <= gateway.env.items()
+    # One machine needs no second port.
+    assert "RAGCACHE_ADMIN_LISTEN" not in gateway.env

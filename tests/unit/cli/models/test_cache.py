@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -51,6 +52,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FetchedModel:
         member_check=check(source),
         wheel_bytes=1,
         files={file.name: check(file) for file in expected.iterdir()},
+        kv_config=json.loads((expected / "config.json").read_text()),
     )
     monkeypatch.setitem(catalog.FETCHED_MODELS, NAME, made)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))

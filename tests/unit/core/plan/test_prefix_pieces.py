@@ -81,9 +81,9 @@ def test_each_salt_has_its_own_domain(salt: str | None, other: str | None) -> No
 
 @given(salts)
 def test_no_plan_may_name_the_domain_of_clients_without_one(salt: str | None) -> None:
-    plan = ReusePlan("r", plain_domain(salt), ()).to_json()
+    plan = ReusePlan("r", plain_domain(salt), ()).encode()
     with pytest.raises(InvalidInput, match="domain"):
-        ReusePlan.from_json(plan)
+        ReusePlan.decode(plan)
 
 
 def test_a_salt_that_is_not_valid_utf8_has_a_domain() -> None:

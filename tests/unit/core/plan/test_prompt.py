@@ -58,7 +58,7 @@ def test_the_engine_can_parse_every_exact_plan(
     head: list[int], chunks: list[list[int]], tail: list[int]
 ) -> None:
     plan = plan_exact(assemble(head, chunks, tail), SPACE, "public", "request")
-    assert ReusePlan.from_json(plan.to_json()) == plan
+    assert ReusePlan.decode(plan.encode()) == plan
 
 
 @given(ids, st.lists(chunk_ids, min_size=1, max_size=5), ids, st.randoms())
@@ -110,7 +110,7 @@ def test_the_engine_can_parse_every_blended_plan(
     head: list[int], chunks: list[list[int]], tail: list[int], share: float
 ) -> None:
     plan = plan_blend(assemble(head, chunks, tail), SPACE, "public", "request", share)
-    assert ReusePlan.from_json(plan.to_json()) == plan
+    assert ReusePlan.decode(plan.encode()) == plan
 
 
 @pytest.mark.parametrize("make", [plan_exact, partial(plan_blend, recompute_share=0.15)])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import copy
 import hashlib
 import hmac
-import json
-import random
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -31,72 +28,52 @@ anything = st.recursive(
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
 )
-objects = st.dictionaries(st.text(max_size=4), anything, max_size=5)
+texts = st.text(st.characters(max_codepoint=127), max_size=40)
 prompts = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 keys = st.binary(min_size=MIN_KEY_BYTES, max_size=80)
 # HMAC fills a key up with zeros, so that of two lengths two may be one.
 same_length_keys = st.binary(min_size=MIN_KEY_BYTES, max_size=MIN_KEY_BYTES)
 
 
-def plan() -> dict[str, Any]:
+def plan() -> str:
     segments = (
         Segment(bytes(16), 0, 20, Action.EXACT, "d/1"),
         Segment(bytes([1] * 16), 20, 50, Action.BLEND),
     )
-    return ReusePlan("request-1", "public", segments, 1_700_000_000_000, 0.2).to_json()
+    return ReusePlan("request-1", "public", segments, 1_700_000_000_000, 0.2).encode()
 
 
-@given(objects, prompts, keys, st.randoms(use_true_random=False))
-def test_a_signature_is_valid_after_a_json_round_trip(
-    plan: dict[str, Any], prompt: list[int], key: bytes, rng: random.Random
+@given(texts, prompts, keys)
+def test_a_signature_is_valid_for_any_form_of_the_tokens(
+    plan: str, prompt: list[int], key: bytes
 ) -> None:
     signature = sign(plan, prompt, key)
-    items = list(json.loads(json.dumps(plan)).items())
-    rng.shuffle(items)
-    assert is_signed(dict(items), prompt, signature, [key])
+    assert is_signed(plan, np.array(prompt, np.uint32), signature, [key])
 
 
-@given(objects, objects, prompts, prompts, same_length_keys, same_length_keys)
+@given(texts, texts, prompts, prompts, same_length_keys, same_length_keys)
 def test_a_signature_is_for_one_plan_one_prompt_and_one_key(
-    plan: dict[str, Any],
-    other: dict[str, Any],
+    plan: str,
+    other: str,
     prompt: list[int],
     other_prompt: list[int],
     key: bytes,
     other_key: bytes,
 ) -> None:
-    canonical = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731
-    assume(canonical(plan) != canonical(other) and prompt != other_prompt and key != other_key)
+    assume(plan != other and prompt != other_prompt and key != other_key)
     signature = sign(plan, prompt, key)
     assert not is_signed(other, prompt, signature, [key])
     assert not is_signed(plan, other_prompt, signature, [key])
     assert not is_signed(plan, prompt, signature, [other_key])
 
 
-def changes(value: Any) -> list[Any]:
-    """Every way of putting another value for one leaf of it, or of leaving one field out."""
-    if isinstance(value, dict):
-        less = [{k: v for k, v in value.items() if k != name} for name in value]
-        return less + [
-            {**value, name: changed} for name in value for changed in changes(value[name])
-        ]
-    if isinstance(value, list):
-        return [
-            [*value[:i], changed, *value[i + 1 :]]
-            for i, item in enumerate(value)
-            for changed in changes(item)
-        ]
-    return [f"{value}x" if isinstance(value, str) else value + 1]
-
-
 def test_any_change_of_a_signed_plan_or_its_prompt_is_detected() -> None:
     signature = sign(plan(), TOKENS, KEY)
     assert is_signed(plan(), TOKENS, signature, [KEY])
-    altered = changes(plan())
-    assert {"domain", "segments", "recompute_share", "request"} <= plan().keys()
-    assert len(altered) > 20
-    for forged in altered:
-        assert not is_signed(forged, TOKENS, signature, [KEY])
+    packed = base64.b64decode(plan())
+    for at in range(len(packed)):
+        changed = packed[:at] + bytes([packed[at] ^ 1]) + packed[at + 1 :]
+        assert not is_signed(base64.b64encode(changed).decode(), TOKENS, signature, [KEY])
     for at in range(len(TOKENS)):
         prompt = [*TOKENS[:at], TOKENS[at] + 1, *TOKENS[at + 1 :]]
         assert not is_signed(plan(), prompt, signature, [KEY])
@@ -112,14 +89,6 @@ def test_arbitrary_input_is_not_signed(signature: object, plan: object, prompt: 
     assert not is_signed(plan, prompt, signature, [KEY])
 
 
-def test_a_plan_that_is_not_json_is_not_signed() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(100_000):
-        deep = {"a": deep}
-    for odd in ({"a": float("nan")}, {"a": object()}, {"a": {1: 2, "b": 3}}, deep):
-        assert not is_signed(odd, TOKENS, "0" * 64, [KEY])
-
-
 def test_every_key_verifies_in_any_order() -> None:
     signature = sign(plan(), TOKENS, KEY)
     assert is_signed(plan(), TOKENS, signature, [OTHER_KEY, KEY])
@@ -128,17 +97,10 @@ def test_every_key_verifies_in_any_order() -> None:
     assert not is_signed(plan(), TOKENS, signature, [])
 
 
-def test_signing_does_not_change_the_plan() -> None:
-    before = plan()
-    kept = copy.deepcopy(before)
-    sign(before, TOKENS, KEY)
-    assert before == kept
-
-
 def test_the_signature_is_the_documented_hmac() -> None:
-    encoded = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
-    tokens = b"".join(token.to_bytes(8, "little") for token in TOKENS)
-    message = b"ragcache-plan-signature-1\0" + len(encoded).to_bytes(8, "little") + encoded + tokens
+    encoded = plan().encode()
+    tokens = b"".join(token.to_bytes(4, "little") for token in TOKENS)
+    message = b"ragcache-plan-signature-2\0" + len(encoded).to_bytes(8, "little") + encoded + tokens
     assert sign(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.retrieval.fused_finality import FusedFinality, FusedStage
+from ragcache_core.retrieval.fused_finality import FusedFinality, FusedStage, SearchForm
 
 shares = st.floats(0, 1)
 stages = st.builds(
@@ -53,3 +53,16 @@ def test_probabilities_are_calibrated_where_the_index_is_not() -> None:
     )
     assert error < 0.05
     assert max(claimed) > 0.9
+
+
+def test_searches_whose_fused_hits_differ_have_other_forms() -> None:
+    forms = {
+        SearchForm.of(mode, reranks=reranks, diversity=diversity, top_k=top_k)
+        for mode in ("dense", "hybrid")
+        for reranks in (False, True)
+        for diversity in (0.0, 0.3)
+        for top_k in (3, 10, 100)
+    }
+    assert len(forms) == 24
+    few = SearchForm.of("hybrid", reranks=True, diversity=0.1, top_k=8)
+    assert few == SearchForm.of("hybrid", reranks=True, diversity=0.9, top_k=15)

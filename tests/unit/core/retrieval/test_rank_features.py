@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.retrieval.fusion import Candidates, FusionWeights, fused_scores
+from ragcache_core.retrieval.lexical.term_matches import find_terms, stem_of
 from ragcache_core.retrieval.rank_features import FEATURE_NAMES, CandidateText, rank_features
-from ragcache_core.retrieval.term_matches import find_terms, stem_of
 
 ALPHABET = "ab İéß12 .\n"
 texts = st.text(ALPHABET, max_size=60)

@@ -286,7 +286,7 @@ def test_chunks_are_observed_after_their_request_has_ended(engine: BlendHarness)
     assert job.chunks == (b"", *(save.span.variant.chunk for save in saves[1:]))
     assert job.saves == {index: save for index, save in enumerate(saves) if index}
     assert job.blocks == BLOCKS[:9]
-    assert tuple(job.token_ids) == FIRST.token_ids[:140]
+    assert list(job.token_ids) == list(FIRST.token_ids[:140])
 
 
 def test_an_exact_segment_between_chunks_ends_the_observation(engine: BlendHarness) -> None:
@@ -627,3 +627,22 @@ def test_a_load_that_is_repeated_forgets_what_was_left(warm: BlendHarness) -> No
     succeed(warm, again, blended_tokens=70, recomputed_tokens=0)
     jobs = warm.scheduler.step([("other", again.end, 1)], lambda _: BLOCKS)
     assert jobs.joint_recomputes == ()
+
+
+def test_the_record_explains_each_segment_of_a_blend(warm: BlendHarness) -> None:
+    prompt = make_prompt(C, D, A)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    succeed(warm, job, blended_tokens=job.end - len(TEMPLATE), left_to_recompute=(range(25, 30),))
+    warm.scheduler.step([("other", job.end, len(prompt.token_ids) - job.end)], lambda _: BLOCKS)
+    warm.finish("other")
+    record = warm.records.get("other")
+    assert record is not None
+    head, first, missing, last = record.segments
+    assert (head.loaded_tokens, head.blended, head.reason) == (len(TEMPLATE), False, "")
+    assert (first.loaded_tokens, first.blended, first.recomputed_tokens) == (len(C), True, 5)
+    assert first.source is not None
+    assert first.source.base_position == len(TEMPLATE) + len(A) + len(B)
+    assert (missing.loaded_tokens, missing.reason) == (0, "never stored")
+    assert missing.recomputed_tokens == len(D)
+    assert (last.loaded_tokens, last.blended) == (len(A), True)

@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.cost.load_or_compute import RETRY_EVERY
 from ragcache_core.identity.variant import Tier
-from ragcache_engine.protocol.messages import LoadOutcome, MeasuredPass, StepReport
+from ragcache_engine.protocol.messages import LoadOutcome, MeasuredPass, StepReport, TierChange
 from ragcache_kv.values.layout import value_bytes
 from tests.helpers.engine_scheduler import (
     BLOCKS,
@@ -96,7 +96,9 @@ def test_values_in_a_local_tier_do_not_update_the_stores_prediction(warm: Schedu
     loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
     teach(warm, Tier.MEMORY, 0.1)
     before = warm.costs.tier_bandwidths()
-    warm.scheduler.on_report(StepReport(tier_changes=dict.fromkeys(warm.store.stored, "host")))
+    warm.scheduler.on_report(
+        StepReport(tier_changes=dict.fromkeys(warm.store.stored, TierChange("host", exact=True)))
+    )
     for number in range(20):
         load(warm, f"here-{number}", 1e-3, host=loaded)
     assert warm.costs.tier_bandwidths()["host"][1] == pytest.approx(loaded / 1e-3)
@@ -108,7 +110,7 @@ def test_values_in_a_local_tier_do_not_update_the_stores_prediction(warm: Schedu
 
 def test_a_load_from_two_tiers_updates_both_predictions(warm: SchedulerHarness) -> None:
     first, *others = warm.store.stored
-    warm.scheduler.on_report(StepReport(tier_changes={first: "host"}))
+    warm.scheduler.on_report(StepReport(tier_changes={first: TierChange("host", exact=True)}))
     here = value_bytes(SPACE, warm.store.stored[first].info.num_tokens)
     there = sum(warm.store.stored[key].info.num_bytes for key in others)
     for number in range(5):

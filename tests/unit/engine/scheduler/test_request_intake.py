@@ -168,7 +168,7 @@ def test_engines_of_every_role_serve_requests_without_a_handoff(role: EngineRole
 def test_a_plan_with_computed_segments_is_not_handed_off(role: EngineRole) -> None:
     engine = SchedulerHarness(role=role)
     computed = plan_compute(PROMPT, SPACE, "public", "computed")
-    params = {"ragcache": replace(computed, handoff=True).to_json()}
+    params = {"ragcache": replace(computed, handoff=True).encode()}
     engine.scheduler.on_new_request("computed", PROMPT.token_ids, params)
     assert engine.loaded("computed") == 0
     assert engine.prefill("computed") == []
@@ -191,14 +191,15 @@ def test_a_request_with_a_refused_plan_does_not_count_as_one_without_a_plan(
 
 def test_a_plan_for_other_tokens_is_not_served(warm: SchedulerHarness) -> None:
     other = assemble(range(20), [range(100, 140), range(201, 251), range(300, 330)], range(9))
-    plan = plan_exact(PROMPT, SPACE, "public", "forged").to_json()
+    plan = plan_exact(PROMPT, SPACE, "public", "forged").encode()
     warm.scheduler.on_new_request("forged", other.token_ids, {"ragcache": plan})
     # Template and first chunk match. From the second chunk on the tokens do not hash to the plan.
     assert warm.scheduler.loadable_tokens("forged", 0) == PROMPT.chunk_ends[0]
 
 
 def test_a_malformed_plan_is_refused(engine: SchedulerHarness) -> None:
-    engine.arrive("r", segments="all of them")
+    whole = plan_exact(PROMPT, SPACE, "public", "r").encode()
+    engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": whole[:-4]})
     assert engine.scheduler.loadable_tokens("r", 0) == 0
     assert engine.prefill("r") == []
 
@@ -222,8 +223,8 @@ def strict(warm: SchedulerHarness, key_file: Path) -> SchedulerHarness:
 
 
 def params(plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY) -> dict[str, Any]:
-    plan_json = plan.to_json()
-    return {"ragcache": plan_json, "ragcache_signature": sign(plan_json, prompt.token_ids, key)}
+    plan_text = plan.encode()
+    return {"ragcache": plan_text, "ragcache_signature": sign(plan_text, prompt.token_ids, key)}
 
 
 def test_a_signed_plan_is_accepted(strict: SchedulerHarness) -> None:
@@ -240,12 +241,12 @@ OURS, THEIRS = (plan_exact(PROMPT, SPACE, domain, "r") for domain in ("public", 
 
 
 FORGED: dict[str, tuple[dict[str, Any], RefusalReason]] = {
-    "no signature": ({"ragcache": OURS.to_json()}, RefusalReason.UNSIGNED),
-    "null": ({"ragcache": OURS.to_json(), "ragcache_signature": None}, RefusalReason.UNSIGNED),
+    "no signature": ({"ragcache": OURS.encode()}, RefusalReason.UNSIGNED),
+    "null": ({"ragcache": OURS.encode(), "ragcache_signature": None}, RefusalReason.UNSIGNED),
     "another key": (params(OURS, key=OTHER_KEY), RefusalReason.FORGED),
     "another prompt": (params(OURS, OTHER_PROMPT), RefusalReason.FORGED),
-    "another domain": (params(OURS) | {"ragcache": THEIRS.to_json()}, RefusalReason.FORGED),
-    "no text": ({"ragcache": OURS.to_json(), "ragcache_signature": [1]}, RefusalReason.FORGED),
+    "another domain": (params(OURS) | {"ragcache": THEIRS.encode()}, RefusalReason.FORGED),
+    "no text": ({"ragcache": OURS.encode(), "ragcache_signature": [1]}, RefusalReason.FORGED),
     "no plan": ({"ragcache": 7, "ragcache_signature": "0" * 64}, RefusalReason.FORGED),
 }
 

@@ -92,3 +92,14 @@ def test_tier_evictions_add_up_and_tier_bytes_are_the_latest() -> None:
     assert both.evicted == {"host": 3}
     assert both.held_bytes == {"host": 300, "device": 7}
     assert both.values_by_tier == {"host": 3, "store": 1}
+
+
+@given(seconds, seconds)
+def test_a_request_saves_time_or_exceeds_computing(predicted_s: float, took_s: float) -> None:
+    counts = LoadCounts()
+    counts.add_saved(predicted_s, took_s)
+    assert counts.saved_s - counts.excess_s == predicted_s - took_s
+    assert min(counts.saved_s, counts.excess_s) == 0
+    both = counts + counts
+    assert (both.saved_s, both.excess_s) == (2 * counts.saved_s, 2 * counts.excess_s)
+    assert LoadCounts.from_dict(json.loads(json.dumps(both.to_dict()))) == both

@@ -8,6 +8,7 @@ from bench.support.processes import free_port
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Tier
 from ragcache_engine.telemetry.request_records import (
     CAPACITY,
@@ -15,6 +16,7 @@ from ragcache_engine.telemetry.request_records import (
     RequestRecords,
     serve_records,
 )
+from ragcache_engine.telemetry.segment_outcomes import SegmentOutcome, SpanSource
 from ragcache_wire.clients.engine_client import EngineClient
 
 
@@ -37,6 +39,34 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other")
     assert isinstance(caught.value, NotFound)
+    await client.close()
+    server.stop(None).wait()
+
+
+async def test_a_record_serves_the_outcome_of_each_segment() -> None:
+    records = RequestRecords()
+    address = f"127.0.0.1:{free_port()}"
+    server = serve_records(records, ReuseCosts(), address)
+    client = EngineClient(address)
+    variant = VariantKey(bytes(16), b"p" * 16)
+    source = SpanSource(variant, Tier.DISK, 512, base_position=3, fix_overhead=0.25)
+    segments = (
+        SegmentOutcome(0, 10, 10, 0, 0, None, blended=False, reason=""),
+        SegmentOutcome(10, 30, 0, 20, 4, source, blended=True, reason=""),
+        SegmentOutcome(30, 50, 0, 0, 0, None, blended=False, reason="evicted"),
+    )
+    records.put("r", RequestRecord(segments=segments))
+    cached, loaded, computed = (await client.request_record("r")).segments
+    assert (cached.cached_tokens, cached.HasField("source")) == (10, False)
+    assert (loaded.start, loaded.end, loaded.loaded_tokens, loaded.blended) == (10, 30, 20, True)
+    assert (loaded.recomputed_tokens, loaded.source.tier, loaded.source.num_bytes) == (
+        4,
+        "disk",
+        512,
+    )
+    assert (loaded.source.base_position, loaded.source.fix_overhead) == (3, 0.25)
+    assert loaded.source.prefix == variant.prefix
+    assert computed.reason == "evicted"
     await client.close()
     server.stop(None).wait()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.scheduling.precompute_queue import Prefill, QueuedPrefill
 from ragcache_gateway.background.capture import TokenizedPrefill, context_job, sequence_job
@@ -19,7 +22,7 @@ def chunk(name: str, num_tokens: int = 150, at_ms: int = 100) -> TokenizedPrefil
     return TokenizedPrefill(QueuedPrefill(prefill, "written"), ([ord(name)] * num_tokens,))
 
 
-def names(token_ids: tuple[int, ...]) -> str:
+def names(token_ids: Sequence[int]) -> str:
     """Return the order of the chunks in a prompt."""
     letters = [chr(token) for token in token_ids[len(HEAD) :]]
     return "".join(a for a, b in zip(letters, [*letters[1:], ""], strict=True) if a != b)
@@ -57,7 +60,7 @@ def test_a_beginning_has_the_segments_that_are_complete_there() -> None:
 def test_a_questions_context_is_computed_as_it_is() -> None:
     prefill = Prefill(("x", "y"), ("x.md", "y.md"), 7, "exact")
     job = context_job(HEAD, TokenizedPrefill(QueuedPrefill(prefill, "asked"), ([8, 8], [9])))
-    assert job.prompt.token_ids == (*HEAD, 8, 8, 9)
+    assert job.prompt.token_ids == PackedIds.of((*HEAD, 8, 8, 9))
     plan = job.plan(job.prompt, MODEL)
     assert {segment.action for segment in plan.segments} == {Action.EXACT}
     assert job.ends == (6,)

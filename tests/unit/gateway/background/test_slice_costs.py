@@ -11,8 +11,8 @@ from ragcache_gateway.background.slice_costs import (
     STEP_SHARE,
     UNKNOWN_STEP_TOKENS,
     SliceCosts,
-    profile_of,
 )
+from ragcache_gateway.engines.prefill_costs import profile_of
 from ragcache_wire.v1 import engine_pb2
 
 

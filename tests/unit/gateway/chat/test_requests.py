@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_gateway.chat.messages import read_conversation
-from ragcache_gateway.chat.schema import IGNORED_FIELDS, REFUSED_FIELDS, ChatRequest
+from ragcache_gateway.chat.client_fields import MAX_DEPTH
+from ragcache_gateway.chat.completion_schema import CompletionRequest
+from ragcache_gateway.chat.messages import question_field, read_conversation
+from ragcache_gateway.chat.schema import REFUSED_FIELDS, ChatRequest
 from ragcache_gateway.engines.completion import (
-    completion_body,
+    CONTROL_FIELDS,
+    client_body,
+    endpoint_of,
+    with_engine_controls,
+    with_prompt,
 )
 from ragcache_gateway.http.errors import from_validation
 from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
@@ -36,16 +43,11 @@ def read(**changes: Any) -> ChatRequest:
         raise from_validation([dict(e) for e in error.errors()]) from error
 
 
-def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, Any]:
-    return completion_body(
-        request.sampling(),
-        model="m",
-        token_ids=(1, 2),
-        max_tokens=3,
-        plan=PLAN,
-        plan_keys=None,
-        cache_salt=cache_salt,
+def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    fields = client_body(
+        request.engine_fields(), model="m", max_tokens_field=request.MAX_TOKENS_FIELD, max_tokens=3
     )
+    return with_prompt(fields, (1, 2), PLAN, None)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,13 @@ def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, An
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+        ({"tools": [{"function": {"description": "\0"}}]}, "tools[0].function.description"),
+        ({"tools": [{"function": {"\0": 1}}]}, "tools[0].function"),
+        ({"chat_template_kwargs": {"a": float("inf")}}, "chat_template_kwargs.a"),
+        ({"user": "\ud800"}, "user"),
         ({"messages": [{"role": "user", "content": "\0"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         (
@@ -88,17 +95,9 @@ def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, An
             "ragcache.max_recompute_share",
         ),
         ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": 3}, "stop"),
-        ({"n": 2}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"temprature": 1}, "temprature"),
     ],
 )
 def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
@@ -108,57 +107,129 @@ def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
     assert caught.value.fix
 
 
+def test_values_nested_too_deep_are_refused() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(InvalidInput, match="levels deep"):
+        read(tools=[{"function": {"parameters": deep}}])
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
-def test_a_field_that_would_change_the_answer_is_refused_unless_it_has_no_effect(name: str) -> None:
-    for neutral in REFUSED_FIELDS[name]:
-        assert body_of(read(**{name: neutral})) == body_of(read())
+def test_a_field_on_which_no_engine_acts_is_refused_unless_it_has_no_effect(name: str) -> None:
+    neutral, fix = REFUSED_FIELDS[name]
+    for value in neutral:
+        assert body_of(read(**{name: value})) == body_of(read())
     with pytest.raises(InvalidInput) as caught:
         read(**{name: {"some": "wish"}})
-    assert caught.value.field == name
+    assert (caught.value.field, caught.value.fix) == (name, fix)
 
 
-@given(name=st.sampled_from(sorted(IGNORED_FIELDS)), value=json_values)
+@given(name=st.sampled_from(sorted(CONTROL_FIELDS)), value=json_values)
 def test_a_field_that_controls_a_cache_is_ignored_with_any_value(name: str, value: object) -> None:
     assert body_of(read(**{name: value})) == body_of(read())
+
+
+passed_values = st.recursive(
+    st.booleans() | st.integers() | st.text(st.characters(codec="utf-8", exclude_characters="\0")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 @given(
     settings=st.fixed_dictionaries(
         {},
         optional={
-            "temperature": st.floats(0, 2),
-            "top_p": st.floats(0.01, 1),
-            "presence_penalty": st.floats(-2, 2),
-            "frequency_penalty": st.floats(-2, 2),
-            "seed": st.integers(-(2**63), 2**63 - 1),
-            "stop": st.text("ab", min_size=1) | st.lists(st.text("ab", min_size=1), max_size=4),
+            "temperature": st.floats(allow_nan=False, allow_infinity=False),
+            "stop": passed_values,
+            "n": passed_values,
+            "logit_bias": passed_values,
+            "response_format": passed_values,
+            "top_k": passed_values,
+            "tool_choice": passed_values,
+            "some_field_of_tomorrow": passed_values,
         },
     )
 )
-def test_sampling_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) -> None:
+def test_every_other_field_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) -> None:
     body = body_of(read(**settings))
     assert {name: body[name] for name in settings} == settings
-    fixed = {"model", "prompt", "max_tokens", "stream", "stream_options", "kv_transfer_params"}
+    fixed = {"model", "messages", "max_completion_tokens", "kv_transfer_params"}
     assert set(body) == fixed | set(settings)
+
+
+def test_messages_reach_the_engine_as_they_were_sent() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "b", "name": "look"},
+    ]
+    assert body_of(read(messages=messages))["messages"] == messages
+
+
+def test_a_chat_has_its_tokens_in_the_transfer_parameters_and_a_completion_as_prompt() -> None:
+    chat = body_of(read())
+    assert endpoint_of(chat) == "/v1/chat/completions"
+    assert chat["kv_transfer_params"] == {
+        "ragcache": PLAN.encode(),
+        "prompt_token_ids": PackedIds.of([1, 2]),
+    }
+    completion = body_of(CompletionRequest(prompt="Where?"))
+    assert endpoint_of(completion) == "/v1/completions"
+    assert completion["prompt"] == PackedIds.of([1, 2])
+    assert completion["kv_transfer_params"] == {"ragcache": PLAN.encode()}
+
+
+def test_a_stream_always_asks_the_engine_for_its_usage() -> None:
+    options = {"continuous_usage_stats": True}
+    body = body_of(read(stream=True, stream_options=options))
+    assert body["stream_options"] == {**options, "include_usage": True}
+    assert body_of(read(stream=True))["stream_options"] == {"include_usage": True}
+    assert "stream_options" not in body_of(read(stream=False))
 
 
 def test_null_means_that_a_field_is_left_out() -> None:
     names = (
         *REFUSED_FIELDS,
-        "temperature",
-        "stop",
-        "seed",
-        "max_tokens",
-        "stream_options",
-        "ragcache",
-        "n",
+        *("temperature", "stop", "seed", "max_tokens", "stream_options", "ragcache", "n", "tools"),
     )
     assert body_of(read(**dict.fromkeys(names))) == body_of(read())
 
 
-def test_only_the_gateway_sets_a_salt() -> None:
-    assert "cache_salt" not in body_of(read(cache_salt="mine"))
-    assert body_of(read(), cache_salt="ours")["cache_salt"] == "ours"
+def test_only_the_gateway_sets_a_salt_and_a_priority() -> None:
+    body = body_of(read(cache_salt="mine", priority=-9))
+    assert {"cache_salt", "priority"}.isdisjoint(body)
+    assert with_engine_controls(body) == body
+    controlled = with_engine_controls(body, cache_salt="ours", priority=7)
+    assert controlled == {**body, "cache_salt": "ours", "priority": 7}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "choices"),
+    [("a", 1, 1), ("a", 3, 3), (["a", "b"], 2, 4), ([1, 2, 3], 2, 2), ([[1], [2, 3]], 1, 2)],
+)
+def test_a_completion_has_an_answer_for_each_prompt(prompt: Any, n: int, choices: int) -> None:
+    request = CompletionRequest.model_validate({"prompt": prompt, "n": n})
+    assert request.num_choices() == choices
+    assert not request.retrieves()
+    assert request.engine_fields() == {"prompt": prompt, "n": n}
+
+
+def test_a_completion_retrieves_for_one_text_only() -> None:
+    asked = {"prompt": "Where?", "ragcache": {"top_k": 2}}
+    assert CompletionRequest.model_validate(asked).retrieves()
+    off = {"prompt": ["a"], "ragcache": {"retrieve": False}}
+    assert not CompletionRequest.model_validate(off).retrieves()
+    for wrong, field in (
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            CompletionRequest.model_validate(asked | wrong)
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("default", [ReuseMode("exact", 0.2), ReuseMode("blend", 0.3)])
@@ -193,11 +264,12 @@ def test_a_conversation_is_split_into_system_history_and_question() -> None:
             {"role": "user", "content": [{"type": "text", "text": "Where"}] * 2},
         ]
     )
-    conversation = read_conversation(request.messages)
+    conversation = read_conversation(request)
     assert conversation.system == "Be brief.\n\nIn French."
-    assert [(turn.role, turn.content) for turn in conversation.history] == [
+    assert [(turn.role, turn.content) for turn in conversation.turns] == [
         ("user", "Hello"),
         ("assistant", "Bonjour"),
+        ("user", "Where\nWhere"),
     ]
     assert conversation.question == "Where\nWhere"
 
@@ -211,35 +283,64 @@ def test_an_answer_can_be_sent_back_as_history() -> None:
     }
     answer = {"role": "assistant", "content": "eu-north", **empty}
     ask = {"role": "user", "content": "Why?"}
-    assert len(read(messages=[ask, answer, ask]).messages) == 3
-    with pytest.raises(InvalidInput, match=r"messages\[0\]\.tool_calls"):
-        read(messages=[{**answer, "tool_calls": [{"id": "1"}]}, ask])
+    request = read(messages=[ask, answer, ask])
+    turns = read_conversation(request).turns
+    assert [dict(turn.fields) for turn in turns] == [{}, {}, {}], "nothing empty is rendered"
+    assert body_of(request)["messages"] == [ask, answer, ask]
 
 
-@pytest.mark.parametrize(
-    ("roles", "field"),
-    [
-        (["system"], "messages[0].role"),
-        (["user", "assistant"], "messages[1].role"),
-        (["user", "system", "user"], "messages[1].role"),
-    ],
-)
-def test_a_conversation_ends_with_the_question(roles: list[str], field: str) -> None:
-    request = read(messages=[{"role": role, "content": "x"} for role in roles])
+def test_the_question_of_an_agents_turn_is_the_users_last_message() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    request = read(
+        messages=[
+            {"role": "user", "content": "Where?"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "There."},
+        ],
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        reasoning_effort="none",
+        chat_template_kwargs={"style": "brief"},
+    )
+    conversation = read_conversation(request)
+    assert conversation.question == "Where?"
+    assert question_field(request.messages) == "messages[0].content"
+    called, result = conversation.turns[1:]
+    # Templates expect an object.
+    assert called.to_template()["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result.to_template() == {"role": "tool", "content": "There.", "tool_call_id": "c1"}
+    assert conversation.template == {
+        "tools": request.tools,
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "style": "brief",
+    }
+
+
+@pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None])
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: object) -> None:
+    call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
+    request = read(messages=[{"role": "assistant", "tool_calls": [call]}])
+    (turn,) = read_conversation(request).turns
+    assert turn.fields["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_call_without_a_function_is_refused() -> None:
+    request = read(messages=[{"role": "assistant", "tool_calls": [{"id": "c1"}]}])
     with pytest.raises(InvalidInput) as caught:
-        read_conversation(request.messages)
-    assert caught.value.field == field
+        read_conversation(request)
+    assert caught.value.field == "messages[0].tool_calls[0].function"
+
+
+def test_arguments_of_the_template_that_the_gateway_sets_are_refused() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read_conversation(read(chat_template_kwargs={"tokenize": True}))
+    assert caught.value.field == "chat_template_kwargs.tokenize"
 
 
 def test_a_stable_prefix_longer_than_the_system_prompt_is_refused() -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
-    request = read(messages=messages)
-    assert read_conversation(request.messages, 8).stable_prefix == 8
+    fits = read(messages=messages, ragcache={"stable_prefix": 8})
+    assert read_conversation(fits).stable_prefix == 8
     with pytest.raises(InvalidInput, match="has 8 characters") as refused:
-        read_conversation(request.messages, 9)
+        read_conversation(read(messages=messages, ragcache={"stable_prefix": 9}))
     assert refused.value.field == "ragcache.stable_prefix"
-
-
-def test_an_empty_question_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"messages\[0\].content: is empty"):
-        read_conversation(read(messages=[{"role": "user", "content": " \n"}]).messages)

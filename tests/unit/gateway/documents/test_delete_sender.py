@@ -78,8 +78,10 @@ class World:
 
     def __init__(self) -> None:
         self.store, self.outbox, self.metrics = FakeShards(), FakeOutbox(), Metrics()
+        self.domains: tuple[str, ...] = (PUBLIC_DOMAIN,)
         self.sender = DeleteSender(
             MODEL,
+            domains=lambda: self.domains,
             retriever=cast("RetrieverClient", self.outbox),
             store=cast("AsyncShardedStore", self.store),
             metrics=self.metrics,
@@ -202,6 +204,7 @@ async def test_a_hanging_shard_delays_a_caller_only_briefly(world: World) -> Non
 async def test_a_shard_that_has_failed_is_not_called_for_a_while(world: World) -> None:
     world.sender = DeleteSender(
         MODEL,
+        domains=lambda: (PUBLIC_DOMAIN,),
         retriever=cast("RetrieverClient", world.outbox),
         store=cast("AsyncShardedStore", world.store),
         metrics=world.metrics,
@@ -237,3 +240,34 @@ async def test_an_outbox_that_is_away_ends_neither_a_delete_nor_the_task(world: 
     await asyncio.sleep(0.03)
     world.outbox.is_away, world.outbox.pending = False, [delete(1)]
     await until(lambda: world.outbox.complete == [bytes([1] * 16)])
+
+
+async def test_a_delete_reaches_the_domain_of_every_tenant(world: World) -> None:
+    world.domains = (PUBLIC_DOMAIN, "tenant:blue", "tenant:red")
+    sent = pb.OutboxDelete(
+        id=bytes(16),
+        collection="default",
+        document_id="a.md",
+        names_document=True,
+        token_digests=[b"d" * 16],
+    )
+    for _ in range(2):
+        assert await world.sender.send([sent]) == 9
+    told = world.store.told["a:1"]
+    assert [one.domain for one in told[:3]] == list(world.domains)
+    assert [one.chunks for one in told[:3]] == [
+        (chunk_key_of_digest(SPACE, domain, b"d" * 16),) for domain in world.domains
+    ]
+    assert len({one.id for one in told[:3]}) == 3
+    assert [one.id for one in told[:3]] == [one.id for one in told[3:]], "a repetition is the same"
+
+
+async def test_a_whole_domain_is_deleted_when_every_shard_has_acknowledged(world: World) -> None:
+    world.store.members = ["a:1", "b:1"]
+    world.store.problems = {"b:1": AWAY}
+    assert not await world.sender.send_domain(b"i" * 16, "tenant:blue")
+    world.store.problems = {}
+    await asyncio.sleep(0.02)
+    assert await world.sender.send_domain(b"i" * 16, "tenant:blue")
+    [deletion] = {one for told in world.store.told.values() for one in told}
+    assert (deletion.domain, deletion.num_names) == ("tenant:blue", 0)

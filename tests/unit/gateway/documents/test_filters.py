@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import MAX_DEPTH, matches
-from ragcache_gateway.documents.filters import FilterField, FilterIn
+from ragcache_gateway.documents.filters import FilterField, FilterIn, filter_message
 from ragcache_gateway.http.errors import from_validation
 
 ADAPTER: TypeAdapter[FilterIn] = TypeAdapter(FilterField)
@@ -92,13 +92,14 @@ def test_a_number_or_a_boolean_matches_the_text_of_its_json_form() -> None:
 
 
 def test_a_filter_becomes_the_retrievers_message() -> None:
-    message = parsed(
+    wanted = parsed(
         {
             "must": [{"key": "team", "match": {"value": "core"}}],
             "should": [{"key": "year", "range": {"gte": 2024, "lt": 2026}}],
             "must_not": [{"key": "id", "prefix": "drafts/"}, {"key": "old", "exists": True}],
         }
-    ).to_message("filter")
+    )
+    message = filter_message(wanted.checked("filter"))
     team, year, draft, old = message.all.filters
     assert list(team.field.one_of.values) == ["core"]
     bounds = year.field.range
@@ -139,10 +140,10 @@ def test_a_filter_that_is_too_deep_is_refused() -> None:
     for _ in range(MAX_DEPTH + 1):
         wanted = {"must_not": [wanted]}
     with pytest.raises(InvalidInput, match=r"ragcache\.filter: is nested deeper"):
-        parsed(wanted).to_message("ragcache.filter")
+        parsed(wanted).checked("ragcache.filter")
 
 
 def test_a_filter_with_too_many_values_is_refused() -> None:
     wanted = parsed({"must": [{"key": "a", "match": {"any": list(map(str, range(300)))}}]})
     with pytest.raises(InvalidInput, match="filter: has 300 conditions"):
-        wanted.to_message("filter")
+        wanted.checked("filter")

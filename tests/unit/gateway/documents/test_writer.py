@@ -31,7 +31,7 @@ class SlowRemovals:
     async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
         return pb.DeleteDocumentReply(deletes=[DELETE])
 
-    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
+    async def put_collection(self, collection: pb.Collection, *, keep_unset: bool) -> pb.Collection:
         return collection
 
     async def list_removals(self, after: int) -> pb.ListRemovalsReply:
@@ -92,7 +92,7 @@ async def test_a_slow_feed_delays_a_write_only_briefly(
     async with asyncio.timeout(30):
         assert await world.writer.delete("c", "d") == 3
         assert (await world.writer.write(pb.Document(collection="c", id="d")))[1] == 3
-        await world.writer.put_collection(pb.Collection(name="c"))
+        await world.writer.put_collection(pb.Collection(name="c"), keep_unset=False)
     assert world.sender.sent == [DELETE, DELETE]
     assert world.sender.is_awake
     # Without the feed's answer the document may be superseded.

@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.engines.completion import (
     TextDelta,
     Usage,
     error_from_response,
     parse_event,
+    plan_of,
+    prefill_body,
     transfer_params,
+    with_prompt,
+    without_plan,
 )
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.unit.gateway.chat.test_requests import PLAN, json_values
@@ -47,11 +52,49 @@ def test_any_response_but_200_is_an_error(body: bytes) -> None:
     assert isinstance(error_from_response(400, body), InvalidInput)
 
 
+def test_a_refusal_has_the_engines_message_and_field() -> None:
+    body = b'{"error":{"message":"top_k must be -1 or more","param":"body.top_k","code":400}}'
+    error = error_from_response(400, body)
+    assert isinstance(error, InvalidInput)
+    assert error.field == "top_k"
+    assert "top_k must be -1 or more" in str(error)
+
+
 def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("ab" * 32 + "\n")
     keys = SigningKeys(path)
     params = transfer_params(PLAN, (1, 2), keys)
-    assert params["ragcache"] == PLAN.to_json()
+    assert params["ragcache"] == PLAN.encode()
     assert is_signed(params["ragcache"], [1, 2], params["ragcache_signature"], keys.current())
-    assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.to_json()}
+    assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.encode()}
+
+
+def test_a_body_for_an_engine_without_ragcache_has_the_prompt_and_no_controls_of_ours() -> None:
+    chat = {"messages": [], "cache_salt": "tenant:a", "priority": -7}
+    body = with_prompt(chat, [1, 2], PLAN, None)
+    assert without_plan(body) == {
+        "messages": [],
+        "cache_salt": "tenant:a",
+        "kv_transfer_params": {"prompt_token_ids": PackedIds.of([1, 2])},
+    }
+
+
+def test_a_prefill_has_the_prompt_and_the_plan_and_nothing_of_the_answer() -> None:
+    body = {
+        "model": "tiny",
+        "prompt": [1, 2],
+        "max_tokens": 50,
+        "n": 3,
+        "logprobs": 5,
+        "temperature": 0.7,
+        "stream": True,
+        "kv_transfer_params": {"ragcache": {"v": 1}},
+        "cache_salt": "tenant",
+    }
+    prefill = prefill_body(body, priority=1)
+    same = ("model", "prompt", "stream", "kv_transfer_params", "cache_salt")
+    assert {name: prefill.pop(name) for name in same} == {name: body[name] for name in same}
+    assert prefill.pop("stream_options") == {"include_usage": True}
+    assert prefill == {"max_tokens": 1, "temperature": 0.0, "priority": 1}
+    assert plan_of(body) == {"v": 1}

@@ -14,14 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import token_digest
+from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.conversation import Conversation, Turn
-from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
+from ragcache_gateway.prompts.tokenizer import (
+    ChatTokenizer,
+    ChunkTokens,
+    TokenCache,
+    load_tokenizer,
+)
 from ragcache_kv.chunk_tokenizer import pack_ids
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-QUESTION = Conversation(DEFAULT_SYSTEM_PROMPT, (), "Which region?")
+QUESTION = Conversation.asking(DEFAULT_SYSTEM_PROMPT, "Which region?")
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +70,52 @@ def test_a_prompt_reads_like_the_chat_template_with_the_chunks_in_it(
 def test_history_comes_between_the_documents_and_the_question(
     tokenizer: ChatTokenizer, builder: PromptBuilder
 ) -> None:
-    turns = (Turn("user", "Hello"), Turn("assistant", "Hi"))
-    built = builder.build(Conversation("S", turns, "Why?"), [hit("a", "Alpha.")], 5)
+    turns = (Turn("user", "Hello"), Turn("assistant", "Hi"), Turn("user", "Why?"))
+    built = builder.build(Conversation("S", turns), [hit("a", "Alpha.")], 5)
     assert decode(tokenizer, built.prompt.token_ids) == (
         "<|system|>S\n\nAlpha.\n\n<|end|><|user|>Hello<|end|><|assistant|>Hi<|end|>"
         "<|user|>Why?<|end|><|assistant|>"
     )
+
+
+@pytest.mark.parametrize("system", ["S", None])
+def test_without_documents_a_prompt_is_the_template_alone(
+    tokenizer: ChatTokenizer, builder: PromptBuilder, system: str | None
+) -> None:
+    asked = Conversation.asking(system, "Why?")
+    built = builder.build(asked, [], 5, with_documents=False)
+    head = "" if system is None else "<|system|>S"
+    assert decode(tokenizer, built.prompt.token_ids[: built.prompt.head]) == head
+    end = "<|end|>" if head else ""
+    whole = f"{head}{end}<|user|>Why?<|end|><|assistant|>"
+    assert decode(tokenizer, built.prompt.token_ids) == whole
+    assert not built.passages
+
+
+def test_a_text_follows_its_documents_without_a_template(
+    tokenizer: ChatTokenizer, builder: PromptBuilder
+) -> None:
+    built = builder.select_for_text("Alpha is", [hit("a", "Alpha.")], 5).join()
+    assert decode(tokenizer, built.prompt.token_ids) == "Alpha.\n\nAlpha is"
+    assert built.prompt.head == 0
+    assert (
+        builder.count_tokens(["Alpha is", ""])
+        == len(built.prompt.token_ids) - (built.prompt.chunk_ends[-1])
+    )
+
+
+def test_tools_and_tool_calls_reach_the_template(tiny_model: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments.q }}{% endfor %}"
+        "{% endfor %}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    )
+    calls = [{"function": {"name": "look", "arguments": {"q": "north"}}}]
+    turns = (Turn("user", "Why?"), Turn("assistant", "", {"tool_calls": calls}))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    tokenizer = with_template(tiny_model, tmp_path, template)
+    prompt = build(tokenizer).build(Conversation("S", turns, None, {"tools": tools}), [], 5).prompt
+    assert decode(tokenizer, prompt.token_ids) == "<system>S\n\n<user>Why?<assistant>north[look]"
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
@@ -108,7 +155,7 @@ def test_prompt_and_answer_fit_the_model(
 
 
 def test_messages_that_cannot_fit_are_not_tokenized(builder: PromptBuilder) -> None:
-    endless = Conversation("S", (Turn("user", "x" * 20_000),), "Why?")
+    endless = Conversation.asking("S", "x" * 20_000)
     with pytest.raises(InvalidInput, match="far more than the 1024 tokens"):
         builder.build(endless, [], 5)
 
@@ -128,34 +175,50 @@ def test_a_template_without_a_system_message_is_refused(tiny_model: Path, tmp_pa
         build(with_template(tiny_model, tmp_path, template)).frame(QUESTION)
 
 
-def test_an_error_of_the_template_names_the_messages(tiny_model: Path, tmp_path: Path) -> None:
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InvalidInput, match="roles must alternate"):
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_an_error_of_the_template_names_the_messages(
+    tiny_model: Path, tmp_path: Path, template: str, problem: str
+) -> None:
+    with pytest.raises(InvalidInput, match=problem):
         build(with_template(tiny_model, tmp_path, template)).frame(QUESTION)
 
 
-@given(texts=st.lists(st.text(max_size=8), max_size=40), capacity=st.integers(0, 200))
-def test_the_token_cache_is_bounded_and_returns_the_same_ids(
+@given(texts=st.lists(st.text(max_size=8), max_size=40), capacity=st.integers(0, 4000))
+def test_the_token_cache_is_bounded_and_returns_the_same_tokens(
     texts: list[str], capacity: int
 ) -> None:
-    cache = TokenCache(lambda text: list(text.encode()), capacity)
+    cache = TokenCache(capacity)
     for text in texts:
-        assert list(cache.get(text)) == list(text.encode())
-        assert sum(4 * len(t) + 4 * len(ids) for t, ids in cache._ids_by_text.items()) <= capacity
+        ids = PackedIds.of(list(text.encode()))
+        found = cache.get(text) or cache.put(text, ids)
+        assert found == ChunkTokens(ids, token_digest(ids))
+        kept = cache._tokens.items()
+        assert sum(4 * len(name) + len(one.ids.packed) for name, one in kept) <= capacity
 
 
-def test_the_least_recently_used_token_ids_are_evicted_first() -> None:
-    asked: list[str] = []
-
-    def encode(text: str) -> list[int]:
-        asked.append(text)
-        return [1]
-
-    cache = TokenCache(encode, 2 * 8)  # two texts of one letter
-    for text in ("a", "b", "a", "c", "a", "b", "long text", "a", "b"):
-        assert list(cache.get(text)) == [1]
+def test_the_least_recently_used_tokens_are_evicted_first() -> None:
+    cache, ids = TokenCache(900), PackedIds.of([1])  # two chunks with a short name
+    missed = []
+    for name in ("a", "b", "a", "c", "a", "b", "long" * 200, "a", "b"):
+        if cache.get(name) is None:
+            missed.append(name)
+            cache.put(name, ids)
     # What could never fit drops nothing.
-    assert asked == ["a", "b", "c", "b", "long text"]
+    assert missed == ["a", "b", "c", "b", "long" * 200]
+
+
+def test_a_chunk_with_other_ids_than_in_the_cache_is_a_miss() -> None:
+    cache, ids, other = TokenCache(10_000), PackedIds.of([1]), PackedIds.of([2])
+    cache.put("a", ids)
+    assert cache.get("a", other.packed) is None
+    cache.put("a", other)
+    assert cache.get("a", other.packed) == ChunkTokens(other, token_digest(other))
 
 
 def test_token_ids_equal_those_of_autotokenizer(tiny_model: Path, tokenizer: ChatTokenizer) -> None:
@@ -220,7 +283,7 @@ def test_a_marked_stable_prefix_is_tokenized_alike_whatever_follows_it(
     builder, heads = build(tokenizer), set()
     for varying in ("Today is Monday.", "day is over", ""):
         system = f"Answer politely, to{varying}"
-        marked = Conversation(system, (), "Why?", stable_prefix=19)
+        marked = Conversation(system, (Turn("user", "Why?"),), stable_prefix=19)
         prompt = builder.build(marked, [hit("a", "Alpha.")], 5).prompt
         assert decode(tokenizer, prompt.token_ids).startswith(f"<|system|>{system}\n\nAlpha.")
         if varying:
@@ -233,7 +296,7 @@ def test_what_system_prompts_have_in_common_becomes_a_segment(tokenizer: ChatTok
     builder = build(tokenizer)
     instructions = "Answer from the documents alone, and cite each of them by its title. " * 3
     prompts = [
-        builder.build(Conversation(f"{instructions}User {user}.", (), "Why?"), [], 5).prompt
+        builder.build(Conversation.asking(f"{instructions}User {user}.", "Why?"), [], 5).prompt
         for user in ("Ann", "Bob", "Eve", "Bob")
     ]
     first, second, third, again = prompts

@@ -181,22 +181,6 @@ def test_a_deletion_of_nothing_or_of_too_much_is_refused(deletion: pb.Deletion, 
     assert raised.value.field == field
 
 
-@given(
-    st.builds(
-        store_api.Event,
-        boot=ids,
-        sequence=sequences,
-        kind=st.sampled_from(store_api.EventKind),
-        key=st.none() | keys,
-        tier=st.none() | st.sampled_from(Tier),
-        info=st.none() | infos,
-    )
-)
-def test_an_event_round_trips(event: store_api.Event) -> None:
-    raw = conversions.to_event(event).SerializeToString()
-    assert conversions.from_event(pb.Event.FromString(raw)) == event
-
-
 @given(st.dictionaries(keys, st.floats(0.0, 1.0, width=32), max_size=4), st.booleans(), names)
 def test_a_get_round_trips(used: dict[VariantKey, float], exact: bool, domain: str) -> None:
     wanted = list(used)

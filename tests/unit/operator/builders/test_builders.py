@@ -18,8 +18,8 @@ from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.identity.variant import Precision
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.access import signing_key
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.objects import signing_key
 from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.builders.unsupported import unsupported_features
@@ -56,7 +56,7 @@ def test_the_store_accepts_its_environment(spec: Object) -> None:
     cache = make_cache(**spec)
     env = env_of(children_of(cache), "cachestore")
     own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-cachestore-0")
-    told = read_settings(CacheStoreSettings, {**env, "RAGCACHE_OWN_ADDRESS": own})
+    told = read_settings(CacheStoreSettings, without_mounts({**env, "RAGCACHE_OWN_ADDRESS": own}))
     store = cache.spec.cache_store
     assert told.memory_bytes == store.memory_bytes
     assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
@@ -120,7 +120,8 @@ def test_components_agree_on_the_model(spec: Object) -> None:
 @pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
 def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
     cache = load_manifest(ROOT / "examples" / example)
-    for child in build_children(cache, ClusterSite.of(cache, tag="1")):
+    capabilities = replace(Capabilities.latest(), pod_monitors=False)  # of another project
+    for child in build_children(cache, ClusterSite.of(cache, tag="1", capabilities=capabilities)):
         kubernetes_validate.validate(child, "1.37", strict=True)
 
 
@@ -235,6 +236,20 @@ def test_the_gateway_knows_every_engine() -> None:
     )
 
 
+def test_an_engine_with_a_url_is_known_to_the_gateway_and_not_built() -> None:
+    theirs = {"name": "theirs", "url": "http://vllm.models.svc:8000"}
+    own, both = build(engines=[{"name": "own"}]), build(engines=[{"name": "own"}, theirs])
+    assert [(c["kind"], c["metadata"]["name"]) for c in both] == [
+        (c["kind"], c["metadata"]["name"]) for c in own
+    ]
+    assert env_of(both, "gateway")["RAGCACHE_ENGINES"] == (
+        "http://docs-engine-own.team.svc:8000;records=50051,http://vllm.models.svc:8000"
+    )
+    alone = build(engines=[theirs])
+    assert not [c for c in workloads_of(alone) if "engine" in c["metadata"]["name"]]
+    assert env_of(alone, "gateway")["RAGCACHE_ENGINES"] == "http://vllm.models.svc:8000"
+
+
 def test_shards_have_names_before_they_are_ready_and_start_in_parallel() -> None:
     children = build(cacheStore={"shards": 3})
     service = of(children, "Service", "docs-cachestore-shards")
@@ -274,9 +289,9 @@ def test_an_engine_publishes_no_events_of_its_cache() -> None:
     container = container_of(children, "engine-main")
     assert "--kv-events-config" not in container["args"]
     ports = {port["containerPort"] for port in container["ports"]}
-    assert ports == {8000, 50051}
+    assert ports == {8000, 50051, 9464}
     service = of(children, "Service", "docs-engine-main")
-    assert {port["port"] for port in service["spec"]["ports"]} == ports
+    assert {port["port"] for port in service["spec"]["ports"]} == {8000, 50051}
     policy = of(children, "NetworkPolicy", "docs-engine")
     allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
     assert allowed == ports
@@ -369,15 +384,18 @@ def test_the_store_of_a_platform_has_the_admission_that_did_best(
     spec: Object, admission: str
 ) -> None:
     env = {**env_of(build(**spec), "cachestore"), "RAGCACHE_OWN_ADDRESS": "docs-0:50051"}
-    assert read_settings(CacheStoreSettings, env).admission == admission
+    assert read_settings(CacheStoreSettings, without_mounts(env)).admission == admission
 
 
-def test_the_gateways_service_has_the_port_of_the_spec() -> None:
-    service = of(build(gateway={"port": 80}), "Service", "docs-gateway")
+def test_the_gateways_service_has_the_ports_of_the_spec() -> None:
+    spec = {"port": 80, "adminPort": 81}
+    service = of(build(gateway=spec), "Service", "docs-gateway")
     assert service["spec"]["ports"] == [
-        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}
+        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"},
+        {"name": "admin", "port": 81, "targetPort": "admin", "protocol": "TCP"},
     ]
-    cache = make_cache(gateway={"port": 80})
+    cache = make_cache(gateway=spec)
+    assert ClusterSite.of(cache, tag="1").admin_url == "http://docs-gateway.team.svc:81"
     assert ClusterSite.of(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
 
 
@@ -488,6 +506,49 @@ def test_a_local_embedder_is_rejected_in_a_cluster() -> None:
         build(retriever={"embedder": {"source": "path:/m"}})
 
 
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [("pvc:models/ranker/", "/cross-encoder/ranker"), ("pvc:models", "/cross-encoder")],
+)
+def test_a_cross_encoder_on_a_volume_is_mounted_in_the_retriever_alone(
+    model: str, folder: str
+) -> None:
+    reranker = {"source": "cross-encoder", "model": model}
+    children = build(retriever={"reranker": reranker, "embedder": {"source": "pvc:models/e5"}})
+    claim = {"claimName": "models", "readOnly": True}
+    volume = {"name": "cross-encoder", "persistentVolumeClaim": claim}
+    mount = {"name": "cross-encoder", "mountPath": "/cross-encoder", "readOnly": True}
+    assert volume in pod_of(children, "retriever")["volumes"]
+    assert mount in container_of(children, "retriever")["volumeMounts"]
+    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == folder
+    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == "path:/embedder/e5"
+    assert env_of(children, "retriever")["HF_HUB_OFFLINE"] == "1"
+    assert volume not in pod_of(children, "gateway")["volumes"]
+
+
+def test_only_the_retriever_asks_the_hub_for_a_cross_encoder() -> None:
+    name = "cross-encoder/ms-marco-MiniLM-L6-v2"
+    children = build(retriever={"reranker": {"source": "cross-encoder", "model": name}})
+    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == name
+    assert "HF_HUB_OFFLINE" not in env_of(children, "retriever")
+    assert env_of(children, "gateway")["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_name_that_is_sent_to_an_endpoint_is_no_model_of_the_hub() -> None:
+    children = build(retriever={"reranker": {"source": "http://e/v1", "model": "pvc:is/a-name"}})
+    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == "pvc:is/a-name"
+    assert env_of(children, "retriever")["HF_HUB_OFFLINE"] == "1"
+    names = {volume["name"] for volume in pod_of(children, "retriever")["volumes"]}
+    assert "cross-encoder" not in names
+
+
+def test_a_local_cross_encoder_is_rejected_in_a_cluster() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^spec\.retriever\.reranker\.model: path:/m is a local folder"
+    ):
+        build(retriever={"reranker": {"source": "cross-encoder", "model": "path:/m"}})
+
+
 def test_one_retriever_calls_no_api_server_and_knows_no_peers() -> None:
     children = build()
     assert not kinds_of(children, "Role")
@@ -531,6 +592,19 @@ def test_clients_of_the_retriever_balance_between_ready_pods() -> None:
     assert "publishNotReadyAddresses" not in service["spec"]
 
 
+@pytest.mark.parametrize("kind", ["postgres", "milvus"])
+def test_an_index_of_another_backend_takes_no_memory_of_the_retriever(kind: str) -> None:
+    backend = {kind: {"urlSecret": {"name": "db"}}}
+
+    def memory(**spec: Any) -> int:
+        resources = container_of(build(retriever=spec), "retriever")["resources"]
+        return parse_quantity(resources["requests"]["memory"])
+
+    index = {"expectedChunks": 1_000_000, "kind": "hnsw"}
+    assert memory(backend=backend, index=index) == memory(backend=backend)
+    assert memory(backend=backend) < memory() < memory(index=index)
+
+
 @pytest.mark.parametrize(("kind", "secret"), [("postgres", "db"), ("milvus", "vectors")])
 def test_the_url_of_a_backend_stays_in_its_secret(kind: str, secret: str) -> None:
     backend = {kind: {"urlSecret": {"name": secret, "key": "url"}}}
@@ -538,6 +612,22 @@ def test_the_url_of_a_backend_stays_in_its_secret(kind: str, secret: str) -> Non
     assert env_of(children, "retriever")["RAGCACHE_BACKEND"] == kind
     [found] = secrets_of(container_of(children, "retriever"))
     assert found == ("RAGCACHE_BACKEND_URL", secret, "url")
+
+
+def test_retrievers_that_share_a_database_elect_no_writer() -> None:
+    database = {"postgres": {"urlSecret": {"name": "db"}}}
+    shared = build(retriever={"replicas": 3, "backend": database})
+    followed = build(retriever={"replicas": 3})
+    names = {"RAGCACHE_PEERS", "RAGCACHE_LEASE"}
+    assert names <= env_of(followed, "retriever").keys()
+    assert not names & env_of(shared, "retriever").keys()
+    [workload] = [
+        one
+        for one in shared
+        if one["metadata"]["name"].endswith("-retriever") and one["kind"] == "StatefulSet"
+    ]
+    assert workload["spec"]["replicas"] == 3
+    assert not any(one["kind"] == "Role" for one in shared)
 
 
 def test_the_retrievers_memory_follows_from_the_index() -> None:
@@ -653,7 +743,9 @@ def test_unsupported_features_are_omitted_and_reported() -> None:
         gateway={"autoscaling": {"maxReplicas": 2}, "httpRoute": {"gateway": "public"}},
         engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
     )
-    nothing = Capabilities(20, None, None, http_route=False, custom_metrics=False)
+    nothing = Capabilities(
+        20, None, None, http_route=False, custom_metrics=False, pod_monitors=False
+    )
     found = unsupported_features(cache, nothing)
     assert {refusal.reason for refusal in found} == {
         *("AutoscalingNotServed", "QueueMetricsNotServed"),
@@ -707,19 +799,18 @@ def signing_key_volume(children: list[Object], part: str) -> Object | None:
     return found
 
 
-def test_only_the_gateway_and_the_engines_have_the_key() -> None:
+def test_only_the_retriever_has_no_key() -> None:
     cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
     children = children_of(cache)
     site = ClusterSite.of(cache, tag="1", owner=UID)
     made = signing_key.secret(cache, site, bytes(range(32)))
     volumes = {
         signing_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
-        for part in ("gateway", "engine-one", "engine-two")
+        for part in ("gateway", "engine-one", "engine-two", "cachestore")
     }
     assert volumes == {made["metadata"]["name"]}
-    for part in ("retriever", "cachestore"):
-        assert signing_key_volume(children, part) is None
-        assert not [v for v in pod_of(children, part)["volumes"] if "secret" in v]
+    assert signing_key_volume(children, "retriever") is None
+    assert not [v for v in pod_of(children, "retriever")["volumes"] if "secret" in v]
     path = env_of(children, "gateway")["RAGCACHE_SIGNING_KEY_FILE"]
     [(file, content)] = made["stringData"].items()
     assert path.endswith(f"/{file}")

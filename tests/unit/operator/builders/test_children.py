@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragcache_operator.builders.access import api_keys, signing_key
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import (
@@ -19,7 +20,6 @@ from ragcache_operator.builders.labels import (
     instance_selector,
     selector_text,
 )
-from ragcache_operator.builders.objects import signing_key
 from ragcache_operator.builders.objects.ownership import SPEC_HASH
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.spec import COMPONENTS
@@ -32,6 +32,7 @@ from tests.helpers.children_parts import (
     build,
     capabilities,
     children_of,
+    container_of,
     kinds_of,
     make_cache,
     names,
@@ -42,10 +43,12 @@ from tests.helpers.children_parts import (
     workloads_of,
 )
 
-KUBERNETES_1_25 = Capabilities(25, "v2", "v1", http_route=False, custom_metrics=True)
+KUBERNETES_1_25 = Capabilities(
+    25, "v2", "v1", http_route=False, custom_metrics=True, pod_monitors=False
+)
 """The oldest version with schemas in the validator. tests/cluster checks against a 1.20 server."""
 
-SCHEMALESS = ("HTTPRoute",)
+SCHEMALESS = ("HTTPRoute", "PodMonitor")
 
 
 @settings(max_examples=15)
@@ -91,8 +94,9 @@ def test_every_pod_is_restricted(spec: Object) -> None:
         template = workload["spec"]["template"]
         annotations = template["metadata"].get("annotations", {})
         assert pod_security.find_problems(template["spec"], annotations) == []
-        # Only replicas of the retriever call the API server.
-        calls_api = component_of(workload) == "retriever" and workload["spec"]["replicas"] > 1
+        # Only replicas of the retriever that elect a writer call the API server.
+        [container] = template["spec"]["containers"]
+        calls_api = any(one["name"] == "RAGCACHE_LEASE" for one in container["env"])
         assert template["spec"]["automountServiceAccountToken"] is calls_api
         for container in template["spec"]["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -207,7 +211,10 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
             if "secret" in volume:
                 # The operator creates this Secret, because builders have no key.
                 site = ClusterSite.of(cache, tag="1", owner=UID)
-                assert volume["secret"]["secretName"] == signing_key.secret_name(cache, site)
+                assert volume["secret"]["secretName"] in {
+                    signing_key.secret_name(cache, site),
+                    api_keys.generated_secret_name(cache, site),
+                }
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim == cache.spec.model.parsed_source.claim
@@ -277,7 +284,7 @@ def test_addresses_have_ports_that_pods_listen_on(spec: Object) -> None:
 @given(specs)
 def test_members_are_the_pods_of_the_store(spec: Object) -> None:
     children = build(**spec)
-    [config] = kinds_of(children, "ConfigMap")
+    config = next(c for c in kinds_of(children, "ConfigMap") if "cachestore.json" in c["data"])
     [store] = [w for w in workloads_of(children) if component_of(w) == "cachestore"]
     name, service = store["metadata"]["name"], store["spec"]["serviceName"]
     [container] = store["spec"]["template"]["spec"]["containers"]
@@ -314,6 +321,17 @@ def test_no_request_is_above_its_limit(spec: Object) -> None:
         request = parse_quantity(container["resources"]["requests"]["memory"])
         for limit in container["resources"].get("limits", {}).values():
             assert request <= parse_quantity(limit)
+
+
+@given(num_workers=st.integers(1, 63))
+def test_memory_of_a_gateway_grows_with_its_workers(num_workers: int) -> None:
+    def requested_bytes(workers: int) -> int:
+        container = container_of(build(gateway={"workers": workers}), "gateway")
+        return parse_quantity(container["resources"]["requests"]["memory"])
+
+    # Each worker has a knowledge tree of 200,000 nodes.
+    added = requested_bytes(num_workers + 1) - requested_bytes(num_workers)
+    assert added >= 200_000 * 800 + (512 << 20)
 
 
 @given(specs)

@@ -25,7 +25,7 @@ from tests.helpers.children_parts import build, container_of, make_cache
 
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
-    "gateway": {"allowedOrigins": ["*"]},
+    "gateway": {"allowedOrigins": ["*"], "maxDisplacement": 3},
     "retriever": {
         "replicas": 3,
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}},
@@ -38,6 +38,9 @@ EVERYTHING: dict[str, Any] = {
     "telemetry": {"otlp": {"endpoint": "http://collector:4318"}},
 }
 """A spec that sets every optional field that a setting is mapped to."""
+
+LIMITS = "spec.gateway.limits."
+"""Fields that the gateway reads from a file."""
 
 CONTAINERS = {"engine": "engine-main"}
 
@@ -63,7 +66,9 @@ def test_every_mapped_field_exists(table: type[ServiceSettings]) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_a_builder_sets_every_mapped_setting(table: type[ServiceSettings]) -> None:
     mapped = {row.variable for row in rows(table) if row.spec is not None}
-    assert mapped <= variables_of(table)
+    in_file = {row.variable for row in rows(table) if (row.spec or "").startswith(LIMITS)}
+    assert mapped - in_file <= variables_of(table)
+    assert not in_file & variables_of(table), "a change of a limit would restart the gateway"
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -119,3 +124,23 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
 def test_a_field_that_the_operator_cannot_write_is_an_error() -> None:
     with pytest.raises(TypeError, match="precision: a builder has to give"):
         settings_environment(CacheStoreSettings, make_cache(), disk_bytes="1", admission="score")
+
+
+def test_fields_of_the_gateway_reach_its_environment() -> None:
+    gateway = {
+        "workers": 2,
+        "speculation": "off",
+        "order": "cached",
+        "maxDisplacement": 3,
+        "rewrite": "model",
+    }
+    container = container_of(build(gateway=gateway), "gateway")
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    given = {
+        "RAGCACHE_WORKERS": "2",
+        "RAGCACHE_SPECULATION": "off",
+        "RAGCACHE_ORDER": "cached",
+        "RAGCACHE_MAX_DISPLACEMENT": "3",
+        "RAGCACHE_REWRITE": "model",
+    }
+    assert given.items() <= environment.items()

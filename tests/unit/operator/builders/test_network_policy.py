@@ -28,9 +28,10 @@ from tests.helpers.children_parts import (
 from tests.helpers.network import Outside, Peer, Pod, may_talk
 
 KEDA = Path(__file__).parents[4] / "examples" / "kubernetes" / "keda-scaledobject.yaml"
-PORTS = (8000, 50051, 50052, 8081, 53, 443, 80, 22)
+PORTS = (8000, 8001, 50051, 50052, 8081, 9464, 53, 443, 80, 22)
 OPERATOR = Pod("operator", OPERATOR_NAMESPACE, {"app.kubernetes.io/name": "ragcache-operator"})
 IMPOSTOR = Pod("impostor", "elsewhere", OPERATOR.labels)
+PROMETHEUS = Pod("prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"})
 STRANGER = Pod("stranger", "elsewhere", {"app": "x"})
 NEIGHBOUR = Pod("neighbour", NAMESPACE, {"app": "x"})
 DNS = Pod("dns", "kube-system", {"k8s-app": "kube-dns"})
@@ -51,8 +52,8 @@ INSIDE: set[tuple[str, str, int]] = {
     *((f"engine-{e}", shard, port) for e in "ab" for shard in SHARDS for port in (50051, 50052)),
     # Shards exchange missed deletes and copies.
     *((one, other, p) for one, other in permutations(SHARDS, 2) for p in (50051, 50052)),
-    ("sync", "gateway", 8000),
-    ("operator", "gateway", 8000),
+    ("sync", "gateway", 8001),
+    ("operator", "gateway", 8001),
     ("operator", "retriever", 8081),
     ("operator", "engine-a", 8000),
     ("operator", "engine-b", 8000),
@@ -96,7 +97,13 @@ def expected(*also: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
     return INSIDE.union(DNS_EDGES, sources, *also)
 
 
-EVERYONE = {(other.name, "gateway", 8000) for other in OTHERS}
+ADMINS = {("neighbour", "gateway", 8001), ("other-sync", "gateway", 8001)}
+"""Pods of the namespace, which reach the second port by default."""
+EVERYONE = {
+    *((other.name, "gateway", 8000) for other in OTHERS),
+    *(("sync", "gateway", 8000), ("operator", "gateway", 8000)),
+    *ADMINS,
+}
 ENGINES = [{"name": "a"}, {"name": "b"}]
 
 
@@ -112,13 +119,21 @@ def test_only_the_given_clients_may_connect_to_the_gateway() -> None:
         },
     ]
     open_ = edges(build(engines=ENGINES, networkPolicy={"clients": clients}))
-    assert open_ == expected({("stranger", "gateway", 8000)})
+    assert open_ == expected({("stranger", "gateway", 8000)}, ADMINS)
 
 
 def test_a_pod_selector_alone_selects_in_the_own_namespace() -> None:
     clients = [{"podSelector": {"matchLabels": {"app": "x"}}}]
     open_ = edges(build(engines=ENGINES, networkPolicy={"clients": clients}))
-    assert open_ == expected({("neighbour", "gateway", 8000)})
+    assert open_ == expected({("neighbour", "gateway", 8000)}, ADMINS)
+
+
+def test_only_the_given_clients_may_connect_to_the_admin_port() -> None:
+    clients = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}]
+    spec = {"clients": [{"podSelector": {}}], "adminClients": clients}
+    found = edges(build(engines=ENGINES, networkPolicy=spec))
+    assert ("stranger", "gateway", 8001) in found
+    assert not {("neighbour", "gateway", 8001), ("stranger", "gateway", 8000)} & found
 
 
 def test_components_that_read_models_may_connect_to_the_hub() -> None:
@@ -130,6 +145,23 @@ def test_components_that_read_models_may_connect_to_the_hub() -> None:
 
 def embedder(url: str) -> Object:
     return {"embedder": {"source": url, "model": "e"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "reached", "missed"),
+    [
+        ("http://203.0.113.7:80", (WORLD, 80), (WORLD, 443)),
+        ("http://vllm.elsewhere.svc:8000", (STRANGER, 22), (NEIGHBOUR, 22)),
+    ],
+)
+def test_only_the_gateway_may_connect_to_an_engine_outside(
+    url: str, reached: tuple[Peer, int], missed: tuple[Peer, int]
+) -> None:
+    children = build(engines=[{"name": "a"}, {"name": "theirs", "url": url}])
+    policies = kinds_of(children, "NetworkPolicy")
+    for pod in pods_of(children):
+        assert may_talk(policies, pod, *reached) == (pod.name == "gateway")
+        assert not may_talk(policies, pod, *missed)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +190,15 @@ def test_only_the_retriever_may_connect_to_the_embedder(
         assert not may_talk(policies, pod, *missed)
 
 
-def test_only_the_retriever_may_connect_to_the_hub_for_its_embedder() -> None:
-    children = build(retriever={"embedder": {"source": "hf:intfloat/e5-small-v2"}})
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"embedder": {"source": "hf:intfloat/e5-small-v2"}},
+        {"reranker": {"source": "cross-encoder", "model": "cross-encoder/ms-marco-MiniLM-L6-v2"}},
+    ],
+)
+def test_only_the_retriever_may_connect_to_the_hub_for_its_models(models: Object) -> None:
+    children = build(retriever=models)
     policies = kinds_of(children, "NetworkPolicy")
     for pod in pods_of(children):
         assert may_talk(policies, pod, WORLD, 443) == (pod.name == "retriever")
@@ -229,9 +268,9 @@ def test_needed_connections_are_open_in_every_spec(spec: Object, served: Capabil
         *((gateway, engine, port) for engine in engines for port in (8000, 50051)),
         *((engine, store, port) for engine in engines for port in (50051, 50052)),
         *((OPERATOR, engine, 8000) for engine in engines),
-        *((gateway, retriever, 50051), (gateway, store, 50051), (SYNC_POD, gateway, 8000)),
+        *((gateway, retriever, 50051), (gateway, store, 50051), (SYNC_POD, gateway, 8001)),
         (Pod("other", retriever.namespace, retriever.labels), retriever, 50051),
-        *((OPERATOR, gateway, 8000), (OPERATOR, retriever, 8081), (OPERATOR, store, 8081)),
+        *((OPERATOR, gateway, 8001), (OPERATOR, retriever, 8081), (OPERATOR, store, 8081)),
     ]
     for source, target, port in needed:
         assert may_talk(policies, source, target, port)
@@ -244,10 +283,32 @@ def test_needed_connections_are_open_in_every_spec(spec: Object, served: Capabil
                 assert not may_talk(policies, STRANGER, inner, port)
 
 
-def test_the_keda_example_lets_prometheus_scrape_engines() -> None:
-    documents = list(yaml.safe_load_all(KEDA.read_text()))
-    [scaled] = [d for d in documents if d["kind"] == "ScaledObject"]
-    [added] = [d for d in documents if d["kind"] == "NetworkPolicy"]
+def test_prometheus_reads_metrics_and_nothing_else() -> None:
+    policies = kinds_of(build(), "NetworkPolicy")
+    for component, port in (
+        ("gateway", 9464),
+        ("engine", 9464),
+        ("retriever", 8081),
+        ("cachestore", 8081),
+    ):
+        pod = Pod(component, NAMESPACE, labels("docs", component))
+        assert may_talk(policies, PROMETHEUS, pod, port)
+        assert not may_talk(policies, STRANGER, pod, port)
+        others = set(PORTS) - {port} - ({8000} if component == "gateway" else set())
+        assert not any(may_talk(policies, PROMETHEUS, pod, other) for other in others)
+
+
+def test_the_spec_names_the_readers_of_metrics() -> None:
+    reader = {"namespaceSelector": {"matchLabels": {"team": "x"}}}
+    pod = Pod("engine", NAMESPACE, labels("docs", "engine"))
+    named = kinds_of(build(networkPolicy={"metricsFrom": [reader]}), "NetworkPolicy")
+    assert not may_talk(named, PROMETHEUS, pod, 9464)
+    chosen = Pod("own", "x", {"app": "scraper"}, {"team": "x"})
+    assert may_talk(named, chosen, pod, 9464)
+
+
+def test_the_keda_example_scales_engines_whose_metrics_are_scraped() -> None:
+    scaled = yaml.safe_load(KEDA.read_text())
     bounds = {"replicas": 1, "autoscaling": {"maxReplicas": 4}}
     cache = make_cache("quickstart", "default", engines=[{"name": "main", **bounds}])
     without_adapter = replace(Capabilities.latest(), custom_metrics=False)
@@ -261,11 +322,5 @@ def test_the_keda_example_lets_prometheus_scrape_engines() -> None:
     limits = scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]
     assert target["metadata"]["annotations"][REPLICA_RANGE] == "{}-{}".format(*limits)
     labels_ = target["spec"]["template"]["metadata"]["labels"]
-    engine = Pod("engine", "default", labels_)
-    prometheus = Pod("prometheus", "monitoring", {"app": "prometheus"})
-    policies = kinds_of(children, "NetworkPolicy")
-    assert not may_talk(policies, prometheus, engine, 8000)
-    assert may_talk([*policies, added], prometheus, engine, 8000)
-    assert not may_talk([*policies, added], prometheus, engine, 50051)
-    [monitor] = [d for d in documents if d["kind"] == "PodMonitor"]
+    [monitor] = kinds_of(children, "PodMonitor")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels_.items()

@@ -43,6 +43,8 @@ ENGINE_OBJECTS = " ".join(
         *("Deployment", "HorizontalPodAutoscaler"),
     )
 )
+LIMITS = "ConfigMap/gateway-limits"
+MONITOR = "PodMonitor/metrics"
 WRITER_ROLE = "Role/retriever RoleBinding/retriever"
 POLICIES = " ".join(
     f"NetworkPolicy/{part}"
@@ -69,10 +71,21 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.resources.cpu": ("2", GATEWAY, ""),
     "gateway.resources.memory": ("2Gi", GATEWAY, ""),
     "gateway.resources.memoryLimit": ("2Gi", GATEWAY, ""),
-    "gateway.limits.questions": (9, GATEWAY, ""),
-    "gateway.limits.documentRequests": (9, GATEWAY, ""),
-    "gateway.limits.firstTokenTimeoutSeconds": (9, GATEWAY, ""),
-    "gateway.limits.nextTokenTimeoutSeconds": (9, GATEWAY, ""),
+    "gateway.workers": (2, GATEWAY, ""),
+    "gateway.order": ("cached", GATEWAY, ""),
+    "gateway.maxDisplacement": (3, GATEWAY, ""),
+    "gateway.rewrite": ("model", GATEWAY, ""),
+    "gateway.speculation": ("auto", GATEWAY, ""),
+    "gateway.console": ("off", GATEWAY, ""),
+    "gateway.limits.questions": (9, "", LIMITS),
+    "gateway.limits.documentRequests": (9, "", LIMITS),
+    "gateway.limits.firstTokenTimeoutSeconds": (9, "", LIMITS),
+    "gateway.limits.nextTokenTimeoutSeconds": (9, "", LIMITS),
+    "gateway.limits.connections": (99, "", LIMITS),
+    "gateway.adminPort": (81, "", "Service/gateway"),
+    "gateway.auth.enabled": (False, f"{ENGINE} {GATEWAY}", ""),
+    "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
+    "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
     "gateway.allowedOrigins": (["https://b.example.com"], GATEWAY, ""),
     "gateway.ingress.host": ("b.example.com", GATEWAY, "Ingress/gateway"),
@@ -110,6 +123,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.resources.memory": ("2Gi", RETRIEVER, ""),
     "retriever.resources.memoryLimit": ("2Gi", RETRIEVER, ""),
     "engines.name": ("other", GATEWAY, ENGINE_OBJECTS),
+    "engines.url": ("http://two.ml.svc:8000", GATEWAY, "NetworkPolicy/gateway"),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.kvMemory": ("1Gi", ENGINE, ""),
     "engines.hostTier": ("1Gi", ENGINE, ""),
@@ -134,8 +148,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
     "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
     "reuse.maxRecomputeShare": (0.5, GATEWAY, ""),
-    "reuse.quality": (0.95, f"{ENGINE} {GATEWAY}", ""),
-    "reuse.precompute": (True, f"{ENGINE} {GATEWAY}", ""),
+    "reuse.quality": (0.95, GATEWAY, ""),
+    "reuse.precompute": (True, GATEWAY, ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),
     "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),
     "scheduling.tolerations": ([{"operator": "Exists"}], WORKLOADS, ""),
@@ -143,6 +157,17 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "dataPolicy": ("Delete", "", ""),
     "networkPolicy.enabled": (False, "", POLICIES),
     "networkPolicy.clients": ([{"podSelector": {}}], "", "NetworkPolicy/gateway"),
+    "networkPolicy.adminClients": ([{"namespaceSelector": {}}], "", "NetworkPolicy/gateway"),
+    "networkPolicy.metricsFrom": (
+        [{"namespaceSelector": {"matchLabels": {"team": "other"}}}],
+        "",
+        PART_POLICIES,
+    ),
+    "telemetry.logs": ("json", f"{STORE} {RETRIEVER} {GATEWAY}", ""),
+    "telemetry.content": ("on", f"{RETRIEVER} {GATEWAY}", ""),
+    "telemetry.podMonitor.enabled": (False, "", MONITOR),
+    "telemetry.podMonitor.interval": ("1m", "", MONITOR),
+    "telemetry.podMonitor.labels": ({"release": "other"}, "", MONITOR),
     "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", WORKLOADS, PART_POLICIES),
 }
 ONLY_ONE_VALUE = {"engines.device"}
@@ -153,6 +178,10 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path == "engines.url":
+        spec["engines"] = [{"name": "main", "url": "http://one.obs.svc:8000"}]
+    if path.startswith("gateway.auth.secretRef"):
+        spec["gateway"]["auth"] = {"secretRef": {"name": "one"}}
     if path.startswith("retriever.backend"):
         kind = path.split(".")[2]
         spec["retriever"]["backend"] = {kind: {"urlSecret": {"name": "one"}}}
@@ -215,15 +244,26 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models(argument)
 
 
+_SELECTORS = tuple(f"networkPolicy.{name}." for name in ("clients", "adminClients", "metricsFrom"))
+
+
 def test_every_field_is_covered() -> None:
     known = CHANGES.keys() | ONLY_ONE_VALUE
     for path in leaves(RagCacheSpec):
         # A list of scalars counts as one field.
-        assert (
-            path in known
-            or path.rsplit(".", 1)[0] in known
-            or path.startswith("networkPolicy.clients.")
-        ), path
+        assert path in known or path.rsplit(".", 1)[0] in known or path.startswith(_SELECTORS), path
+
+
+def test_an_engine_that_gets_a_url_is_no_longer_run() -> None:
+    own, theirs = (
+        by_name(build(engines=[{"name": "main", **more}]))
+        for more in ({}, {"url": "http://two.ml.svc:8000"})
+    )
+    assert own.keys() - theirs.keys() == {
+        f"{kind}/engine-main"
+        for kind in ("Service", "ServiceAccount", "PodDisruptionBudget", "Deployment")
+    }
+    assert not theirs.keys() - own.keys()
 
 
 def test_a_model_without_the_hub_closes_the_connection_to_it() -> None:

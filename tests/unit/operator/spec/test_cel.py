@@ -19,7 +19,15 @@ from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
 from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS
 from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
 from ragcache_operator.spec.validation import CelRule
-from tests.helpers.operator_manifests import BAD, Bad, Object, RejectedBy, cache, collection
+from tests.helpers.operator_manifests import (
+    BAD,
+    Bad,
+    Object,
+    RejectedBy,
+    cache,
+    collection,
+    external,
+)
 from tests.unit.operator.spec.test_crd import DEFAULTED, Schema, kinds, nodes, with_defaults
 from tests.unit.operator.spec.test_rules import EVERY, broken_by
 
@@ -40,7 +48,15 @@ BYTES_PER_CHARACTER = 4
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
-    *("none", "bundled", "--kv-cache-dtype", "--kv-offloading-size", "--seed=1"),
+    *(
+        "http://e:80",
+        "none",
+        "bundled",
+        "cross-encoder",
+        "--kv-cache-dtype",
+        "--kv-offloading-size",
+        "--seed=1",
+    ),
 )
 
 SCHEMAS = {kind.name: object_schema(kind) for kind in KINDS}
@@ -52,6 +68,8 @@ PROGRAMS = {
     for rule in node.get("x-kubernetes-validations", ())
 }
 
+SHARED: Object = {"backend": {"postgres": {"urlSecret": {"name": "db"}}}}
+
 GOOD: list[tuple[Object, Object | None]] = [
     *((manifest, None) for manifest in DEFAULTED),
     *((manifest, manifest) for manifest in DEFAULTED),
@@ -62,6 +80,7 @@ GOOD: list[tuple[Object, Object | None]] = [
     (cache(model={"name": "m"}, engines=[{"name": "b"}]), cache(cacheStore={"shards": 2})),
     (cache(model={"source": "pvc:models/llama", "maxLength": 8192}), None),
     (cache(engines=[{"args": ["--max-num-seqs=8"], "unsafeArgs": ["--hostess=x--port"]}]), None),
+    (external(name="theirs", args=[], replicas=1), None),
     (cache(scheduling={"tolerations": [{"operator": "Exists"}]}), None),
     (cache(scheduling={"tolerations": [{"key": "a", "effect": "NoExecute"}]}), None),
     (
@@ -86,8 +105,11 @@ GOOD: list[tuple[Object, Object | None]] = [
         None,
     ),
     (cache(retriever={"replicas": 3}), cache()),
+    (cache(retriever=SHARED | {"replicas": 2}), cache(retriever=SHARED | {"replicas": 3})),
     (cache(retriever={"reranker": {"source": "none"}}), cache()),
     (cache(retriever={"reranker": {"source": "cross-encoder", "model": "a/b"}}), None),
+    (cache(retriever={"reranker": {"source": "cross-encoder", "model": "pvc:a.b/c-d/e"}}), None),
+    (cache(retriever={"reranker": {"source": "http://e/v1", "model": "any: name"}}), None),
     (
         cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "b"}}}}),
         cache(retriever={"backend": {"milvus": {"urlSecret": {"name": "a"}}}}),
@@ -317,9 +339,10 @@ def samples(schema: Schema) -> list[Any]:
             fields = schema["properties"]
             required = {name: samples(fields[name])[0] for name in schema.get("required", ())}
             optional = [
-                {name: samples(field)[0]}
+                {name: value}
                 for name, field in fields.items()
-                if name not in required and field["type"] == "object"
+                if name not in required and (field["type"] == "object" or "enum" in field)
+                for value in (field["enum"] if "enum" in field else samples(field)[:1])
             ]
             return [with_defaults(required | one, schema) for one in ({}, *optional)]
         case "array":

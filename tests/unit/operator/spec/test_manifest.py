@@ -126,10 +126,9 @@ BAD_SPECS = {
     "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
         "engines": [{"kvmemory": "1Gi"}]
     },
-    "spec.gateway.zebra: unknown field; the fields here are port, replicas, autoscaling, "
-    "resources, limits, allowedHosts, allowedOrigins, ingress, httpRoute": {
-        "gateway": {"zebra": True}
-    },
+    "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
+    "autoscaling, workers, resources, limits, order, maxDisplacement, speculation, rewrite, "
+    "console, allowedHosts, allowedOrigins, ingress, httpRoute": {"gateway": {"zebra": True}},
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },

@@ -16,7 +16,15 @@ from ragcache_operator.spec.validation import (
     Rule,
     walk_models,
 )
-from tests.helpers.operator_manifests import BAD, Bad, Object, RejectedBy, cache, collection
+from tests.helpers.operator_manifests import (
+    BAD,
+    Bad,
+    Object,
+    RejectedBy,
+    cache,
+    collection,
+    external,
+)
 
 RULES = (*CONSISTENCY, *CLUSTER_RULES)
 EVERY: list[Rule | UpdateRule] = [*RULES, *UPDATE_RULES]
@@ -98,6 +106,7 @@ def test_valid_objects_pass() -> None:
     assert find_problems(collection()) == []
     assert find_problems(cache(model={"source": "pvc:models/llama"})) == []
     assert find_problems(cache(engines=[{"args": ["--max-num-seqs=8"]}])) == []
+    assert find_problems(external(name="theirs", args=[], replicas=1)) == []
 
 
 def test_all_problems_are_reported_together() -> None:

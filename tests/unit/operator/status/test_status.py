@@ -157,6 +157,12 @@ def test_a_component_without_its_workload_does_not_exist() -> None:
     assert state.reason == NOT_CREATED
 
 
+def test_a_component_that_ragcache_does_not_run_is_available() -> None:
+    state = component_state("engine", [], [], exists=True, progress={})
+    assert (state.available, state.settled, state.wanted) == (True, True, 0)
+    assert (state.reason, state.message) == (READY, "RagCache runs none")
+
+
 def live(kind: str, generation: int = 1, replicas: int = 1, **status: Any) -> dict[str, Any]:
     meta = {"name": "w", "generation": generation}
     return {"kind": kind, "metadata": meta, "spec": {"replicas": replicas}, "status": status}

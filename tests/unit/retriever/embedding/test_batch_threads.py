@@ -96,17 +96,17 @@ async def test_a_query_waits_for_no_batch() -> None:
     model = Model()
     async with threads(model) as made:
         blocking = await block(made, model)
-        assert (await made.embed_query([7])).tolist() == [[7]]
+        assert (await made.embed_queries([[7]])).tolist() == [[7]]
         assert not blocking.done()
 
 
 async def test_queries_that_wait_share_a_batch() -> None:
     model = Model()
     async with threads(model) as made:
-        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
         await asyncio.to_thread(model.running.wait, 10)
         waiting = [
-            asyncio.create_task(made.embed_query(tokens))
+            asyncio.create_task(made.embed_queries([tokens]))
             for tokens in ([1], [2, 2], [3], [4, 4], [5] * 9, [6])
         ]
         await asyncio.sleep(0)
@@ -121,12 +121,39 @@ async def test_queries_that_wait_share_a_batch() -> None:
     assert [vector.tolist() for vector in vectors] == [[[1]], [[4]], [[8]], [[45]], [[6]]]
 
 
+async def test_the_queries_of_a_call_let_another_call_in_between_their_batches() -> None:
+    model = Model()
+    async with threads(model) as made:
+        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
+        await asyncio.to_thread(model.running.wait, 10)
+        many = asyncio.create_task(made.embed_queries([[1], [2, 2], [3], [5] * 9, [6]]))
+        await asyncio.sleep(0)
+        one = asyncio.create_task(made.embed_queries([[7]]))
+        await asyncio.sleep(0)
+        model.go_on.set()
+        assert (await many).tolist() == [[1], [4], [3], [45], [6]]
+        assert (await one).tolist() == [[7]]
+        await blocking
+    assert model.batches[:2] == [[BLOCKED], [1, 4, 3]]
+    assert [number for batch in model.batches[2:] for number in batch] == [7, 45, 6]
+
+
+async def test_an_error_fails_all_queries_of_its_call() -> None:
+    model = Model()
+    async with threads(model) as made:
+        with pytest.raises(KeyError):
+            await made.embed_queries([[1], [-1], [2], [3, 3, 3, 3]])
+        assert (await made.embed_queries([])).shape == (0, 1)
+        assert (await made.embed_queries([[7]])).tolist() == [[7]]
+    assert model.batches == [[1, -1, 2], [7]]
+
+
 async def test_a_query_takes_a_free_thread() -> None:
     model = Model()
     async with threads(model, num_query_threads=2) as made:
-        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
         await asyncio.to_thread(model.running.wait, 10)
-        assert (await made.embed_query([7])).tolist() == [[7]]
+        assert (await made.embed_queries([[7]])).tolist() == [[7]]
         assert not blocking.done()
         model.go_on.set()
         await blocking
@@ -136,23 +163,23 @@ async def test_an_error_fails_the_queries_of_its_batch_only() -> None:
     model = Model()
     async with threads(model) as made:
         with pytest.raises(KeyError):
-            await made.embed_query([-1])
-        assert (await made.embed_query([7])).tolist() == [[7]]
+            await made.embed_queries([[-1]])
+        assert (await made.embed_queries([[7]])).tolist() == [[7]]
 
 
 async def test_a_stop_fails_queries_that_wait() -> None:
     model = Model()
     async with threads(model) as made:
-        blocking = asyncio.create_task(made.embed_query([BLOCKED]))
+        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
         await asyncio.to_thread(model.running.wait, 10)
-        waiting = asyncio.create_task(made.embed_query([1]))
+        waiting = asyncio.create_task(made.embed_queries([[1]]))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(made.stop())
         await asyncio.sleep(0)
         model.go_on.set()
         await stopping
         assert (await blocking).tolist() == [[BLOCKED]]
-        for refused in (waiting, made.embed_query([2])):
+        for refused in (waiting, made.embed_queries([[2]])):
             with pytest.raises(Unavailable, match="stopping"):
                 await refused
 
@@ -167,7 +194,7 @@ async def test_a_batch_waits_for_a_query_and_the_query_for_no_batch(
         blocking = await block(made, model)
         with gate.query():
             model.go_on.set()
-            assert (await made.embed_query([7])).tolist() == [[7]]
+            assert (await made.embed_queries([[7]])).tolist() == [[7]]
             assert not blocking.done()
         assert (await blocking).tolist() == [[BLOCKED]]
 

@@ -33,6 +33,13 @@ def test_settings_come_from_the_environment() -> None:
         EngineAddress("engine", 8000, 8001),
         EngineAddress("other", 8000, 8001),
     )
+    without_ragcache = read(RAGCACHE_ENGINES="http://vllm:8000, http://[::1]:8000;records=8001")
+    assert without_ragcache.engines == (
+        EngineAddress("vllm", 8000),
+        EngineAddress("::1", 8000, 8001),
+    )
+    texts = ",".join(map(str, without_ragcache.engines))
+    assert read(RAGCACHE_ENGINES=texts).engines == without_ragcache.engines
     assert settings.cachestore.current() == ("cachestore:7002",)
     assert settings.stop_grace_s == 10
     assert read(RAGCACHE_STOP_GRACE_S="300").stop_grace_s == 300
@@ -78,7 +85,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_SIGNING_KEY_FILE", "keys"),
         ("RAGCACHE_SIGNING_KEY_FILE", "/does/not/exist"),
         ("RAGCACHE_RETRIEVER", "retriever:port"),
-        ("RAGCACHE_ENGINES", "http://engine:8000"),
+        ("RAGCACHE_ENGINES", "http://engine:8000;records="),
         ("RAGCACHE_ENGINES", "engine:8000;records=8001"),
         ("RAGCACHE_ENGINES", "https://engine:8000;records=8001"),
         ("RAGCACHE_ENGINES", "http://engine;records=8001"),

@@ -10,6 +10,7 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.filters import In
+from ragcache_core.retrieval.lexical import word_choice
 from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -30,26 +31,6 @@ def documents(store: SqliteDocumentStore, generation: int, *words: str) -> list[
     return [positions[hit.row][0] for hit in hits]
 
 
-def test_words_find_their_chunks_in_their_generation(store: SqliteDocumentStore) -> None:
-    first, second = add_collection(store, "c"), add_collection(store, "other")
-    put(store, "cats", ["Cats sleep on the sofa, and other cats sleep elsewhere."])
-    put(store, "dogs", ["Dogs bark at the cat next door whenever it is awake."])
-    put(store, "fish", ["Fish swim."], collection="other")
-    assert documents(store, first, "cat", "sleeping") == ["cats", "dogs"]
-    assert documents(store, first, "fish") == []
-    assert documents(store, second, "swimming") == ["fish"]
-    assert documents(store, first) == []
-
-
-def test_the_title_and_the_headings_count(store: SqliteDocumentStore) -> None:
-    generation = add_collection(store, "c")
-    put(store, "d", ["nothing"], title="The quarterly report")
-    assert documents(store, generation, "quarterly") == ["d"]
-    put(store, "d", ["nothing"], title="Minutes")
-    assert documents(store, generation, "quarterly") == []
-    assert documents(store, generation, "minutes") == ["d"]
-
-
 def test_replaced_and_deleted_texts_are_forgotten(store: SqliteDocumentStore) -> None:
     generation = add_collection(store, "c")
     put(store, "d", ["alpha", "beta"])
@@ -60,15 +41,6 @@ def test_replaced_and_deleted_texts_are_forgotten(store: SqliteDocumentStore) ->
     assert documents(store, generation, "beta", "gamma") == []
     name = f"lexical_{generation}"
     store.database.query(f"INSERT INTO {name} ({name}) VALUES ('integrity-check')")
-
-
-@pytest.mark.parametrize(
-    "word", ['"', 'a" OR "b', "NEAR(", "title:x", "*", "a*", "-", "^x", "\0", "(", "ü.é"]
-)
-def test_words_are_never_read_as_a_query(store: SqliteDocumentStore, word: str) -> None:
-    generation = add_collection(store, "c")
-    put(store, "d", ["apple"])
-    assert documents(store, generation, word, "apple") == ["d"]
 
 
 @pytest.mark.parametrize("max_listed_rows", [0, 1000])
@@ -98,3 +70,37 @@ def test_a_query_that_takes_too_long_is_ended_and_the_next_one_is_not(
             store.lexical_hits(generation, ["apple"], 10)
     assert len(store.lexical_hits(generation, ["apple"], 10)) == 10
     assert sum(1 for _ in store.database.iterate("SELECT row FROM chunks")) == 2000
+
+
+def test_hits_have_the_scores_that_all_words_give(
+    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = add_collection(store, "c")
+    texts = [f"{'rare ' * (i % 5 == 0)}{'common ' * (i % 2 + i % 3)}word{i} end" for i in range(60)]
+    put(store, "d", texts, title="")
+    words = ["common", "rare", "end", "absent"]
+    everything = {hit.row: hit.score for hit in store.lexical_hits(generation, words, 100)}
+    assert len(everything) == 60
+    monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 10)
+    monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 12)
+    found = store.lexical_hits(generation, words, 100)
+    assert len(found) == 12
+    # "end" is in all chunks and has the least weight, which is not zero.
+    assert [hit.score for hit in found] == pytest.approx(
+        [everything[hit.row] for hit in found], abs=1e-5
+    )
+    assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
+    put(store, "e", ["absent"], title="")
+    assert len(store.lexical_hits(generation, words, 100)) == 13
+
+
+def test_few_allowed_rows_are_found_by_all_words(
+    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", [f"{'rare ' * (i < 10)}common word{i}" for i in range(100)], title="")
+    monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 5)
+    monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 5)
+    assert len(store.lexical_hits(generation, ["rare", "common"], 100)) == 10
+    allowed = store.rows(generation)[50:60]
+    assert len(store.lexical_hits(generation, ["rare", "common"], 100, allowed=allowed)) == 10

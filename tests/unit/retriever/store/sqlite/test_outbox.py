@@ -20,6 +20,7 @@ from ragcache_retriever.store.outbox import (
     REPEAT_MS,
     OutboxDelete,
 )
+from ragcache_retriever.store.sql import outbox as rules
 from ragcache_retriever.store.sqlite import outbox as module
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
 from tests.helpers.memory_database import MemoryDatabase
@@ -147,9 +148,9 @@ def test_a_delete_that_no_shard_has_never_expires(outbox: SqliteOutbox) -> None:
 
 
 def set_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", 8)
+    monkeypatch.setattr(rules, "MAX_UNACKNOWLEDGED", 8)
+    monkeypatch.setattr(rules, "CHECK_EVERY", 4)
     monkeypatch.setattr(module, "MAX_PARTIAL", 8)
-    monkeypatch.setattr(module, "CHECK_EVERY", 4)
 
 
 def test_too_many_deletes_without_acknowledgement_become_one_of_everything(

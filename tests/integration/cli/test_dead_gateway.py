@@ -1,0 +1,70 @@
+"""Every command that needs a gateway says in one line that it does not answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache_cli.main import app
+from ragcache_core.documents.backup_file import BackupWriter
+from tests.helpers.cli_commands import cli_commands
+
+DEAD = "http://127.0.0.1:9"
+ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("ingest",): ("file.md",),
+    ("ask",): ("Where?",),
+    ("explain",): ("chatcmpl-1",),
+    ("quality",): (),
+    ("sync",): ("--patience", "0"),
+    ("top",): ("--once",),
+    ("backup",): ("copy.ragcache",),
+    ("restore",): ("copy.ragcache", "--yes"),
+    ("collection", "list"): (),
+    ("collection", "get"): ("docs",),
+    ("collection", "put"): ("docs",),
+    ("collection", "delete"): ("docs", "--yes"),
+}
+
+
+def test_the_commands_with_a_gateway_are_known() -> None:
+    found = {
+        words
+        for words, command in cli_commands().items()
+        if any("--gateway" in parameter.opts for parameter in command.params)
+    }
+    assert found == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("words", ARGUMENTS, ids=" ".join)
+def test_a_dead_gateway_is_one_line(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.md").write_text("# A")
+    arguments = [*words, *ARGUMENTS[words], "--gateway", DEAD]
+    if words == ("restore",):
+        writer = BackupWriter()
+        (tmp_path / "copy.ragcache").write_bytes(writer.add(b"copy") + writer.end())
+    if words == ("sync",):
+        arguments += ["--object", json.dumps(collection())]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    said = result.stdout if words == ("sync",) else result.stderr
+    [line] = said.splitlines()
+    assert f"nothing answers at {DEAD}" in line
+    assert "see `ragcache status`" in line
+
+
+def collection() -> dict[str, Any]:
+    source = {"http": {"url": "http://127.0.0.1:9/a.html"}}
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCollection",
+        "metadata": {"name": "docs", "namespace": "team"},
+        "spec": {"cacheRef": {"name": "docs"}, "sources": [source]},
+    }

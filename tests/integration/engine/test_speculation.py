@@ -1,0 +1,203 @@
+"""A gateway computes prompts in a real vLLM server while their searches run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from ragcache_core.plan.prompt import Prompt
+from ragcache_gateway.app import create_app
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.v1 import retriever_pb2
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.clear_answers import is_clear
+from tests.helpers.gateway_fakes import (
+    CONFIG,
+    FakeRetriever,
+    HeldStage,
+    World,
+    chunk,
+    serving,
+    serving_retriever,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+STEP_TOKENS = 256
+BLOCK = 128
+MAX_LENGTH = 4096
+ANSWER_TOKENS = 4
+QUESTION = "Where does billing run?"
+WAIT_S = 120.0
+
+
+@dataclass
+class Site:
+    """A gateway, and the engine behind it."""
+
+    world: World
+    retriever: FakeRetriever
+    engine: Engine
+    vllm: httpx.AsyncClient
+
+    async def counted(self, name: str) -> int:
+        """Return a counter or gauge of vLLM as of its last step."""
+        return await self._sum(self.vllm, name + "{")
+
+    async def guesses(self, outcome: str) -> int:
+        """Return how many guesses of the gateway had an outcome."""
+        name = f'ragcache_gateway_speculation_guesses_total{{outcome="{outcome}"}}'
+        return await self._sum(self.world.client, name)
+
+    async def in_flight(self) -> int:
+        """Return how many requests of the gateway the engine is answering."""
+        return await self._sum(self.world.client, "ragcache_gateway_engine_requests_in_flight{")
+
+    async def _sum(self, client: httpx.AsyncClient, name: str) -> int:
+        lines = (await client.get("/metrics")).text.splitlines()
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name))
+
+    def prompt(self, hits: list[retriever_pb2.Hit]) -> Prompt:
+        conversation = Conversation.asking(None, QUESTION)
+        return self.world.prompts().build(conversation, hits, ANSWER_TOKENS).prompt
+
+    def ask(self, reuse: str = "exact") -> asyncio.Task[httpx.Response]:
+        """Ask the question; the retriever's stages and hits decide what is found."""
+        fields: dict[str, Any] = {"max_tokens": ANSWER_TOKENS, "temperature": 0}
+        return asyncio.create_task(self.world.ask(QUESTION, ragcache={"reuse": reuse}, **fields))
+
+
+@pytest.fixture(scope="module")
+def running(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[CacheStore, Engine]]:
+    folder = tmp_path_factory.mktemp("speculation")
+    arguments = (
+        *("--scheduling-policy", "priority"),
+        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+    )
+    with (
+        running_cachestore(folder / "store") as store,
+        running_engine(folder, tiny_model, store.address, *arguments) as engine,
+    ):
+        yield store, engine
+
+
+@pytest.fixture
+async def site(running: tuple[CacheStore, Engine], tiny_model: Path) -> AsyncGenerator[Site, None]:
+    store, engine = running
+    async with AsyncExitStack() as stack:
+        retriever = FakeRetriever()  # type: ignore[abstract]  # other calls are not served
+        address = await stack.enter_async_context(serving_retriever(retriever))
+        config = CONFIG.replace(
+            speculation="auto",
+            model=str(tiny_model),
+            model_name="model",
+            max_model_len=MAX_LENGTH,
+            retriever=address,
+            cachestore=FixedMembers((store.address,)),
+            engines=(engine.address,),
+            first_token_timeout_s=WAIT_S,
+        )
+        world = World(config, retriever=retriever)
+        space = load_model_folder(config.model).space("bfloat16")
+        port = await stack.enter_async_context(serving(create_app(config, space, world.prompts())))
+        options: dict[str, Any] = {"trust_env": False, "timeout": WAIT_S}
+        world.client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **options)
+        )
+        vllm = await stack.enter_async_context(httpx.AsyncClient(base_url=engine.url, **options))
+        yield Site(world, retriever, engine, vllm)
+
+
+async def wait_until(happened: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not await happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def hit(name: str, num_items: int) -> retriever_pb2.Hit:
+    text = " ".join(f"item {number} of {name}" for number in range(num_items))
+    return retriever_pb2.Hit(chunk=chunk(name, 0, text), score=0.9)
+
+
+def clear_hits(site: Site) -> list[retriever_pb2.Hit]:
+    """Return hits for which the answer does not depend on rounding."""
+    candidates = ([hit(f"a{n}", 60), hit(f"b{n}", 60)] for n in itertools.count())
+    return next(
+        hits for hits in candidates if is_clear(site.engine.url, site.prompt(hits), ANSWER_TOKENS)
+    )
+
+
+async def text_of(asking: asyncio.Task[httpx.Response]) -> tuple[str, dict[str, Any]]:
+    response = await asking
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return answer["choices"][0]["message"]["content"], answer["ragcache"]["cache"]
+
+
+async def test_the_answer_after_a_confirmed_guess_equals_the_plain_answer(site: Site) -> None:
+    site.retriever.hits = clear_hits(site)
+    site.retriever.stages = None
+    plain, _ = await text_of(site.ask("off"))
+    confirmed = await site.guesses("confirmed")
+    tokens = await site.counted("vllm:iteration_tokens_total_sum")
+    stage = HeldStage(site.retriever.hits, 0.9)
+    site.retriever.stages = [stage]
+    asking = site.ask()
+    num_tokens = len(site.prompt(site.retriever.hits).token_ids)
+
+    async def is_computed() -> bool:
+        computed = await site.counted("vllm:iteration_tokens_total_sum") - tokens
+        return computed >= num_tokens and await site.in_flight() == 0
+
+    await wait_until(is_computed)
+    # The engine has computed the prompt, and the client has nothing.
+    assert not asking.done()
+    stage.go_on.set()
+    text, cache = await text_of(asking)
+    assert text == plain
+    assert await site.guesses("confirmed") == confirmed + 1
+    assert cache["local_tokens"] == (num_tokens - 1) // BLOCK * BLOCK
+
+
+async def test_a_wrong_guess_is_aborted_and_what_it_computed_is_kept(site: Site) -> None:
+    site.retriever.hits = clear_hits(site)
+    site.retriever.stages = None
+    plain, _ = await text_of(site.ask("off"))
+    for attempt in range(5):
+        wrong = [hit(f"wrong {attempt} {n}", 60) for n in range(20)]  # as many as fit
+        before = await site.guesses("wrong")
+        ended = await site.counted("vllm:request_success_total")
+        stage = HeldStage(wrong, 0.9)
+        site.retriever.stages = [stage]
+        asking = site.ask()
+
+        async def is_running() -> bool:
+            return await site.counted("vllm:num_requests_running") > 0
+
+        await wait_until(is_running)
+        stage.go_on.set()
+        assert (await text_of(asking))[0] == plain
+        assert await site.guesses("wrong") == before + 1
+        num_ended = await site.counted("vllm:request_success_total") - ended
+        # If the test stalls until the whole guess is computed, try again.
+        if num_ended == 1:
+            break
+    assert num_ended == 1, "vLLM counts no request that it aborts"
+    hits, site.retriever.hits, site.retriever.stages = site.retriever.hits, wrong, None
+    _, cache = await text_of(site.ask())
+    assert cache["local_tokens"] + cache["loaded_tokens"] >= BLOCK
+    site.retriever.hits = hits

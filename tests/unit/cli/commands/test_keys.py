@@ -1,0 +1,75 @@
+"""``ragcache keys``, and the commands and the file of docs/security.md."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache_cli.main import app
+from ragcache_core.access.caller import Scope
+from ragcache_core.access.key_file import KeyTable, hash_text, key_of
+from ragcache_gateway.auth.api_keys import ApiKeys
+
+GUIDE = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
+COMMANDS = re.findall(r"^(ragcache keys new .*?) >> keys\.toml$", GUIDE, re.MULTILINE)
+[EXAMPLE] = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def made_by(command: str) -> tuple[str, str]:
+    """Run a command of the guide; return the entry and the key."""
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr.removeprefix("key: ").strip()
+
+
+def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path: Path) -> None:
+    assert len(COMMANDS) == 2
+    path = tmp_path / "keys.toml"
+    keys = []
+    for command in COMMANDS:
+        entry, key = made_by(command)
+        assert key not in entry
+        keys.append(key)
+        with path.open("a") as file:
+            file.write(entry)
+    app_caller, ingest = (ApiKeys(path, KeyTable({})).find(key) for key in keys)
+    assert app_caller is not None
+    assert (app_caller.tenant, app_caller.scopes) == ("team-a", {Scope.ASK})
+    assert ingest is not None
+    assert ingest.scopes == {Scope.WRITE}
+
+
+def test_the_example_of_the_guide_is_a_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(EXAMPLE)
+    assert ApiKeys(path, KeyTable({})).tenants() == frozenset()
+
+
+def test_each_key_is_new() -> None:
+    assert made_by(COMMANDS[0]) != made_by(COMMANDS[0])
+
+
+def test_the_hash_of_a_key_is_printed() -> None:
+    key = key_of(bytes(32))
+    result = CliRunner().invoke(app, ["keys", "hash"], input=f"{key}\n")
+    assert result.stdout.strip() == hash_text(key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["keys", "new", "--name", "a", "--scopes", "root"], "--scopes"),
+        (["keys", "new", "--name", "a b"], "name"),
+        (["keys", "hash"], "key"),
+    ],
+)
+def test_a_mistake_names_the_option(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = CliRunner().invoke(app, arguments, input="secret\n")
+    assert result.exit_code == 2
+    assert f"ragcache: {named}" in result.stderr

@@ -1,0 +1,67 @@
+"""The number type of a local platform's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
+from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.manifest import load_manifest
+
+QUICKSTART = Path(__file__).resolve().parents[4] / "examples" / "quickstart.yaml"
+AVX2 = {"avx2", "fma", "avx"}
+AVX512 = {*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+
+
+def with_dtype(dtype: str) -> RagCache:
+    return RagCache.model_validate(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "one"},
+            "spec": {"model": {"dtype": dtype}, "engines": [{"name": "main"}]},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        (AVX2, "float32"),
+        ({*AVX2, "avx512f"}, "float32"),
+        (AVX512, "auto"),
+        ({"asimd", "bf16"}, "auto"),
+        ({"asimd"}, "float32"),
+        (None, "auto"),
+    ],
+)
+def test_auto_is_float32_where_bfloat16_is_slow(features: set[str] | None, dtype: str) -> None:
+    before = load_manifest(QUICKSTART)
+    after = use_fast_number_type(before, features)
+    assert after.spec.model.dtype == dtype
+    assert after.spec.engines == before.spec.engines
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_named_number_type_stays(dtype: str) -> None:
+    assert use_fast_number_type(with_dtype(dtype), AVX2).spec.model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "features"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t\t: x\n", {"fpu", "avx2"}),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", {"fp", "asimd", "bf16"}),
+        ("nothing of it\n", None),
+    ],
+)
+def test_the_first_processor_is_read(tmp_path: Path, text: str, features: set[str] | None) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(text)
+    assert read_cpu_features(file) == features
+
+
+def test_a_system_without_the_file_says_nothing(tmp_path: Path) -> None:
+    assert read_cpu_features(tmp_path / "none") is None
