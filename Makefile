@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests bench tools examples models
 
-.PHONY: help setup dev demo up test test-slow test-cluster coverage check format wire crds settings images bench wheelhouse clean
+.PHONY: help setup dev llama-index demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,13 @@ setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 dev: ## make .venv for one part, without vLLM and torch: make dev PART=operator
 	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh --part "$(PART)"
 
+llama-index: .venv-llama-index/.ready ## make .venv-llama-index, which a test of clients needs; see docs/api.md
+
+.venv-llama-index/.ready: constraints-llama-index.txt
+	"$(PYTHON)" -m venv .venv-llama-index
+	.venv-llama-index/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links "$(WHEELS)") -r constraints-llama-index.txt
+	@touch $@
+
 demo: setup ## answer questions from documents, cold and from the store; yours with DOCS=DIR QUESTIONS=FILE
 	$(BIN)/python examples/demo.py $(if $(DOCS),--docs "$(DOCS)") $(if $(QUESTIONS),--questions "$(QUESTIONS)")
 
@@ -32,7 +39,7 @@ up: setup ## run examples/quickstart.yaml on this machine until Ctrl-C
 	$(BIN)/ragcache up -f examples/quickstart.yaml
 
 ifeq ($(T),)
-test: setup ## run what CI runs, fastest first; T=tests/unit/operator runs one part
+test: setup llama-index ## run what CI runs, fastest first; T=tests/unit/operator runs one part
 	$(BIN)/python -m tools.test_stages
 else
 test: $(if $(wildcard $(BIN)/python),,setup)
@@ -65,22 +72,29 @@ crds: setup ## regenerate crds/, docs/reference/ and the chart's values
 settings: setup ## regenerate docs/reference/settings.md from the settings tables
 	$(BIN)/python tools/generate_settings.py
 
+metrics: setup ## regenerate docs/reference/metrics.md, the dashboards and the rules
+	$(BIN)/python tools/generate_metrics.py
+	$(BIN)/python -m tools.dashboards --write
+
 images: setup ## build the images as OCI archives, without Docker (root, debootstrap)
 	$(BIN)/python -m tools.images --out dist/images
 
 bench: setup ## run every benchmark with --quick
 	@for file in bench/*.py; do \
 		name=$$(basename $$file .py); \
-		if grep -q 'add_argument("--quick"' $$file; then \
+		if grep -q '("--quick"' $$file; then \
 			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
 		fi; \
 	done
 	@echo "== blend_quality --foreign"
 	@$(BIN)/python -m bench.blend_quality --quick --foreign
 
+docs: setup ## build the documentation site into site/; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine without network
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
 
 clean: ## remove the environment, caches and local data
-	rm -rf .venv .ragcache wheelhouse dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-llama-index .ragcache wheelhouse dist site .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
