@@ -54,9 +54,10 @@ def main() -> int:
     except OSError as error:
         print(f"ragcache_gateway: cannot bind an address: {error}", file=sys.stderr)
         return 1
-    # After a clean stop uvicorn raises the signal again, which would end the process with an error.
+    # The server handles signals itself only while it runs: a stop that comes before would be lost.
+    # After a clean stop it raises the signal again, which would end the process with an error.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, server.handle_exit)
     keep_collections_short()
     server.run(sockets)
     return 0 if server.started else 1

@@ -88,6 +88,10 @@ class WorkerPool:
                 pass_fds=descriptors,
                 env={**os.environ, METRICS_FOLDER: str(self._folder)},
             )
+            if (
+                self._stopping
+            ):  # since the worker began to start: the signal was not handed on to it
+                self._workers[index].terminate()
 
     def _collect_ended(self) -> int:
         """Note which workers have ended, to start them again. Return the worst exit status."""
