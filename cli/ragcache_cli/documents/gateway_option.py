@@ -43,7 +43,7 @@ def gateway_target(given: str | None, api_key: str | None) -> GatewayTarget:
     Without a key, the local platform's own one applies.
     """
     if given is None:
-        data, record = find_data(None)
+        data, record = find_data(None, option="--gateway")
         return GatewayTarget(record.gateway_url, api_key or read_api_key(data))
     if not given.startswith(("http://", "https://")):
         where = GATEWAY_VARIABLE if os.environ.get(GATEWAY_VARIABLE) == given else "--gateway"

@@ -98,8 +98,13 @@ def recorded(root: Path = ROOT) -> list[str]:
     return [path.parent.name for path in sorted(root.glob(f"*/{_FILE}"))]
 
 
-def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecord]:
+def find_data(
+    data: Path | None, root: Path = ROOT, option: str = "--data"
+) -> tuple[Path, PlatformRecord]:
     """Return the named data folder, else the only one in ``root`` with a running platform.
+
+    Args:
+        option: The command's option that names a platform, for errors.
 
     Raises:
         InvalidInput: No platform runs, or several do.
@@ -107,7 +112,7 @@ def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecor
     if data is not None:
         record = read_record(data)
         if record is None:
-            raise _nothing_runs(data)
+            raise _nothing_runs(data, option)
         return data, record
     found = [
         (path.parent, record)
@@ -117,10 +122,10 @@ def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecor
     living = [(folder, record) for folder, record in found if record.supervisor_lives]
     candidates = living or found
     if not candidates:
-        raise _nothing_runs(root)
+        raise _nothing_runs(root, option)
     if len(candidates) > 1:
-        names = ", ".join(str(folder) for folder, _ in candidates)
-        raise InvalidInput("--data", f"several are running: {names}", "say which with --data")
+        names = ", ".join(f"{folder} at {record.gateway_url}" for folder, record in candidates)
+        raise InvalidInput(option, f"several are running: {names}", f"say which with {option}")
     return candidates[0]
 
 
@@ -144,5 +149,6 @@ def only_supervisor(data: Path) -> Iterator[None]:
         yield
 
 
-def _nothing_runs(folder: Path) -> InvalidInput:
-    return InvalidInput("--data", f"nothing runs in {folder}", "start it with `ragcache up`")
+def _nothing_runs(folder: Path, option: str) -> InvalidInput:
+    fix = f"start one with `ragcache up`, or name another with {option}"
+    return InvalidInput(option, f"nothing runs in {folder}", fix)

@@ -399,7 +399,8 @@ def test_a_gateway_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     none_runs = ragcache("ask", "Where?")
     assert none_runs.exit_code == 2
     assert none_runs.stderr == (
-        "ragcache: --data: nothing runs in .ragcache; start it with `ragcache up`\n"
+        "ragcache: --gateway: nothing runs in .ragcache; "
+        "start one with `ragcache up`, or name another with --gateway\n"
     )
     no_url = ragcache("ask", "Where?", "--gateway", "localhost:80")
     assert no_url.exit_code == 2

@@ -157,7 +157,8 @@ def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
     status, _, errors = desk.run("down")
     assert (status, errors) == (
         2,
-        "ragcache: --data: nothing runs in .ragcache; start it with `ragcache up`\n",
+        "ragcache: --data: nothing runs in .ragcache; "
+        "start one with `ragcache up`, or name another with --data\n",
     )
 
 

@@ -65,8 +65,11 @@ def test_the_one_that_runs_is_meant(tmp_path: Path) -> None:
     assert find_data(None, tmp_path) == (tmp_path / "two", ME)
     assert find_data(tmp_path / "one", tmp_path)[0] == tmp_path / "one"
     write_record(tmp_path / "one", ME)
-    with pytest.raises(InvalidInput, match=r"several are running: .*one, .*two; say which"):
+    several = rf"several are running: .*one at {ME.gateway_url}, .*two at .*; say which with --data"
+    with pytest.raises(InvalidInput, match=several):
         find_data(None, tmp_path)
+    with pytest.raises(InvalidInput, match=r"^--gateway: .*; say which with --gateway$"):
+        find_data(None, tmp_path, "--gateway")
 
 
 def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:
