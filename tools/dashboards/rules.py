@@ -24,8 +24,13 @@ FIRST_TOKEN_OBJECTIVE_S: Final = 2.5
 FIRST_TOKEN_TARGET: Final = 0.99
 ERROR_TARGET: Final = 0.999
 _ASKED: Final = 'route=~"/v1/.*"'
-_GIB: Final = 1 << 30
+DISK_FREE_TARGET: Final = 0.1
+"""Share of the space for documents. Volumes differ too much in size for a number of bytes."""
 _DISK: Final = 'tier="disk"'
+_FREE_SHARE: Final = (
+    f"{series(retriever.DISK_FREE)} / "
+    f"({series(retriever.DISK_FREE)} + {series(retriever.DISK_USED)})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +208,14 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "RagCacheDocumentsDiskFull",
         [
             Condition(
-                f"min by ({', '.join((*BY, 'pod'))}) ({series(retriever.DISK_FREE)})",
+                f"min by ({', '.join((*BY, 'pod'))}) ({_FREE_SHARE})",
                 "<",
-                str(_GIB),
+                str(DISK_FREE_TARGET),
             )
         ],
         "5m",
         "critical",
-        "The volume of {{ $labels.pod }} has less than 1 GiB left for documents.",
+        "The volume of {{ $labels.pod }} is almost full of documents.",
     ),
     Alert(
         "RagCacheRetrieverLags",

@@ -34,12 +34,9 @@ class Metrics:
         self.ingested_chunks = registry.counter(rows.INGESTED_CHUNKS)
         self.ingested_bytes = registry.counter(rows.INGESTED_SIZE)
         self.deletes = registry.counter(rows.DELETES)
-        self._documents = registry.gauge(rows.DOCUMENTS)
-        self._chunks = registry.gauge(rows.CHUNKS)
-        self._text_bytes = registry.gauge(rows.TEXT_SIZE)
-        self._collections = registry.gauge(rows.COLLECTIONS)
-        self._remake_waiting = registry.gauge(rows.REMAKE_WAITING)
-        self._disk_free_bytes = registry.gauge(rows.DISK_FREE)
+        # A size that is not known has no series: an alert would take 0 for a full disk.
+        self._sizes: tuple[Level, ...] = ()
+        registry.observe(lambda: self._sizes)
 
     def observe_replica(self, lag_s: Callable[[], float], is_writer: Callable[[], bool]) -> None:
         """Read the lag in seconds, and whether this replica writes, with the other metrics."""
@@ -61,15 +58,18 @@ class Metrics:
 
     async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:
         found = await knowledge_base.collections()
-        self._collections.set(len(found))
-        self._documents.set(sum(one.num_documents for one in found))
-        self._chunks.set(sum(one.num_chunks for one in found))
-        self._text_bytes.set(sum(one.text_bytes for one in found))
-        remakes = [one.remake for one in found if one.remake is not None]
-        self._remake_waiting.set(sum(one.num_documents - one.num_done for one in remakes))
         disk = await knowledge_base.disk()
-        if disk.free_bytes is not None:
-            self._disk_free_bytes.set(disk.free_bytes)
+        remakes = [one.remake for one in found if one.remake is not None]
+        sizes = {
+            rows.COLLECTIONS: len(found),
+            rows.DOCUMENTS: sum(one.num_documents for one in found),
+            rows.CHUNKS: sum(one.num_chunks for one in found),
+            rows.TEXT_SIZE: sum(one.text_bytes for one in found),
+            rows.REMAKE_WAITING: sum(one.num_documents - one.num_done for one in remakes),
+            rows.DISK_USED: disk.used_bytes,
+            rows.DISK_FREE: disk.free_bytes,
+        }
+        self._sizes = tuple((row, (), size) for row, size in sizes.items() if size is not None)
 
 
 def outcome_of(error: BaseException) -> str:

@@ -101,9 +101,12 @@ DASHBOARD: Final = Dashboard(
             ]
             + [
                 Panel(
-                    "Free space of the volume",
-                    "Below 1 GiB, writes may fail soon.",
-                    [Query(series(retriever.DISK_FREE, *RAGCACHES), "{{pod}}")],
+                    "Space of the volume",
+                    "Writes fail when none is free.",
+                    [
+                        Query(series(retriever.DISK_FREE, *RAGCACHES), "{{pod}}: free"),
+                        Query(series(retriever.DISK_USED, *RAGCACHES), "{{pod}}: documents"),
+                    ],
                     unit="bytes",
                     width=24,
                 )

@@ -72,8 +72,13 @@ REMAKE_WAITING: Final = gauge(
     "Documents that are still to be prepared again, after a change of chunking, tokenizer or "
     "embedder.",
 )
+DISK_USED: Final = gauge(
+    "ragcache.retriever.disk.used", "By", "Bytes that the stored documents take."
+)
 DISK_FREE: Final = gauge(
-    "ragcache.retriever.disk.free", "By", "Free space of the volume with the documents."
+    "ragcache.retriever.disk.free",
+    "By",
+    "Free space of the volume with the documents. PostgreSQL does not tell it.",
 )
 LAG: Final = gauge(
     "ragcache.retriever.lag",
