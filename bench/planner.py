@@ -45,7 +45,7 @@ QUESTIONS, QUICK_QUESTIONS = 1000, 300
 ROUNDS = 7
 OVERLAPS = (0.0, 0.2, 0.4, 0.6, 0.8)
 CAPACITIES = (20_000, 200_000)
-"""Tokens of the engine's cache: a tenth of the documents of all topics, and nearly all orders."""
+"""Tokens of the engine's cache: about those of all documents once, and ten times as many."""
 HEAD_TOKENS, TAIL_TOKENS = 150, 40
 TOKEN_BYTES = 131_072.0  # of an 8B model with 8 KV heads in bf16
 HEAD: ChunkKey = b"h" * KEY_BYTES

@@ -61,12 +61,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def read(file: File) -> str:
-    """The source of a page."""
+    """Return the source of a page."""
     return file.content_string
 
 
 def resolve(path: str, link: str) -> str:
-    """The repository path of a relative link of the page at ``path``."""
+    """Return the repository path of a relative link of the page at ``path``."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
@@ -78,7 +78,7 @@ def targets(path: str, text: str) -> Iterator[str]:
 
 
 def site_path(target: str, files: Files) -> str | None:
-    """Where the site has a file of the repository; None if it has none."""
+    """Return where the site has a file of the repository; None if it has none."""
     if target.startswith("docs/"):
         found = target.removeprefix("docs/")
         return found if files.get_file_from_path(found) else None
