@@ -54,7 +54,7 @@ COPY --from=bundled-models /models /models
 LABEL org.opencontainers.image.title="RagCache gateway" \
     org.opencontainers.image.description="OpenAI-compatible REST API" \
     org.opencontainers.image.version="$VERSION"
-EXPOSE 8000
+EXPOSE 8000 8001 9464
 ENTRYPOINT ["python", "-m", "ragcache_gateway"]
 
 FROM sources AS build-retriever
@@ -110,7 +110,7 @@ ENV TORCH_COMPILE_DISABLE=$TORCH_COMPILE_DISABLE
 LABEL org.opencontainers.image.title="RagCache engine" \
     org.opencontainers.image.description="vLLM with the KV connector of RagCache" \
     org.opencontainers.image.version="$VERSION"
-EXPOSE 8000 50051
+EXPOSE 8000 50051 9464
 ENTRYPOINT ["python", "-m", "ragcache_engine.start"]
 
 FROM sources AS build-cachestore
