@@ -6,14 +6,19 @@ import json
 
 import pytest
 
-from ragcache_wire.telemetry.catalogue import gateway
+from ragcache_wire.telemetry.catalogue import gateway, rows_of
 from ragcache_wire.telemetry.instrument import at_most, one_of
-from tools.dashboards.check import label_problems, static_problems, undocumented_names
+from tools.dashboards.check import (
+    all_queries,
+    label_problems,
+    static_problems,
+    undocumented_names,
+)
 from tools.dashboards.content import DASHBOARDS
 from tools.dashboards.dashboard import Dashboard
 from tools.dashboards.files import FOLDER, ROOT
 from tools.dashboards.grafana_schema import schema_problems
-from tools.dashboards.metric_names import names_in, undocumented
+from tools.dashboards.metric_names import names_in, series_names, undocumented
 from tools.dashboards.rules import ALERTS, FIRST_TOKEN_OBJECTIVE_S, WINDOWS
 
 every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.name)
@@ -22,6 +27,12 @@ every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda on
 def test_the_files_are_fresh_and_every_name_is_documented() -> None:
     assert static_problems() == []
     assert undocumented_names() == []
+
+
+def test_the_catalogue_has_only_those_metrics_of_others_that_are_queried() -> None:
+    queried = {name for query in all_queries() for name in names_in(query.expression)}
+    rows = rows_of("standard").values()
+    assert [row.name for row in rows if not queried & set(series_names(row))] == []
 
 
 @every_dashboard

@@ -14,20 +14,6 @@ _VLLM: Final = (
     at_most("engine", 8, "number of the engine core in its server"),
 )
 
-VLLM_TIME_TO_FIRST_TOKEN: Final = histogram(
-    "vllm:time_to_first_token",
-    "s",
-    "Time from a request's arrival at the engine to its first token.",
-    *_VLLM,
-    buckets=(),
-)
-VLLM_INTER_TOKEN_LATENCY: Final = histogram(
-    "vllm:inter_token_latency",
-    "s",
-    "Time from one token of an answer to the next.",
-    *_VLLM,
-    buckets=(),
-)
 VLLM_REQUEST_QUEUE_TIME: Final = histogram(
     "vllm:request_queue_time",
     "s",
@@ -52,12 +38,6 @@ VLLM_PREFIX_CACHE_HITS: Final = counter(
 )
 VLLM_PREEMPTIONS: Final = counter(
     "vllm:num_preemptions", "{request}", "Preemptions by the scheduler.", *_VLLM
-)
-VLLM_PROMPT_TOKENS: Final = counter(
-    "vllm:prompt_tokens", "{token}", "Prompt tokens of finished prefills.", *_VLLM
-)
-VLLM_GENERATION_TOKENS: Final = counter(
-    "vllm:generation_tokens", "{token}", "Generated tokens.", *_VLLM
 )
 UP: Final = gauge("up", "1", "1 if Prometheus could scrape the pod, else 0.")
 PROCESS_MEMORY: Final = gauge(
