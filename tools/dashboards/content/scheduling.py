@@ -241,7 +241,7 @@ DASHBOARD: Final = Dashboard(
                     width=8,
                 ),
                 Panel(
-                    "Tokens computed in vain",
+                    "Tokens that guesses wasted",
                     "Per second: tokens of guesses that no question used.",
                     [Query(total(rate(gateway.SPECULATION_WASTED_TOKENS, *RAGCACHES)))],
                     width=8,

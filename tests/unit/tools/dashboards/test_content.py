@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_alerts_have_a_runbook_each_and_no_runbook_is_left_over() -> None:
     assert pages == {f"{alert.name}.md" for alert in ALERTS}
     index = (ROOT / "docs" / "runbooks" / "README.md").read_text()
     assert all(f"({alert.name}.md)" in index for alert in ALERTS)
+
+
+def test_runbooks_name_dashboards_and_panels_that_exist() -> None:
+    known = {dashboard.title.rpartition(" / ")[2] for dashboard in DASHBOARDS}
+    known |= {panel.title for dashboard in DASHBOARDS for panel in dashboard.panels}
+    named: set[str] = set()
+    for page in (ROOT / "docs" / "runbooks").glob("*.md"):
+        named |= set(re.findall(r"(?<![*])[*]([^*\n]+)[*](?![*])", page.read_text()))
+    assert len(named) > 5
+    assert named <= known
 
 
 def test_the_objective_of_the_first_token_is_a_bucket() -> None:
