@@ -102,7 +102,7 @@ def wait_until_stored(address: str, keys: Sequence[VariantKey]) -> None:
     wants = [LookupKey.for_variant(key) for key in keys]
     while not all(found.stored for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
-            raise RuntimeError("the engine did not save its chunk-caches within a minute")
+            raise RuntimeError("the engine did not save its variants within a minute")
         time.sleep(0.1)
     client.close()
 

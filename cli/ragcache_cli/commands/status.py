@@ -46,7 +46,7 @@ def describe_cache(cache: Mapping[str, Any]) -> str:
     asked = cache["hits"] + cache["misses"]
     rate = f"{cache['hits'] / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
     line = (
-        f"{cache['variants']:,} chunk-caches, {cache['disk_bytes'] / _MB:,.1f} MB on disk, "
+        f"{cache['variants']:,} variants, {cache['disk_bytes'] / _MB:,.1f} MB on disk, "
         f"{cache['memory_bytes'] / _MB:,.1f} of {cache['memory_capacity_bytes'] / _MB:,.1f} MB "
         f"in memory; {rate}"
     )

@@ -128,7 +128,7 @@ def test_cache_counters_are_a_line() -> None:
     }
     assert describe_cache(nothing).endswith("; nothing read yet")
     some = nothing | {"variants": 1200, "disk_bytes": 10**9, "hits": 12, "misses": 4}
-    assert describe_cache(some).startswith("1,200 chunk-caches, 1,000.0 MB on disk")
+    assert describe_cache(some).startswith("1,200 variants, 1,000.0 MB on disk")
     assert describe_cache(some).endswith("75% of 16 reads hit")
     reasons = {"never_stored": 1, "evicted": 3}
     missed = describe_cache(some | {"misses_by_reason": reasons})
