@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +23,9 @@ from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.spec.manifest import parse_manifest
 from tests.helpers.chart import CHART, NAMESPACE, RELEASE, Object, of, render
+from tools.dashboards.check import all_queries
+from tools.dashboards.content import DASHBOARDS
+from tools.dashboards.files import RULES
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,6 +52,8 @@ EVERYTHING: Object = {
     "metrics": {
         "service": {"annotations": {"scrape": "true"}},
         "serviceMonitor": {"enabled": True, "interval": "1m", "labels": {"prometheus": "main"}},
+        "dashboards": {"labels": {"grafana": "yes"}, "annotations": {"folder": "RagCache"}},
+        "rules": {"enabled": True, "labels": {"prometheus": "main"}},
     },
     "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]},
     "resources": {"requests": {"cpu": 1}, "limits": {"memory": "1Gi"}},
@@ -122,7 +128,7 @@ def test_helm_lint_passes(values: Object, kube_version: str) -> None:
 
 @every_set
 def test_objects_are_valid_in_current_kubernetes(values: Object) -> None:
-    foreign = {"CustomResourceDefinition", "ServiceMonitor"}
+    foreign = {"CustomResourceDefinition", "PrometheusRule", "ServiceMonitor"}
     for obj in render(values):
         for version in ("1.25", "1.31", "1.37"):
             if obj["kind"] not in foreign:
@@ -167,6 +173,29 @@ def test_every_selector_matches_the_operators_pods(values: Object) -> None:
             assert {e["port"] for e in spec["endpoints"]} == {
                 port["name"] for port in service["spec"]["ports"]
             }
+
+
+def test_dashboards_and_rules_are_those_of_the_files() -> None:
+    objects = render(EVERYTHING)
+    name = EVERYTHING.get("fullnameOverride", RELEASE)
+    rule = of(objects, "PrometheusRule", name)
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert rule["metadata"]["labels"]["prometheus"] == "main"
+    for dashboard in DASHBOARDS:
+        found = of(objects, "ConfigMap", f"{name}-dashboard-{dashboard.name}")
+        assert found["metadata"]["labels"]["grafana"] == "yes"
+        assert found["metadata"]["annotations"] == {"folder": "RagCache"}
+        assert json.loads(found["data"][f"ragcache-{dashboard.name}.json"]) == dashboard.json()
+
+
+def test_the_monitor_sets_the_label_that_dashboards_select_the_operator_by() -> None:
+    objects = render({"metrics": {"serviceMonitor": {"enabled": True}}})
+    [endpoint] = of(objects, "ServiceMonitor", RELEASE)["spec"]["endpoints"]
+    [relabeling] = endpoint["relabelings"]
+    selected = f'{relabeling["targetLabel"]}="{relabeling["replacement"]}"'
+    queries = [query.expression for query in all_queries() if query.needs_operator]
+    assert [one for one in queries if "component=" in one and selected not in one] == []
+    assert any(selected in one for one in queries)
 
 
 def test_two_releases_of_one_name_share_only_the_kinds() -> None:
