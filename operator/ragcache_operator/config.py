@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Final
 
 from ragcache_core.errors import InvalidInput
+
+ROOT_KEY_SECRET: Final = "ragcache-operator-root-key"
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
@@ -32,7 +35,7 @@ class OperatorConfig:
     # Lease for the election of one replica. Empty if this is the only replica.
     lease: str = ""
     # Secret with the root of the operator's own API keys, in its namespace.
-    root_key_secret: str = "ragcache-operator-root-key"
+    root_key_secret: str = ROOT_KEY_SECRET
     listen_port: int = 8080
     admission_port: int = 9443
     log_level: int = logging.INFO
@@ -48,9 +51,7 @@ class OperatorConfig:
             tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
             webhook_service=_label(environ, "RAGCACHE_WEBHOOK_SERVICE", ""),
             lease=_label(environ, "RAGCACHE_LEASE", ""),
-            root_key_secret=_label(
-                environ, "RAGCACHE_ROOT_KEY_SECRET", "ragcache-operator-root-key"
-            ),
+            root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             admission_port=_port(environ, "RAGCACHE_ADMISSION_PORT", 9443),
             log_level=_log_level(environ),

@@ -46,7 +46,7 @@ DOCUMENTS: Final[dict[str, str]] = {
     "front desk. The roof terrace is closed in winter.",
     "training": "Every employee may spend 2,000 euros a year on training. Courses are approved by "
     "the manager. Books do not need an approval.",
-    "data": "Personal data is deleted after 24 months. The privacy officer is Mara Lindqvist. "
+    "data": "Personal data is deleted after 24 months. The privacy team does it. "
     "Requests of customers are answered within 30 days.",
     "contracts": "Contracts are signed by two directors. The legal team keeps them for ten years. "
     "A supplier is reviewed before each renewal.",
@@ -103,7 +103,7 @@ FOLLOW_UPS: Final = (
           "parental"),
     _said("When is the Berlin office open?", "From 7:00.", "And the terrace there?", "office"),
     _said("What may I spend on training?", "2,000 euros.", "Do books need approval?", "training"),
-    _said("Who is the privacy officer?", "Mara Lindqvist.", "When does she delete data?", "data"),
+    _said("Who deletes personal data?", "The privacy team.", "When do they delete it?", "data"),
     _said("Who signs contracts?", "Two directors.", "For how long are they kept?", "contracts"),
     FollowUp(
         (

@@ -298,4 +298,6 @@ def _refusal(reply: httpx.Response) -> RequestRefused:
     if reply.status_code in {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}:
         seconds = float(retry_after) if retry_after.isdecimal() else 1.0
         return TryLater(reply.status_code, message, seconds)
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        message = f"{message}; give the key with --api-key or RAGCACHE_API_KEY"
     return RequestRefused(reply.status_code, message)

@@ -1,4 +1,4 @@
-"""Every command that needs a gateway says in one line that it does not answer."""
+"""Every command that needs a gateway says in one line that it does not answer, or wants a key."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from ragcache_cli.main import app
 from ragcache_core.documents.backup_file import BackupWriter
 from tests.helpers.cli_commands import cli_commands
+from tests.helpers.sync_parts import Page, serving_web
 
 DEAD = "http://127.0.0.1:9"
 ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -68,3 +69,15 @@ def collection() -> dict[str, Any]:
         "metadata": {"name": "docs", "namespace": "team"},
         "spec": {"cacheRef": {"name": "docs"}, "sources": [source]},
     }
+
+
+def test_a_missing_key_is_asked_for_by_the_name_of_its_option(tmp_path: Path) -> None:
+    body = json.dumps({"error": {"message": "Authorization: the API key is missing"}})
+    with serving_web(tmp_path) as web:
+        web.pages["/v1/collections/docs"] = Page(body.encode(), status=401)
+        given = CliRunner().invoke(app, ["collection", "get", "docs", "--gateway", web.url])
+    assert given.exit_code != 0
+    assert given.stderr.splitlines() == [
+        "ragcache: Authorization: the API key is missing; give the key with --api-key or "
+        "RAGCACHE_API_KEY"
+    ]
