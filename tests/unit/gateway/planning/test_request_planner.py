@@ -193,7 +193,7 @@ def test_a_source_that_is_not_current_is_not_used() -> None:
         world.view.tree.store("store:shard:1", "memory", node)
         parent = key
     assert world.plan().order == (0, 1)
-    assert not any(decision.is_hit for decision in world.plan().decisions)
+    assert {decision.action.value for decision in world.plan().decisions} == {"compute"}
 
 
 def test_an_engine_that_has_left_is_not_preferred() -> None:
