@@ -4,6 +4,7 @@ RagCacheError
 ├── InvalidInput    the caller's mistake: names the field and the fix   (400, INVALID_ARGUMENT)
 │   └── TooLarge    a value over its bound                              (413, INVALID_ARGUMENT)
 ├── NotFound        a name that does not exist                          (404, NOT_FOUND)
+├── Unauthenticated a caller that does not prove who it is              (no REST, UNAUTHENTICATED)
 └── Unavailable     a component that does not answer; retry later       (503, UNAVAILABLE)
     └── Overloaded  a component that answers, and has too much to do    (503, RESOURCE_EXHAUSTED)
 """

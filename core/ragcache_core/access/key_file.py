@@ -70,10 +70,6 @@ class KeyTable:
         """Every tenant that a key names."""
         return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
 
-    def joined(self, more: KeyTable) -> KeyTable:
-        """Return a table with the entries of both."""
-        return KeyTable({**self.callers, **more.callers})
-
 
 def key_of(random_bytes: bytes) -> str:
     """Return the key that 32 random bytes make.

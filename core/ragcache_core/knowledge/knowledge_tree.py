@@ -91,13 +91,6 @@ class KnowledgeTree:
         self._add_residency(known, source, residency_in(tier, node.exact))
         self._enforce_cap(known)
 
-    def move(self, source: str, key: VariantKey, tier: str) -> None:
-        """Record that a source's copy is in another tier now."""
-        node = self._by_key.get(key)
-        residency = node.residency.get(source) if node is not None else None
-        if node is not None and residency is not None:
-            node.residency[source] = residency_in(tier, residency.exact)
-
     def drop(self, source: str, key: VariantKey) -> None:
         """Record that a source has no copy any more."""
         node = self._by_key.get(key)

@@ -118,11 +118,6 @@ class ChunkDecision:
     tier: str = ""
     source: str = ""
 
-    @property
-    def is_hit(self) -> bool:
-        """Whether stored KV is used."""
-        return self.action is not ChunkAction.COMPUTE
-
 
 @dataclass(frozen=True, slots=True)
 class PlanSeconds:
@@ -189,9 +184,3 @@ class RequestPlan:
         """Tokens of the leading chunks that the engine has or loads exactly."""
         exact = (ChunkAction.CACHED, ChunkAction.LOAD)
         return sum(d.num_tokens for d in takewhile(lambda d: d.action in exact, self.decisions))
-
-    @property
-    def moves_kv(self) -> bool:
-        """Whether KV is moved to the engine from a cache store."""
-        loads = (ChunkAction.LOAD, ChunkAction.BLEND)
-        return any(d.action in loads and d.source != self.source for d in self.decisions)

@@ -24,11 +24,15 @@ MAX_TERMS: Final = 8
 MAX_TURNS: Final = 6
 """Turns that are read, from the last one on."""
 
+MAX_TURN_CHARS: Final = 16_384
+"""Characters that are read of a turn. What a topic is called comes at its beginning, and a client
+may send megabytes."""
+
 FEW_WORDS: Final = 1
 """A question with so few words of its own refers to the turns before it."""
 
 _WORD: Final = re.compile(r"[^\W_]+(?:[-_.'][^\W_]+)*")
-_SENTENCE_START: Final = re.compile(r"(?:^|[.!?:]\s+|\n\s*)$")
+_SENTENCE_ENDS: Final = (".", "!", "?", ":")
 
 _PRONOUN_LIST: Final = (
     "it its itself they them their theirs this that these those he him his she her hers there "
@@ -53,7 +57,8 @@ _COMMON_LIST: Final = (
     "using very want was we well were what what's when where where's which while who who's whom "
     "whose why will with within without would yes you your"
 )
-_COMMON: Final = frozenset(_COMMON_LIST.split())
+_NOT_OWN: Final = _PRONOUNS.union(_COMMON_LIST.split())
+"""Words that do not say what a text is about."""
 
 
 def rewrite_query(turns: Sequence[tuple[str, str]], question: str) -> str:
@@ -67,13 +72,14 @@ def rewrite_query(turns: Sequence[tuple[str, str]], question: str) -> str:
         The question, and after it the words of earlier turns to which it refers. At most
         MAX_QUERY_CHARS long.
     """
-    if not refers_back(question):
-        return condense(question)
-    added = _terms(turns, set(map(str.lower, _WORD.findall(question))))
+    query = condense(question)
+    if not refers_back(query):
+        return query
+    added = _terms(turns, set(map(str.lower, _WORD.findall(query))))
     # The words come last: if the query is too long for the embedder, the question counts more.
-    room = MAX_QUERY_CHARS - len(question) - 1
+    room = MAX_QUERY_CHARS - len(query) - 1
     suffix = " ".join(added)[: max(0, room)].rstrip()
-    return f"{condense(question)} {suffix}" if suffix else condense(question)
+    return f"{query} {suffix}" if suffix else query
 
 
 def refers_back(question: str) -> bool:
@@ -100,7 +106,7 @@ def condense(text: str) -> str:
 def _own_words(text: str) -> list[str]:
     """Return the words of a text that say what it is about."""
     found = _WORD.findall(text)
-    return [word for word in found if word.lower() not in _COMMON | _PRONOUNS]
+    return [word for word in found if word.lower() not in _NOT_OWN]
 
 
 def _terms(turns: Sequence[tuple[str, str]], known: set[str]) -> list[str]:
@@ -110,7 +116,8 @@ def _terms(turns: Sequence[tuple[str, str]], known: set[str]) -> list[str]:
     only, because its other words are the document's and would find the same passage again.
     """
     terms: list[str] = []
-    for role, text in reversed(turns[-MAX_TURNS:]):
+    for role, whole_text in reversed(turns[-MAX_TURNS:]):
+        text = whole_text[:MAX_TURN_CHARS]
         found = _own_words(text) if role == "user" else list(_names(text))
         for word in found:
             if len(terms) < MAX_TERMS and word.lower() not in known:
@@ -123,11 +130,20 @@ def _terms(turns: Sequence[tuple[str, str]], known: set[str]) -> list[str]:
 
 def _names(text: str) -> Iterator[str]:
     """Yield words that look like names: capitals inside of a sentence, digits and hyphens."""
+    last_end = 0
     for match in _WORD.finditer(text):
-        word = match.group()
-        if word.lower() in _COMMON | _PRONOUNS:
+        word, before = match.group(), text[last_end : match.start()]
+        last_end = match.end()
+        if word.lower() in _NOT_OWN:
             continue
-        is_first = _SENTENCE_START.search(text[: match.start()]) is not None
+        is_first = match.start() == 0 or _begins_sentence(before)
         has_sign = any(c.isdigit() or c in "-_." for c in word)
         if has_sign or word[1:] != word[1:].lower() or (word[0].isupper() and not is_first):
             yield word
+
+
+def _begins_sentence(before: str) -> bool:
+    """Whether a word begins a sentence or a line, from the text between it and the last word."""
+    mark = before.rstrip()
+    space = before[len(mark) :]
+    return "\n" in space or (bool(space) and mark.endswith(_SENTENCE_ENDS))

@@ -34,6 +34,7 @@ from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import CacheStoreSettings
 from ragcache_wire.settings.field_types import split_address
+from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.log_format import start_logging
 
 log = logging.getLogger("ragcache_cachestore")
@@ -180,6 +181,7 @@ def main() -> int:
     """Run the service. Return the exit status."""
     reuse_freed_memory()
     allow_many_sockets()
+    end_on_stop()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         config = CacheStoreSettings()

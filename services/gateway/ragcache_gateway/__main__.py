@@ -21,6 +21,7 @@ from ragcache_gateway.workers import WRONG_SETTINGS_STATUS, WorkerPool
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.log_format import start_logging
 from ragcache_wire.telemetry.metrics_server import MetricsThread
@@ -35,6 +36,7 @@ def main() -> int:
 
     A worker of several has two arguments: its index, and the descriptor of the listening socket.
     """
+    end_on_stop()
     try:
         settings = GatewaySettings()
         start_logging(settings.log_level, settings.log_format, "gateway")

@@ -51,7 +51,8 @@ class WorkerPool:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._start_at_s: dict[int, float] = dict.fromkeys(range(num_workers), 0.0)
         self._folder = Path(tempfile.mkdtemp(prefix="ragcache-workers-"))
-        self._stopping = False
+        self._num_signals = 0
+        self._is_stopping = False
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -61,10 +62,14 @@ class WorkerPool:
     def run(self) -> int:
         """Keep the workers running until a signal. Return the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
-        status = 0
+            signal.signal(number, self._count_signal)
+        status = num_handed_on = 0
         try:
-            while self._workers or not self._stopping:
+            while self._workers or not self._is_stopping:
+                # The second one is handed on, too: workers then end at once.
+                if num_handed_on < self._num_signals:
+                    num_handed_on += 1
+                    self._stop()
                 self._start_missing()
                 time.sleep(_POLL_S)
                 status = max(status, self._collect_ended())
@@ -75,23 +80,21 @@ class WorkerPool:
             shutil.rmtree(self._folder, ignore_errors=True)
         return status
 
+    def _count_signal(self, *_: object) -> None:
+        # No more: the signal may interrupt the start of a worker, which would then miss the stop.
+        self._num_signals += 1
+
     def _start_missing(self) -> None:
         now_s = time.monotonic()
         due = [index for index, start_s in self._start_at_s.items() if start_s <= now_s]
+        descriptors = [one.fileno() for one in self._listening]
         for index in due:
-            if self._stopping:
-                return
-            descriptors = [one.fileno() for one in self._listening]
             del self._start_at_s[index]
             self._workers[index] = subprocess.Popen(
                 [*self._command, str(index), *map(str, descriptors)],
                 pass_fds=descriptors,
                 env={**os.environ, METRICS_FOLDER: str(self._folder)},
             )
-            if (
-                self._stopping
-            ):  # since the worker began to start: the signal was not handed on to it
-                self._workers[index].terminate()
 
     def _collect_ended(self) -> int:
         """Note which workers have ended, to start them again. Return the worst exit status."""
@@ -102,7 +105,7 @@ class WorkerPool:
             del self._workers[index]
             # Gauges of the process end with it; its counters stay.
             multiprocess.mark_process_dead(worker.pid, str(self._folder))  # type: ignore[no-untyped-call]
-            if self._stopping:
+            if self._is_stopping:
                 continue
             if status == WRONG_SETTINGS_STATUS:
                 self._stop()
@@ -112,9 +115,9 @@ class WorkerPool:
             self._start_at_s[index] = time.monotonic() + RESTART_DELAY_S
         return worst
 
-    def _stop(self, *_: object) -> None:
+    def _stop(self) -> None:
         """Refuse new connections, and have the workers end what they have begun."""
-        self._stopping = True
+        self._is_stopping = True
         self._start_at_s.clear()
         for one in self._listening:
             one.close()

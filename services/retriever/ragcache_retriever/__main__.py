@@ -49,6 +49,7 @@ from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.retriever import MAX_DEFAULT_THREADS
 from ragcache_wire.settings.table import variable
+from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.log_format import start_logging
 from ragcache_wire.tracing import Tracer, tracer
@@ -67,6 +68,7 @@ are embedded, so Python's default of 5 ms would add up."""
 
 def main() -> int:
     """Run the service and return its exit status."""
+    end_on_stop()
     try:
         settings = RetrieverSettings()
         start_logging(settings.log_level, settings.log_format, PART)

@@ -8,6 +8,7 @@ import pytest
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.knowledge.resident_nodes import ResidentNodes
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.segments import checked_segments
 from ragcache_engine.announcements.node_announcer import NodeAnnouncer
@@ -222,3 +223,16 @@ def test_events_that_a_user_has_turned_on_are_still_published() -> None:
     pool.reset_prefix_cache()
     assert len(pool.take_events()) == 1
     assert None in seen
+
+
+def test_no_error_reaches_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.cache(engine.arrive("one"))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    for method in ("set_cached", "set_host", "unpin"):
+        monkeypatch.setattr(ResidentNodes, method, fail)
+    engine.step()
+    engine.announcer.on_tier_changes(dict.fromkeys(nodes()))
+    engine.announcer.end("one")

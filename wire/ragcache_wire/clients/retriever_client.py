@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from ragcache_core.errors import RagCacheError
-from ragcache_wire.channel import OPTIONS
+from ragcache_wire.channel import OPTIONS, with_options
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.trace_context import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -51,6 +51,14 @@ _SERVICE_CONFIG: Final = json.dumps(
     }
 )
 
+CHANNEL_OPTIONS: Final = with_options(
+    OPTIONS,
+    ("grpc.service_config", _SERVICE_CONFIG),
+    # A replica whose node is lost is noticed in seconds, and another one answers.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+)
+
 R = TypeVar("R")
 
 
@@ -66,14 +74,7 @@ class RetrieverClient:
     """
 
     def __init__(self, address: str) -> None:
-        options = [
-            *OPTIONS,
-            ("grpc.service_config", _SERVICE_CONFIG),
-            # A replica whose node is lost is noticed in seconds, and another one answers.
-            ("grpc.keepalive_time_ms", 6_000),
-            ("grpc.keepalive_timeout_ms", 2_000),
-        ]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 
     async def close(self) -> None:

@@ -86,11 +86,10 @@ class OtlpMetrics:
         self._export()
 
     def _export(self) -> None:
-        now_ns = time.time_ns()
-        metrics = list(to_otlp(self._collectors.collect(), self._started_ns, now_ns))
-        scope = ScopeMetrics(self._scope, metrics, SCHEMA_URL)
-        data = MetricsData([ResourceMetrics(self._resource, [scope], SCHEMA_URL)])
         try:
+            metrics = list(to_otlp(self._collectors.collect(), self._started_ns, time.time_ns()))
+            scope = ScopeMetrics(self._scope, metrics, SCHEMA_URL)
+            data = MetricsData([ResourceMetrics(self._resource, [scope], SCHEMA_URL)])
             self._exporter.export(data, timeout_millis=EXPORT_TIMEOUT_S * 1000)
         except Exception:  # one failed export must not end the thread
             log.exception("telemetry: metrics not exported")

@@ -9,7 +9,8 @@ is not exact is never told as cached.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,20 +86,20 @@ class NodeAnnouncer:
         cache = self._cache
         if cache is None or cache_salt != domain_salt(domain):
             return
-        try:
+        with _logging_errors():
             hashes = {cache.name(one): one for one in block_hashes}
             names = tuple(hashes)
             path = self._path(segments, cache.block_tokens)
             keys = self._nodes.pin(path, names, lambda name: cache.has(hashes[name]))
             self._prompts[request_id] = _FollowedPrompt(keys, names)
             self._hashes.update(hashes)
-        except Exception:
-            log.exception("announcer: prompt is not followed request=%s", request_id)
 
     def end(self, request_id: str) -> None:
         """Stop following the prompt of a request that has ended."""
         prompt = self._prompts.pop(request_id, None)
-        if prompt is not None:
+        if prompt is None:
+            return
+        with _logging_errors():
             self._nodes.unpin(prompt.nodes)
             for name in prompt.blocks:
                 self._drop_unused_hash(name)
@@ -110,7 +111,7 @@ class NodeAnnouncer:
             names: Blocks that were cached or evicted. None: the cache was cleared.
         """
         assert self._cache is not None
-        try:
+        with _logging_errors():
             if names is None:
                 self._nodes.clear_blocks()
                 names = tuple(self._hashes)
@@ -120,13 +121,12 @@ class NodeAnnouncer:
                     self._nodes.set_cached(name, self._cache.has(block_hash))
                     self._drop_unused_hash(name)
             self._feed.publish(self._nodes.take_changes())
-        except Exception:
-            log.exception("announcer: blocks are not told")
 
     def on_tier_changes(self, changes: Mapping[VariantKey, TierChange | None]) -> None:
         """Record what the worker's own tiers store. ``on_blocks`` tells it after the step."""
-        for key, change in changes.items():
-            self._nodes.set_host(key, None if change is None else change.exact)
+        with _logging_errors():
+            for key, change in changes.items():
+                self._nodes.set_host(key, None if change is None else change.exact)
 
     def _path(self, segments: Sequence[NamedSegment], block_tokens: int) -> list[PathSegment]:
         parents = [None, *(named.variant for named in segments)]
@@ -151,6 +151,14 @@ class NodeAnnouncer:
         if block_hash is None or self._nodes.follows(name):
             return
         del self._hashes[name]
+
+
+@contextmanager
+def _logging_errors() -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception:
+        log.exception("announcer: what the engine has is not told in full")
 
 
 def domain_salt(domain: str) -> str | None:

@@ -66,7 +66,7 @@ class QueryWriter:
     caller: Caller
 
     async def first(self, mode: RewriteMode) -> str:
-        """Return the first query. Raises InvalidInput if the engine refuses the conversation."""
+        """Return the first query: what the rules make of the question if the model fails."""
         question = self.conversation.question
         if mode == "off":
             return condense(question)

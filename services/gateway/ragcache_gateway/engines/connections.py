@@ -365,17 +365,17 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self.response is None:
+        if self.response is None or self.response.is_complete:
             self._fail("it answered without a request")
         elif status >= 200:  # others announce the response that follows
             self.response.head_received(status, is_framed=self._is_framed)
 
     def on_body(self, part: bytes) -> None:
-        if self.response is not None:
+        if self.is_open and self.response is not None:
             self.response.part_received(part)
 
     def on_message_complete(self) -> None:
-        if self.response is not None and self.response.status:
+        if self.is_open and self.response is not None and self.response.status:
             self.may_be_reused = self._is_framed and self._parser.should_keep_alive()
             self.response.completed()
 

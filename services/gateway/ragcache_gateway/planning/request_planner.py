@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Final, Literal
 
 from ragcache_core.identity.keys import ChunkKey, KVSpace
 from ragcache_core.planner.planner import plan_request
@@ -31,6 +31,9 @@ from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Tracer
 
 Order = Literal["rank", "cached"]
+
+_ROUNDING: Final = 1e-6
+"""A sum of predicted seconds may be off by less than this share of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,10 @@ class RequestPlanner:
         documents = [prompt.documents[rank] for rank in plan.order]
         ordered = replace(prompt, documents=documents)
         renewed = self.plan(ordered, reuse, "rank", is_trial=False, ahead=ahead)
-        return replace(renewed, order=plan.order)
+        # Its ranks are those of the ordered documents, and it has compared no other order.
+        other = renewed.runner_up
+        runner_up = None if other is None else replace(other, order=plan.order)
+        return replace(renewed, order=plan.order, runner_up=runner_up)
 
     def is_on_disk_only(self, chunks: Sequence[ChunkKey]) -> bool:
         """Return whether a cache store has one of the chunks on a disk, and none in memory."""
@@ -167,9 +173,9 @@ class RequestPlanner:
         try:
             yield
         finally:
-            self._waiting_s[address] -= work_s
-            if self._waiting_s[address] < work_s / 1e6:
-                del self._waiting_s[address]
+            left_s = self._waiting_s.pop(address, 0.0) - work_s
+            if left_s > work_s * _ROUNDING:
+                self._waiting_s[address] = left_s
 
     def computed(self, engine: Engine, plan: RequestPlan, *, blends: bool) -> None:
         """Record that an engine has computed a prompt: its prefix cache has it now.

@@ -145,7 +145,7 @@ class PromptBuilder:
             InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        self._check_length(conversation.num_chars(), max_tokens)
+        self._check_answer(max_tokens)
         frame = self.frame(conversation, with_documents=with_documents)
         return self._with_chunks(frame, hits, max_tokens)
 
@@ -158,7 +158,8 @@ class PromptBuilder:
             InvalidInput: The text leaves no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        self._check_length(len(text), max_tokens)
+        self._check_answer(max_tokens)
+        self._check_length(len(text))
         frame = TemplateFrame(self._tokenizer.beginning(), self._tokenizer.encode_template(text))
         return self._with_chunks(frame, hits, max_tokens)
 
@@ -204,8 +205,10 @@ class PromptBuilder:
                 with the system prompt, and a conversation without one has no head.
 
         Raises:
-            InvalidInput: The template does not accept this conversation.
+            InvalidInput: The template does not accept this conversation, or it cannot fit the
+                model.
         """
+        self._check_length(conversation.num_chars())
         system = conversation.system_with_documents if with_documents else conversation.system
         stable, varying = system or "", ""
         if conversation.stable_prefix is not None:
@@ -269,13 +272,15 @@ class PromptBuilder:
         known = self._chunks.get(name)
         return known or self._chunks.put(name, PackedIds.of(self.encode_chunk(chunk.text)))
 
-    def _check_length(self, num_chars: int, max_tokens: int) -> None:
+    def _check_answer(self, max_tokens: int) -> None:
         if max_tokens >= self._max_model_len:
             raise InvalidInput(
                 "max_tokens",
                 f"is {max_tokens}, and question and answer together have {self._max_model_len}",
                 "lower it",
             )
+
+    def _check_length(self, num_chars: int) -> None:
         if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
             raise InvalidInput(
                 "messages",

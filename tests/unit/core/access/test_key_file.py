@@ -176,7 +176,6 @@ def test_components_have_keys_with_their_scopes() -> None:
     assert operator.may(Scope.ASK)
     assert sync is not None
     assert not sync.may(Scope.ADMIN)
-    assert parse(entry(name='"b"')).joined(table).find(OTHER) == sync
     with pytest.raises(InvalidInput, match="has no 'root'"):
         builtin_table({"root": hash_text(KEY)})
 

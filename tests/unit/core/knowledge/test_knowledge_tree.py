@@ -58,13 +58,6 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.put(source, path, tier, exact)
         self.named.add(path)
 
-    @rule(source=sources, tier=tiers, path=paths)
-    def move(self, source: str, tier: str, path: tuple[ChunkKey, ...]) -> None:
-        self.tree.move(source, key_of(path), tier)
-        copies = self.copies.get(source, {})
-        if path in copies and path in self.named:
-            copies[path] = tier, copies[path][1]
-
     @rule(source=sources, path=paths)
     def drop(self, source: str, path: tuple[ChunkKey, ...]) -> None:
         self.tree.drop(source, key_of(path))

@@ -91,3 +91,18 @@ def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     query = condense(text)
     assert query.startswith("Translate this.")
     assert query.endswith("Where does billing run?")
+
+
+@pytest.mark.timeout(60)
+def test_megabytes_of_a_client_are_not_read_again_for_each_word() -> None:
+    # The gateway's event loop does this. Reading all of a text before each word would take hours.
+    text = "the Billing service runs in Oslo and keeps many logs. " * 100_000
+    query = rewrite_query([("user", "Where is it?"), ("assistant", text)], "And who owns it?")
+    assert {"Billing", "Oslo"} <= set(query.split())
+    assert len(rewrite_query([("user", text)], text)) <= MAX_QUERY_CHARS
+
+
+def test_names_of_a_turn_are_found_wherever_a_sentence_does_not_begin() -> None:
+    text = "Then Oslo. Often it restarts:\n  Rarely Bergen"
+    query = rewrite_query([("assistant", text)], "And who owns it?")
+    assert query == "And who owns it? Oslo Bergen"

@@ -72,6 +72,24 @@ async def test_a_connection_is_used_again_after_a_complete_response() -> None:
     assert num_connections == 1
 
 
+async def test_a_response_without_a_request_reaches_nobody() -> None:
+    num_connections = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        while await read_request(reader):
+            own, other = (OK + b"content-length: 2\r\n\r\n" + body for body in (b"hi", b"no"))
+            writer.write(own + other)
+
+    async with serving(handle) as connections:
+        for _ in range(3):
+            response = await connections.request("GET", "/")
+            assert await response.read_all(10) == b"hi"
+            response.release()
+    assert num_connections == 3, "such a connection is not used again"
+
+
 async def test_a_response_that_is_released_early_closes_its_connection() -> None:
     closed = asyncio.Event()
 

@@ -12,7 +12,7 @@ from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KEY_BYTES, KVSpace, VariantKey
 from ragcache_core.knowledge.stored_node import StoredNode
 from ragcache_core.planner.document_order import RankedDocument
-from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
+from ragcache_core.planner.request_plan import PlannedPrompt, PlanSeconds, RequestPlan
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
@@ -156,6 +156,16 @@ def test_predicted_work_counts_as_queue_until_the_first_token() -> None:
     assert world.planner.engine_of(world.plan()) is world.one
 
 
+def test_work_of_any_size_leaves_the_queue() -> None:
+    world = World()
+    long, short = (RequestPlan((), "", (), PlanSeconds(0, 0, 0, s)) for s in (1e4, 1e-3))
+    one = world.one.as_engine()
+    with world.planner.waiting(one, short), world.planner.waiting(one, long):
+        assert world.planner.engine_of(world.plan()) is world.two
+    with world.planner.waiting(world.two.as_engine(), short):
+        assert world.planner.engine_of(world.plan()) is world.one
+
+
 def test_an_observed_hit_contradicts_the_prediction() -> None:
     world = World()
     world.compute(world.one, 1, 0)
@@ -183,7 +193,7 @@ def test_a_source_that_is_not_current_is_not_used() -> None:
         world.view.tree.store("store:shard:1", "memory", node)
         parent = key
     assert world.plan().order == (0, 1)
-    assert not any(decision.is_hit for decision in world.plan().decisions)
+    assert {decision.action.value for decision in world.plan().decisions} == {"compute"}
 
 
 def test_an_engine_that_has_left_is_not_preferred() -> None:
@@ -200,6 +210,8 @@ def test_the_engine_is_chosen_again_for_the_order_of_the_plan() -> None:
     plan, prompt = world.plan(), world.prompt()
     renewed = world.planner.renew(plan, prompt, EXACT)
     assert (renewed.order, renewed.source) == ((1, 0), plan.source)
+    assert renewed.runner_up is not None
+    assert renewed.runner_up.order == (1, 0)
     engine = world.one.as_engine()
     busy = world.plan(reuse=ReuseMode("off", 0.2))
     with world.planner.waiting(engine, busy), world.planner.waiting(engine, busy):

@@ -160,6 +160,12 @@ def test_messages_that_cannot_fit_are_not_tokenized(builder: PromptBuilder) -> N
         builder.build(endless, [], 5)
 
 
+def test_the_beginning_of_a_prompt_that_cannot_fit_is_not_tokenized(builder: PromptBuilder) -> None:
+    # An engine may compute it while the search runs, before anything else checks the length.
+    with pytest.raises(InvalidInput, match="far more than the 1024 tokens"):
+        builder.frame(Conversation.asking(None, "a" * 16_385))
+
+
 def with_template(model: Path, folder: Path, template: str) -> ChatTokenizer:
     """Return a model's tokenizer with another chat template."""
     for file in model.glob("tokenizer*"):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.metrics.export import Histogram, Metric
 
+from ragcache_wire.telemetry import otlp_exporter
 from ragcache_wire.telemetry.catalogue import cachestore, gateway
 from ragcache_wire.telemetry.export import export_metrics
-from ragcache_wire.telemetry.metric_registry import MetricRegistry, exemplar
+from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry, exemplar
 from ragcache_wire.telemetry.otlp_exporter import to_otlp
 from ragcache_wire.telemetry.semantic_conventions import SCHEMA_URL
 from tests.helpers.otlp import collector
@@ -93,6 +97,29 @@ def test_close_sends_everything_with_the_version_of_the_conventions() -> None:
     for metric in of_scope.metrics:
         for point in metric.histogram.data_points:
             assert not point.HasField("min")
+
+
+@pytest.mark.timeout(60)
+def test_metrics_that_cannot_be_read_once_are_exported_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(otlp_exporter, "EXPORT_INTERVAL_S", 0.01)
+    registry = MetricRegistry("cachestore")
+    reads = itertools.count()
+    was_read_again = threading.Event()
+
+    def levels() -> list[Level]:
+        if next(reads) == 0:
+            raise RuntimeError("the store is closing")
+        was_read_again.set()
+        return [(cachestore.VARIANTS, (), 7)]
+
+    registry.observe(levels)
+    with collector() as receiver:
+        exported = export_metrics(receiver.url, "cachestore", "store-0", registry.collectors)
+        was_read_again.wait()
+        exported.close()
+    assert receiver.figures()[cachestore.VARIANTS.name, frozenset()] == 7
 
 
 def test_a_silent_collector_does_not_block_close() -> None:

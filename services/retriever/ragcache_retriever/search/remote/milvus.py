@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import grpc
@@ -49,6 +49,13 @@ GROWTH = 4
 BATCH_BYTES = 16 << 20
 """Bytes of vectors that one call inserts. A message has 64 MiB at most."""
 READ_ROWS = 8192
+
+NO_PINGS: Final = {
+    "grpc.keepalive_time_ms": (1 << 31) - 1,
+    "grpc.keepalive_permit_without_calls": False,
+}
+"""pymilvus pings its server every ten seconds. Milvus allows that, and milvus-lite closes a
+connection that is idle meanwhile. Its server is a process of this machine, which needs no pings."""
 
 _ROW, _VECTOR = "row", "vector"
 _INDEX_TYPES = {IndexKind.FLAT: "FLAT", IndexKind.IVF: "IVF_FLAT", IndexKind.HNSW: "HNSW"}
@@ -358,15 +365,15 @@ def _used_kind(kind: IndexKind) -> IndexKind:
     return IndexKind.HNSW if kind is IndexKind.AUTO else kind
 
 
-def client_arguments(url: str) -> dict[str, str]:
+def client_arguments(url: str) -> dict[str, Any]:
     """Return the arguments of a client for a URL."""
     if url.endswith(".db") and "://" not in url:
-        return {"uri": str(Path(url).absolute())}
+        return {"uri": str(Path(url).absolute()), "grpc_options": NO_PINGS}
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:
             port = parts.port or 19530
-            arguments = {"uri": f"{parts.scheme}://{parts.hostname}:{port}"}
+            arguments: dict[str, Any] = {"uri": f"{parts.scheme}://{parts.hostname}:{port}"}
             if parts.username:
                 password = unquote(parts.password or "")
                 arguments["token"] = f"{unquote(parts.username)}:{password}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.remote.milvus import MilvusIndexes, client_arguments
+from ragcache_retriever.search.remote.milvus import NO_PINGS, MilvusIndexes, client_arguments
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,10 @@ from ragcache_retriever.search.remote.milvus import MilvusIndexes, client_argume
             "https://me:p%40ss@milvus:443/docs",
             {"uri": "https://milvus:443", "token": "me:p@ss", "db_name": "docs"},
         ),
-        ("/data/vectors.db", {"uri": "/data/vectors.db"}),
+        ("/data/vectors.db", {"uri": "/data/vectors.db", "grpc_options": NO_PINGS}),
     ],
 )
-def test_urls_become_arguments(url: str, arguments: dict[str, str]) -> None:
+def test_urls_become_arguments(url: str, arguments: dict[str, object]) -> None:
     assert client_arguments(url) == arguments
 
 
