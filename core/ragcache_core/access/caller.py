@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
 from ragcache_core.retrieval.filters import And, Filter
 
 TENANT_DOMAIN: Final = "tenant:"
@@ -82,7 +82,7 @@ class Caller:
     @property
     def cache_salt(self) -> str | None:
         """Salt of its prompts in an engine's own prefix cache; None: shared with all callers."""
-        return None if self.tenant is None else self.domain
+        return domain_salt(self.domain)
 
     def may(self, scope: Scope) -> bool:
         """Whether its key has a scope."""

@@ -21,7 +21,7 @@ KEY_BYTES = 16
 """Length of a ChunkKey and of a PrefixKey: with 128 bits, chance collisions are negligible."""
 
 PUBLIC_DOMAIN = "public"
-"""Access domain of every document: there are no tenants yet. A client can never set it."""
+"""Access domain of callers without a tenant. No client can set a domain."""
 
 ChunkKey = bytes
 PrefixKey = bytes
@@ -61,6 +61,15 @@ class KVSpace:
             )
         )
         return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+def domain_salt(domain: str) -> str | None:
+    """Return the ``cache_salt`` of prompts of an access domain. None: they have none.
+
+    It keeps the blocks of a domain in an engine's own prefix cache from those of others. Gateways
+    send it, and engines tell by it which blocks belong to a plan.
+    """
+    return None if domain == PUBLIC_DOMAIN else domain
 
 
 def token_bytes(token_ids: TokenIds) -> bytes:

@@ -42,7 +42,7 @@ async def received(server_options: Sequence[Option]) -> list[bytes]:
     options = with_options(OPTIONS, ("grpc.keepalive_time_ms", PING_MS))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            async for part in channel.unary_stream(METHOD)(b""):
+            async for part in channel.unary_stream(METHOD, bytes, bytes)(b""):
                 found.append(part)
     except grpc.aio.AioRpcError as error:
         found.append(str(error.details()).encode())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, VariantKey
+from ragcache_core.identity.keys import KVSpace, VariantKey, domain_salt
 from ragcache_core.knowledge.resident_nodes import PathSegment, ResidentNodes
 from ragcache_core.knowledge.stored_node import StoredNode
 from ragcache_core.plan.segments import NamedSegment
@@ -159,8 +159,3 @@ def _logging_errors() -> Generator[None, None, None]:
         yield
     except Exception:
         log.exception("announcer: what the engine has is not told in full")
-
-
-def domain_salt(domain: str) -> str | None:
-    """Return the ``cache_salt`` with which gateways send all prompts of an access domain."""
-    return None if domain == PUBLIC_DOMAIN else domain

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_core.identity.keys import domain_salt
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments, longest_exact_chain
@@ -64,7 +64,7 @@ from ragcache_gateway.background.slice_costs import SliceCosts
 from ragcache_gateway.documents.events import TextRemoved, WrittenDocument
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import Usage, transfer_params
+from ragcache_gateway.engines.completion import Usage, completion_body
 from ragcache_gateway.engines.completion_stream import is_engine_loss
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
@@ -502,18 +502,16 @@ class Precomputer:
 
     async def _ask(self, engine: Engine, prompt: Prompt, plan: ReusePlan) -> Usage | None:
         """Have an engine compute a prompt, and return what it counted."""
-        body = {
-            "model": self._model.name,
-            "prompt": prompt.token_ids,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "priority": LOWEST_PRIORITY,
-            "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._model.plan_keys),
-        }
-        if plan.domain != PUBLIC_DOMAIN:
-            body["cache_salt"] = plan.domain
+        body = completion_body(
+            {"temperature": 0.0},
+            model=self._model.name,
+            token_ids=prompt.token_ids,
+            max_tokens=1,
+            plan=plan,
+            plan_keys=self._model.plan_keys,
+            cache_salt=domain_salt(plan.domain),
+            priority=LOWEST_PRIORITY,
+        )
         async with AsyncExitStack() as stack:
             completion = await self._engines.complete_on(engine, body, stack)
             async for _ in completion.deltas():

@@ -35,7 +35,7 @@ from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleW
 from ragcache_gateway.documents.events import TextRemoved
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import PART, transfer_params
+from ragcache_gateway.engines.completion import PART, completion_body
 from ragcache_gateway.engines.completion_stream import Completion, is_engine_loss
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
@@ -238,17 +238,17 @@ class QualityTrials:
         plan = self._plan(replay, request)
         token_ids = replay.question.prompt.token_ids
         left_tokens = self._model.max_model_len - len(token_ids)
-        return {
-            "model": self._model.name,
-            "prompt": token_ids,
-            "max_tokens": min(MAX_ANSWER_TOKENS, left_tokens),
-            "temperature": 0.0,
-            "stream": True,
-            "priority": LOWEST_PRIORITY,
+        return completion_body(
+            {"temperature": 0.0},
+            model=self._model.name,
+            token_ids=token_ids,
+            max_tokens=min(MAX_ANSWER_TOKENS, left_tokens),
+            plan=plan,
+            plan_keys=self._model.plan_keys,
             # No other request has this salt: the engine's own prefix cache must not serve trials.
-            "cache_salt": request,
-            "kv_transfer_params": transfer_params(plan, token_ids, self._model.plan_keys),
-        }
+            cache_salt=request,
+            priority=LOWEST_PRIORITY,
+        )
 
     async def _start(
         self, engine: Engine, body: dict[str, Any], stack: AsyncExitStack
