@@ -1,8 +1,9 @@
 """The probability that the fused hits of a stage are the final ones, learned from past searches.
 
-The vector index states how likely its own hits are final. The fused list needs only a part of them,
-and may be reordered by the lexical leg. So past stages are counted by what was known of them, and
-the index's probability is the prior of a count.
+The vector index states how likely all hits of its leg are final, a hundred or more. The fused list
+needs only the best of them, so that it is final much more often; but the lexical leg or a reranker
+may reorder it. So past stages are counted by what was known of them. All stages of the same
+progress are the prior of the narrower count, which would else need many searches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 PRIOR_STAGES: Final = 4.0
-"""Stages that the index's own probability counts as."""
+"""Stages of its own kind that all stages of the same progress count as."""
+FIRST_STAGES: Final = 1.0
+"""Stages that a guess counts as before any search: half of what the index is not sure of."""
 HALF_LIFE: Final = 2000.0
 """Stages of one kind after which earlier ones count half."""
 MAX_FORMS: Final = 1024
@@ -84,9 +87,13 @@ class FusedFinality:
 
     def probability(self, stage: FusedStage) -> float:
         """Return the probability that the final stage has the same hits in the same order."""
+        guess = (1.0 + stage.dense_probability) / 2.0
+        _, progress_bin, _ = stage.kind
+        alike = [both for kind, both in self._counts.copy().items() if kind[1] == progress_bin]
+        alike_stages, alike_final = sum(one for one, _ in alike), sum(one for _, one in alike)
+        prior = (FIRST_STAGES * guess + alike_final) / (FIRST_STAGES + alike_stages)
         num_stages, num_final = self._counts.get(stage.kind, (0.0, 0.0))
-        prior = PRIOR_STAGES * stage.dense_probability
-        return (prior + num_final) / (PRIOR_STAGES + num_stages)
+        return (PRIOR_STAGES * prior + num_final) / (PRIOR_STAGES + num_stages)
 
     def learn(self, stages: Sequence[FusedStage], final_rows: tuple[int, ...]) -> None:
         """Count the stages of a search that has ended.

@@ -149,7 +149,7 @@ def test_stages_become_trusted_when_they_prove_final(
     index = StagesIndex([hits[:2], hits], probability=0.5)
     first = pages.search(ranking, "-", QUERY, index, top_k=2)
     assert [stage.final for stage in first] == [False, True]
-    assert first[0].final_probability == pytest.approx(0.5)
+    assert first[0].final_probability == pytest.approx(0.75)
     for _ in range(50):
         pages.search(ranking, "-", QUERY, index, top_k=2)
     last = pages.search(ranking, "-", QUERY, index, top_k=2)
