@@ -15,6 +15,7 @@ from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Vectors
+from ragcache_retriever.ranking import hybrid
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import (
@@ -90,8 +91,13 @@ async def early_probabilities(client: RetrieverClient, num_searches: int) -> lis
 
 
 async def test_a_restart_keeps_what_early_stages_of_hybrid_searches_are_worth(
-    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    tiny_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # On a busy machine the words take longer than an early stage waits for them.
+    monkeypatch.setattr(hybrid, "EARLY_WAIT_S", 10.0)
     tokenizer = tokenizer_of(tiny_model)
     async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
         for i in range(40):
