@@ -12,6 +12,10 @@ generator and the rules that are compared.
 * ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks. Times
   are CPU times of the thread.
 * ``ece``: expected calibration error of the probabilities, of searches after the learned ones.
+* ``fused_ece``: the same of the probabilities that clients get with hybrid searches, streamed by a
+  retriever that runs as a process: of generated texts, and with ``--data`` of SciFact's. The first
+  questions are learned from only. ``fused_curve`` has by bin the mean probability, the share of
+  stages with the final hits, and the share of all stages.
 * ``declared_recall_mean``: mean share of the planned scan's hits with a declared recall.
 * ``*_over_declared_computations``: compared vectors of another rule at this mean recall over those
   with a declared recall, centroids included. ``oracle`` knows what later cells hold: no rule for
@@ -24,6 +28,7 @@ generator and the rules that are compared.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -43,6 +48,7 @@ from bench.support.retrieval.stored_collection import embedded_collection
 from bench.support.retrieval.test_collections import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
+from bench.support.staged.fused import Texts, generated_texts, measure_fused
 from bench.support.staged.graphs import measure_graph
 from bench.support.staged.indexes import build
 from bench.support.staged.loads import measure_index, measure_quantized
@@ -51,6 +57,10 @@ from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.search.cell_base import Probing
 
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
+
+FUSED_TOP_K = (5, 10)
+SCIFACT_LEARNED = 100
+"""Claims that the probabilities of hybrid searches are learned from and not measured with."""
 
 Vectors = npt.NDArray[np.float32]
 
@@ -64,10 +74,11 @@ class Sizes:
     measured: int
     graph_vectors: int
     searches: int
+    fused_questions: int
 
 
-FULL = Sizes(vectors=500_000, learned=256, measured=300, graph_vectors=50_000, searches=320)
-QUICK = Sizes(vectors=30_000, learned=256, measured=200, graph_vectors=4_000, searches=64)
+FULL = Sizes(500_000, 256, 300, graph_vectors=50_000, searches=320, fused_questions=400)
+QUICK = Sizes(30_000, 256, 200, graph_vectors=4_000, searches=64, fused_questions=120)
 
 
 def main() -> None:
@@ -108,12 +119,15 @@ def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
     results |= _logged("graph", measure_graph(vectors[: sizes.graph_vectors], measured))
     del base
     results |= _logged("index", measure_index(vectors, queries, probing, sizes.searches))
+    texts = generated_texts(20, 20, sizes.fused_questions)
+    results |= _logged("fused", _fused(texts, sizes.fused_questions // 3))
     return results
 
 
 def scifact(folder: Path, kept: Path | None) -> dict[str, Any]:
     """Measure stages and declared recall. One half of the claims is learned from, both ways."""
-    vectors, queries = embedded_collection(read_scifact(folder), kept, "scifact")
+    collection = read_scifact(folder)
+    vectors, queries = embedded_collection(collection, kept, "scifact")
     order = np.random.default_rng(0).permutation(len(queries))
     halves = queries[order[: len(order) // 2]], queries[order[len(order) // 2 :]]
     base = build(vectors)
@@ -125,7 +139,16 @@ def scifact(folder: Path, kept: Path | None) -> dict[str, Any]:
         run |= measure_declared(base, learned, measured, probing)
         runs.append(run)
     means = {name: _mean([run[name] for run in runs]) for name in runs[0]}
-    return {"vectors": len(vectors), "queries": len(queries), **_logged("scifact", means)}
+    _logged("scifact", means)
+    claims = list(collection.grades)
+    questions = [collection.queries[claims[i]] for i in order]
+    fused = _fused(Texts(collection.documents, questions), SCIFACT_LEARNED)
+    _logged("scifact fused", fused)
+    return {"vectors": len(vectors), "queries": len(queries), **means, **fused}
+
+
+def _fused(texts: Texts, num_learned: int) -> dict[str, Any]:
+    return asyncio.run(measure_fused(texts, FUSED_TOP_K, num_learned))
 
 
 def _mean(values: Sequence[Any]) -> Any:

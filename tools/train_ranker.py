@@ -48,6 +48,7 @@ class FeatureRecorder:
     """Keeps what a reranker is asked, and leaves the order as it is. See Reranker."""
 
     is_fast = True
+    name = "recorder"
     needs_choice = False
 
     def __init__(self) -> None:

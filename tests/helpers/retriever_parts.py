@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
+from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
@@ -89,7 +90,7 @@ def make_knowledge_base(
     return KnowledgeBase(
         SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()),
-        HybridRanking(),
+        HybridRanking(learned=fused_estimates_file(folder)),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,

@@ -12,6 +12,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
+from bench.support.staged.calibration import calibration_error
 from bench.support.staged.indexes import opened_base
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_base import CellBase, Probing
@@ -24,7 +25,6 @@ from ragcache_retriever.search.vector_index import IndexStage
 TOP_K = 10
 WHOLE = Probing(0, 1.0)
 
-_NUM_BINS = 10
 _BLOCK = 4096
 _SPARE = 8
 _ROUNDING = 1e-5
@@ -90,7 +90,7 @@ def _measure(
         "nonoverlap_ratio": round(float(np.mean(overlaps) / np.mean(plain_s)), 4),
         "total_overhead": round(float(np.median(times / np.array(plain_s))), 3),
         "plain_ms": round(float(np.median(plain_s)) * 1e3, 2),
-        "ece": _calibration_error(searches),
+        "ece": calibration_error(_claims(searches)),
     }, searches
 
 
@@ -167,17 +167,13 @@ def _recall(vectors: Vectors, queries: Vectors, searches: Sequence[Staged]) -> f
     return round(float(np.mean(shares)), 4)
 
 
-def _calibration_error(searches: Sequence[Staged]) -> float:
-    """Return the expected calibration error of all stages but the last."""
-    pairs = [
+def _claims(searches: Sequence[Staged]) -> list[tuple[float, bool]]:
+    """Return what all stages but the last have claimed."""
+    return [
         (stage.final_probability, stage.rows == one.stages[-1].rows)
         for one in searches
         for stage in one.stages[:-1]
     ]
-    predicted, observed = np.array(pairs, np.float64).T
-    bins = np.minimum((predicted * _NUM_BINS).astype(int), _NUM_BINS - 1)
-    errors = np.bincount(bins, weights=predicted - observed, minlength=_NUM_BINS)
-    return round(float(np.abs(errors).sum() / len(predicted)), 4)
 
 
 def _by_stage(

@@ -71,6 +71,7 @@ class LastWordReranker:
     """Prefers texts whose last word is a number, by the number."""
 
     is_fast = True
+    name = "texts"
     needs_choice = False
 
     def scores(self, request: RerankRequest) -> Scores:

@@ -7,17 +7,24 @@ fused with it, reranked, freed from near duplicates, and made as diverse as the 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.diversity import diverse_order
-from ragcache_core.retrieval.fused_finality import FusedFinality, FusedStage, SearchForm
+from ragcache_core.retrieval.fused_finality import (
+    FusedFinalities,
+    FusedFinality,
+    FusedStage,
+    SearchForm,
+)
 from ragcache_core.retrieval.fusion import (
     DEFAULT_LEXICAL_WEIGHT,
     FusionWeights,
@@ -43,6 +50,7 @@ from ragcache_retriever.ranking.stages import (
     RankedStage,
     SearchMode,
 )
+from ragcache_retriever.search.files.learned_file import read_learned, write_learned
 from ragcache_retriever.search.lexical import question_words
 from ragcache_retriever.search.vector_index import IndexStage, VectorIndex, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
@@ -57,8 +65,8 @@ LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
 EARLY_WAIT_S = 0.02
 """Longest wait for the lexical leg before an early stage, which is then left out."""
-MAX_FINALITIES = 1024
-"""Pairs of a generation and a form of searches whose early stages are remembered."""
+SAVED_SEARCHES = 256
+"""Searches after which what was learned of early stages is saved, besides at the end."""
 _SPARE_HITS = 8
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
@@ -86,12 +94,17 @@ class HybridRanking:
 
     Args:
         reranker: Orders the best candidates again. None: fused scores are final.
+        learned: File of what past searches tell of early stages. None: it ends with the process.
     """
 
-    def __init__(self, reranker: Reranker | None = None) -> None:
+    def __init__(self, reranker: Reranker | None = None, learned: Path | None = None) -> None:
         self._reranker = reranker
+        self._learned = learned
         self._threads = ThreadPoolExecutor(LEXICAL_THREADS, "lexical")
-        self._finalities: dict[tuple[int, SearchForm], FusedFinality] = {}
+        found = None if learned is None else read_learned(learned, FusedFinalities.from_json)
+        self._finalities = found or FusedFinalities()
+        self._num_unsaved = 0
+        self._save_lock = threading.Lock()
 
     @property
     def optional_reranker(self) -> Reranker | None:
@@ -137,6 +150,7 @@ class HybridRanking:
     def close(self) -> None:
         """Wait for the lexical legs that run, and release the reranker."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._save()
         if self._reranker is not None:
             self._reranker.close()
 
@@ -166,7 +180,7 @@ class HybridRanking:
         finality = self._finality(running)
         found = tuple(one.row for one in rows)
         if stage.final:
-            finality.learn(running.stages, found)
+            self._learn(finality, running.stages, found)
             return RankedStage(rows, stage.progress, True, 1.0)
         repeats = 0
         if running.stages and running.stages[-1].rows == found:
@@ -176,20 +190,30 @@ class HybridRanking:
         return RankedStage(rows, stage.progress, False, finality.probability(fused))
 
     def _finality(self, running: _HybridSearch) -> FusedFinality:
-        search = running.search
+        search, reranker = running.search, running.reranker
         form = SearchForm.of(
             search.mode.name,
-            reranks=running.reranker is not None,
+            reranker="" if reranker is None else reranker.name,
             diversity=search.diversity,
             top_k=search.top_k,
         )
-        key = search.generation, form
-        found = self._finalities.get(key)
-        if found is None:
-            while len(self._finalities) >= MAX_FINALITIES:
-                self._finalities.pop(next(iter(self._finalities)), None)
-            found = self._finalities.setdefault(key, FusedFinality())
-        return found
+        return self._finalities.of(search.generation, form)
+
+    def _learn(
+        self, finality: FusedFinality, stages: Sequence[FusedStage], final_rows: tuple[int, ...]
+    ) -> None:
+        if not stages:
+            return
+        finality.learn(stages, final_rows)
+        self._num_unsaved += 1
+        if self._num_unsaved >= SAVED_SEARCHES:
+            self._num_unsaved = 0
+            self._threads.submit(self._save)
+
+    def _save(self) -> None:
+        if self._learned is not None:
+            with self._save_lock:
+                write_learned(self._learned, self._finalities.to_json())
 
     def _ranked(
         self, running: _HybridSearch, stage: IndexStage | None, *, is_final: bool

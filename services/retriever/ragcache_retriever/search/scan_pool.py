@@ -138,13 +138,25 @@ class StageQueue:
         self._queue.put(error)
 
     def stages(self) -> Iterator[IndexStage]:
-        """Yield the stages as they come. Raises the error of the scan."""
-        while (found := self._queue.get()) is not None:
+        """Yield the first stage, then always the latest one. Raises the error of the scan.
+
+        A caller needs a millisecond or more to rank a stage. In that time a small scan ends, and
+        the stages that it has passed would only delay its result.
+        """
+        found = self._queue.get()
+        while found is not None:
             if isinstance(found, BaseException):
                 raise found
             yield found
             if found.final:
                 return  # without waiting for what the thread does next
+            found = self._latest()
+
+    def _latest(self) -> IndexStage | BaseException | None:
+        found = self._queue.get()
+        while isinstance(found, IndexStage) and not found.final and not self._queue.empty():
+            found = self._queue.get()
+        return found
 
 
 def scan_together(scans: Sequence[CellScan]) -> None:

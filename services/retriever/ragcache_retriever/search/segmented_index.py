@@ -44,6 +44,7 @@ from ragcache_retriever.search.files.base_files import (
     remove_base,
     verify,
 )
+from ragcache_retriever.search.files.learned_file import read_learned, write_learned
 from ragcache_retriever.search.files.spool import Spool
 from ragcache_retriever.search.files.stored_vectors import Positions, Precision, blocks
 from ragcache_retriever.search.hnsw_scan import HnswScan
@@ -249,15 +250,8 @@ class SegmentedIndex:
         self._save_estimator()
 
     def _save_estimator(self) -> None:
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            draft = self._folder / f"{_ESTIMATOR}.tmp"
-            draft.write_text(self._estimator.to_json())
-            draft.replace(self._folder / _ESTIMATOR)
-        except OSError as error:
-            log.warning("index: estimates not saved folder=%s error=%s", self._folder, error)
+        if self._folder is not None:
+            write_learned(self._folder / _ESTIMATOR, self._estimator.to_json())
 
     # Merging
 
@@ -333,14 +327,10 @@ class SegmentedIndex:
 
 
 def _estimator(folder: Path | None) -> SearchEstimator:
+    found = None
     if folder is not None:
-        try:
-            return SearchEstimator.from_json((folder / _ESTIMATOR).read_text())
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            log.warning("index: estimates are learned again folder=%s error=%s", folder, error)
-    return SearchEstimator()
+        found = read_learned(folder / _ESTIMATOR, SearchEstimator.from_json)
+    return found or SearchEstimator()
 
 
 def _chosen(kind: IndexKind, num_vectors: int) -> IndexKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class ReversingReranker:
     """Prefers what the search likes least."""
 
     def __init__(self, *, is_fast: bool) -> None:
+        self.name = "reversing"
         self.is_fast = is_fast
         self.needs_choice = False
         self.num_calls = 0
@@ -147,12 +149,57 @@ def test_stages_become_trusted_when_they_prove_final(
     index = StagesIndex([hits[:2], hits], probability=0.5)
     first = pages.search(ranking, "-", QUERY, index, top_k=2)
     assert [stage.final for stage in first] == [False, True]
-    assert first[0].final_probability == pytest.approx(0.5)
+    assert first[0].final_probability == pytest.approx(0.75)
     for _ in range(50):
         pages.search(ranking, "-", QUERY, index, top_k=2)
     last = pages.search(ranking, "-", QUERY, index, top_k=2)
     assert last[0].final_probability > 0.9
     assert last[-1].final_probability == 1.0
+
+
+def test_what_stages_proved_is_saved_meanwhile_and_at_the_end(
+    tmp_path: Path, pages: RankedCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "SAVED_SEARCHES", 8)
+    learned = tmp_path / "indexes" / "learned.json"
+    hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
+    index = StagesIndex([hits[:2], hits])
+
+    def probability(ranking: HybridRanking) -> float:
+        return pages.search(ranking, "-", QUERY, index, top_k=2)[0].final_probability
+
+    ranking = HybridRanking(learned=learned)
+    for _ in range(9):
+        last = probability(ranking)
+    deadline = time.monotonic() + 10
+    while not learned.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed = HybridRanking(learned=learned)  # a process that follows one that did not end well
+    assert probability(killed) == pytest.approx(last, abs=0.05)
+    killed.close()
+    ranking.close()
+    ended = HybridRanking(learned=learned)
+    assert probability(ended) > last
+    ended.close()
+
+
+def test_what_stages_proved_belongs_to_one_reranker(
+    tmp_path: Path, pages: RankedCollection
+) -> None:
+    hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
+    index = StagesIndex([hits[:2], hits])
+    found = []
+    for name in ("first", "second", "first"):
+        reranker = SilentReranker(is_fast=True)
+        reranker.name = name
+        ranking = HybridRanking(reranker, tmp_path / "learned.json")
+        for _ in range(9):
+            first_stage, _ = pages.search(ranking, "-", QUERY, index, top_k=2)
+            found.append(first_stage.final_probability)
+        ranking.close()
+    assert found[9] == pytest.approx(found[0])
+    assert found[18] > found[8] > found[0]
 
 
 def test_a_fast_reranker_orders_every_stage_and_a_slow_one_the_last(

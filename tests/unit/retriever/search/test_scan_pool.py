@@ -111,6 +111,36 @@ def test_many_callers_get_their_own_hits(num_threads: int) -> None:
             assert rows == nearest(np.arange(5000), vectors, vector, 10)
 
 
+def stage_at(progress: float) -> IndexStage:
+    return IndexStage((), (), progress, progress == 1.0, progress, 0)
+
+
+def test_a_caller_that_is_slower_than_the_scan_gets_the_first_stage_and_the_latest() -> None:
+    queue = StageQueue()
+    for progress in (0.1, 0.2, 0.3):
+        queue.put(stage_at(progress))
+    stages = queue.stages()
+    assert next(stages).progress == 0.1
+    assert next(stages).progress == 0.3
+    queue.put(stage_at(0.5))
+    assert next(stages).progress == 0.5
+    for progress in (0.7, 1.0):
+        queue.put(stage_at(progress))
+    queue.end()
+    assert [stage.progress for stage in stages] == [1.0]
+
+
+def test_an_error_counts_more_than_the_stages_before_it() -> None:
+    queue = StageQueue()
+    for progress in (0.1, 0.2):
+        queue.put(stage_at(progress))
+    queue.end(OSError("the file system is gone"))
+    stages = queue.stages()
+    assert next(stages).progress == 0.1
+    with pytest.raises(OSError, match="file system"):
+        next(stages)
+
+
 def test_an_error_of_a_scan_reaches_its_caller() -> None:
     view = view_of(clustered(500, seed=9), 0)
 

@@ -176,7 +176,7 @@ def test_stages_advance_to_the_end_and_count_what_they_score(threads: IndexThrea
     index.load([(np.arange(6000), vectors)])
     for query in clustered(10, seed=11):
         stages = list(index.search(query, 10))
-        assert len(stages) == 4
+        assert 2 <= len(stages) <= 4
         assert stages[-1].progress == 1
         assert stages[-1].final_probability == 1
         assert stages[-1].num_scored == 6000

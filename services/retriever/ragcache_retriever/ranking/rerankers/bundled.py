@@ -34,6 +34,11 @@ class BundledRanker:
         return cls(trees_from_text(text))
 
     @property
+    def name(self) -> str:
+        """See Reranker."""
+        return "bundled"
+
+    @property
     def is_fast(self) -> bool:
         """See Reranker."""
         return True

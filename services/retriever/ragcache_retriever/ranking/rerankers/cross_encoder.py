@@ -26,6 +26,7 @@ class CrossEncoderReranker:
         # Importing torch takes seconds, and only this reranker needs it.
         from sentence_transformers import CrossEncoder  # noqa: PLC0415
 
+        self._source = source
         try:
             self._model: Any = CrossEncoder(source)
         except (OSError, ValueError) as error:
@@ -34,6 +35,11 @@ class CrossEncoderReranker:
                 f"{source!r} cannot be loaded: {error}",
                 "name a folder or a cross-encoder of the hub",
             ) from error
+
+    @property
+    def name(self) -> str:
+        """See Reranker."""
+        return self._source
 
     @property
     def is_fast(self) -> bool:

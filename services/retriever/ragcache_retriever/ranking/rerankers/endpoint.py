@@ -56,6 +56,11 @@ class RerankEndpoint:
         self._paused_until_s = -np.inf
 
     @property
+    def name(self) -> str:
+        """See Reranker."""
+        return self._model
+
+    @property
     def is_fast(self) -> bool:
         """See Reranker."""
         return False

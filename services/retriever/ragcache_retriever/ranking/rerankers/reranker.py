@@ -36,6 +36,10 @@ class Reranker(Protocol):
     """Scores candidates by their texts. Any number of threads may call it."""
 
     @property
+    def name(self) -> str:
+        """The name of its model. What was learned of one says nothing of another one."""
+
+    @property
     def is_fast(self) -> bool:
         """Whether it takes a few milliseconds. Others rerank the final stage only."""
 

