@@ -62,6 +62,7 @@ from ragcache_cli.output.console import make_console, printable
 from ragcache_cli.output.counting_bar import counting_bar
 from ragcache_cli.output.form import OutputOption, print_json
 from ragcache_cli.output.logs import LogLines, read_words
+from ragcache_cli.output.remakes import remake_line
 from ragcache_cli.sizing.size_command import size_command
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
@@ -530,7 +531,9 @@ def _local_status(data: Path | None, *, as_json: bool) -> bool:
     if as_json:
         problem = asyncio.run(_ready_problem(target))
         answering = alive and problem is None
-        print_json({**asdict(record), "answering": answering, "problem": problem})
+        remakes = asyncio.run(_remakes(target))
+        found = {"answering": answering, "problem": problem, "remakes": remakes}
+        print_json({**asdict(record), **found})
         return answering
     console = make_console()
     phase = record.phase
@@ -543,6 +546,11 @@ def _local_status(data: Path | None, *, as_json: bool) -> bool:
     problem = asyncio.run(_ready_problem(target))
     console.print(problem or "the gateway answers questions")
     console.print(f"cache: {asyncio.run(_cache(target))}")
+    for one in asyncio.run(_remakes(target)) or ():
+        line = remake_line(
+            one["collection"], one["documents_done"], one["documents"], one["reason"]
+        )
+        console.print(line, markup=False)
     return alive and problem is None
 
 
@@ -570,6 +578,18 @@ async def _cache(url: GatewayTarget) -> str:
             return str(error)
         except (KeyError, TypeError) as error:
             return f"{url} does not answer as a gateway does ({error!r})"
+
+
+async def _remakes(url: GatewayTarget) -> list[dict[str, Any]] | None:
+    """Return the collections whose documents are prepared again; None without an answer."""
+    async with GatewayApiClient(url) as client:
+        try:
+            collections = await client.collections()
+            return [
+                {"collection": one["name"], **one["remake"]} for one in collections if one["remake"]
+            ]
+        except (RagCacheError, KeyError, TypeError):
+            return None
 
 
 def _shares(text: str) -> tuple[float, ...]:

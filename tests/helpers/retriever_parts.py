@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -69,6 +70,21 @@ class WordEmbedder:
         pass
 
 
+@dataclass
+class HeldEmbedder(WordEmbedder):
+    """Embeds some texts of documents at once, and the others when it is told to."""
+
+    num_free: int = 0
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
+        if not urgent:
+            self.num_free -= len(texts)
+            if self.num_free < 0:
+                await self.hold.wait()
+        return await super().embed(texts, urgent=urgent)
+
+
 @functools.cache
 def index_threads() -> IndexThreads:
     """Return threads that all indexes of the tests' process share."""
@@ -103,14 +119,16 @@ def make_knowledge_base(
 
 @contextlib.asynccontextmanager
 async def serving(
-    knowledge_base: KnowledgeBase, limits: RequestLimits | None = None
+    knowledge_base: KnowledgeBase,
+    limits: RequestLimits | None = None,
+    address: str = "127.0.0.1:0",
 ) -> AsyncIterator[RetrieverClient]:
     """Yield a client of a real server that is ready."""
     service: Any = RetrieverService(knowledge_base)
     if limits is not None:
         service = LimitedService(service, limits)
     server = GrpcServer(
-        "127.0.0.1:0",
+        address,
         [SERVICE_NAME],
         lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
     )

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.output.console import duration, printable
+from ragcache_cli.output.remakes import remake_line
 from ragcache_operator.kube.resources import Object
 
 _MB = 1e6
@@ -83,6 +84,38 @@ def conditions_table(cache: Object, now: datetime) -> Table | None:
     return table
 
 
+def retriever_table(cache: Object) -> Table | None:
+    """Render a row per pod of the retriever: its role, and what it lacks."""
+    pods = (_status(cache).get("retriever") or {}).get("pods")
+    if not pods:
+        return None
+    table = _table("RETRIEVER", "ROLE", "LAG")
+    for pod in pods:
+        role = pod.get("role")
+        changes, seconds = pod.get("lagChanges", 0), pod.get("lagSeconds", 0)
+        is_behind = role is not None and bool(changes or seconds)
+        table.add_row(
+            pod["name"],
+            Text(role.lower() if role else "no answer", style="green" if role else "yellow"),
+            Text(f"{changes:,} changes, {seconds:,} s", style="yellow") if is_behind else "-",
+        )
+    return table
+
+
+def remake_lines(cache: Object) -> list[str]:
+    """Return a line for each collection whose documents are prepared again."""
+    remakes = (_status(cache).get("retriever") or {}).get("remakes") or ()
+    return [
+        remake_line(
+            one["collection"],
+            one.get("documentsDone", 0),
+            one.get("documents", 0),
+            one.get("reason", ""),
+        )
+        for one in remakes
+    ]
+
+
 def describe_use(cache: Object) -> str:
     """Return the cache's content, as of the operator's last query."""
     use = _status(cache).get("cache")
@@ -111,6 +144,9 @@ def _counts(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     for engine in status.get("engines") or ():
         name = f"engine-{engine['name']}"
         found[name] = engine.get("readyReplicas", 0), engine.get("replicas", 0)
+    if "retriever" in status:
+        retriever = status["retriever"]
+        found["retriever"] = retriever.get("readyReplicas", 0), retriever.get("replicas", 0)
     if "cacheStore" in status:
         store = status["cacheStore"]
         found["cachestore"] = store.get("readyShards", 0), store.get("shards", 0)

@@ -15,6 +15,8 @@ from ragcache_cli.kubernetes.cluster_status import (
     is_ready,
     notes,
     parts_table,
+    remake_lines,
+    retriever_table,
 )
 from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
 from ragcache_cli.output.form import print_json
@@ -35,13 +37,20 @@ async def show_status(
     console.print(headline(cache), markup=False)
     for note in notes(cache):
         console.print(note, markup=False)
-    for table in (parts_table(cache), conditions_table(cache, datetime.now(UTC))):
+    tables = (
+        parts_table(cache),
+        retriever_table(cache),
+        conditions_table(cache, datetime.now(UTC)),
+    )
+    for table in tables:
         if table is not None:
             console.print()
             console.print(table)
     if cache.get("status"):
         console.print()
         console.print(f"cache: {describe_use(cache)}")
+        for line in remake_lines(cache):
+            console.print(line, markup=False)
     return is_ready(cache)
 
 

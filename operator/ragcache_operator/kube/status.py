@@ -15,10 +15,21 @@ async def write_status(api: Api, body: Object, status: Object) -> bool:
     live = body.get("status") or {}
     if status == live:
         return False
-    # A merge patch keeps keys that it does not name, so removed keys are set to null.
-    patch = {"status": {**dict.fromkeys(live.keys() - status.keys()), **status}}
+    patch = {"status": _with_removals(live, status)}
     meta = body["metadata"]
     written = await api.merge(resource_of(body), meta["name"], meta["namespace"], patch, "status")
     if written is not None:
         body.update(written)
     return True
+
+
+def _with_removals(live: Object, wanted: Object) -> Object:
+    """Return a merge patch. It keeps keys that it does not name, so removed keys become null."""
+    patch: Object = dict.fromkeys(live.keys() - wanted.keys())
+    for key, value in wanted.items():
+        before = live.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            patch[key] = _with_removals(before, value)
+        else:
+            patch[key] = value
+    return patch

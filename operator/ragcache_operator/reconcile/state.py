@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ragcache_operator.status.gateway_client import BlendQuality, StoreUsage
+from ragcache_operator.status.retriever_state import RetrieverState
 from ragcache_operator.status.shard_resets import ShardReset
 
 
@@ -30,6 +31,8 @@ class ReconcileState:
     store_usage: StoreUsage | None = None
     blend_quality: BlendQuality | None = None
     next_usage_s: float = 0.0
+    retriever: RetrieverState = field(default_factory=RetrieverState)
+    next_retriever_s: float = 0.0
     next_secret_s: dict[str, float] = field(default_factory=dict)
     reported: frozenset[str] = frozenset()
     """Messages of unsupported features that an Event has reported."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from ragcache_operator.builders.access.api_keys import uses_keys
 from ragcache_operator.builders.access.component_keys import OPERATOR, ComponentKeys
-from ragcache_operator.builders.labels import component_selectors
+from ragcache_operator.builders.labels import component_of, component_selectors
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import Object
@@ -24,6 +24,7 @@ from ragcache_operator.status.conditions import (
     Acceptance,
     BlendVerification,
     Condition,
+    Replication,
     SelfTest,
     blend_verification,
     current_test,
@@ -37,11 +38,15 @@ from ragcache_operator.status.events import PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient
 from ragcache_operator.status.observe import component_states, workload_states
 from ragcache_operator.status.report import accepted_status, refused_status
+from ragcache_operator.status.retriever_client import ask_pods
+from ragcache_operator.status.retriever_state import RetrieverState, replication_of, retriever_state
 from ragcache_operator.status.shard_resets import reset_event, unreported_resets
 
 PROGRESS_POLL_S: Final = 3.0
 """Interval of reading the startup progress of pods. No watch delivers it."""
 USAGE_POLL_S: Final = 60.0
+RETRIEVER_POLL_S: Final = 10.0
+"""Interval of asking the retriever while it changes. Otherwise it is that of the cache usage."""
 TEST_BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -79,6 +84,7 @@ class StatusReporter:
         """
         pods = self._children.list_for(owner_key(body), "Pod")
         progress = await self._startup_progress(owner_key(body), pods)
+        retriever, ask_again_s = await self._retriever_state(owner_key(body), pods, state)
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
@@ -94,6 +100,7 @@ class StatusReporter:
                 _now(),
                 accepted,
                 _blend_verification(cache, state, _conditions(body)),
+                _replication(cache, retriever),
             )
             status = accepted_status(
                 cache,
@@ -103,12 +110,15 @@ class StatusReporter:
                 conditions,
                 test,
                 state.store_usage,
+                retriever,
                 site,
                 component_selectors(cache)["gateway"],
             )
             await self._write(body, status, conditions, post_event)
 
         waits_s = [PROGRESS_POLL_S] if progress else []
+        if ask_again_s is not None:
+            waits_s.append(ask_again_s)
         if is_test_due(components, test, generation):
             if time.monotonic() >= state.next_test_s:
                 if test.passed is None:
@@ -153,21 +163,47 @@ class StatusReporter:
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
         """Return the startup progress of pods that run but are not ready, by pod name.
 
-        Only pods of our own StatefulSets are asked. Only they have a health port, and any client
-        can put the platform's labels on a pod.
+        Only pods of StatefulSets have a health port.
         """
-        sets = {obj["metadata"]["uid"] for obj in self._children.list_for(owner, "StatefulSet")}
         addresses = {
             pod["metadata"]["name"]: address
-            for pod in pods
-            if not is_ready(pod)
-            and any(is_owned(pod, uid) for uid in sets)
-            and (address := health_address(pod)) is not None
+            for pod in self._stateful_pods(owner, pods)
+            if not is_ready(pod) and (address := port_address(pod, "health")) is not None
         }
         answers = await asyncio.gather(
             *map(self._gateway_client.startup_progress, addresses.values())
         )
         return {name: text or "" for name, text in zip(addresses, answers, strict=True)}
+
+    async def _retriever_state(
+        self, owner: Owner, pods: Sequence[Object], state: ReconcileState
+    ) -> tuple[RetrieverState, float | None]:
+        """Return the state of the retriever, and the seconds until it should be asked again."""
+        own = [one for one in self._stateful_pods(owner, pods) if component_of(one) == "retriever"]
+        names = [pod["metadata"]["name"] for pod in own]
+        addresses = {
+            name: address
+            for name, pod in zip(names, own, strict=True)
+            if (address := port_address(pod, "grpc")) is not None
+        }
+        if not addresses:
+            # A pod that starts is a change, which causes a report.
+            return retriever_state({}, names), None
+        if time.monotonic() >= state.next_retriever_s:
+            state.next_retriever_s = time.monotonic() + RETRIEVER_POLL_S
+            answers = await ask_pods(addresses)
+            state.retriever = retriever_state(answers, set(names) - answers.keys())
+        if state.retriever.is_settled and all(map(is_ready, own)):
+            return state.retriever, USAGE_POLL_S
+        return state.retriever, max(0.0, state.next_retriever_s - time.monotonic())
+
+    def _stateful_pods(self, owner: Owner, pods: Sequence[Object]) -> list[Object]:
+        """Return the pods of our own StatefulSets.
+
+        Any client can put the platform's labels on a pod, so only these pods are asked.
+        """
+        sets = {obj["metadata"]["uid"] for obj in self._children.list_for(owner, "StatefulSet")}
+        return [pod for pod in pods if any(is_owned(pod, uid) for uid in sets)]
 
     async def _write(
         self,
@@ -183,15 +219,15 @@ class StatusReporter:
                 post_event(event)
 
 
-def health_address(pod: Object) -> str | None:
-    """Return "host:port" of a started pod's health port, or None if it has none."""
+def port_address(pod: Object, name: str) -> str | None:
+    """Return "host:port" of a named port of a started pod, or None if it has none."""
     status = pod.get("status") or {}
     containers = status.get("containerStatuses") or ()
     if not status.get("podIP") or not all("running" in (c.get("state") or {}) for c in containers):
         return None
     for container in pod["spec"]["containers"]:
         for port in container.get("ports") or ():
-            if port.get("name") == "health":
+            if port.get("name") == name:
                 host = f"[{status['podIP']}]" if ":" in status["podIP"] else status["podIP"]
                 return f"{host}:{port['containerPort']}"
     return None
@@ -206,6 +242,13 @@ def _blend_verification(
     has_target = cache.spec.reuse.quality is not None
     verdict = None if found is None else found.verdict
     return blend_verification(verdict, before, has_target=has_target)
+
+
+def _replication(cache: RagCache, state: RetrieverState) -> Replication | None:
+    retriever = cache.spec.retriever
+    if not retriever.has_followers:
+        return None
+    return replication_of(state, retriever.replicas, retriever.max_lag_seconds)
 
 
 def _conditions(body: Object) -> Sequence[Condition]:

@@ -89,6 +89,20 @@ KINDS: Final = (
             PrinterColumn(
                 "Progress", ".status.progress", "string", "What the operator waits for.", 1
             ),
+            PrinterColumn(
+                "Writer",
+                ".status.retriever.writer",
+                "string",
+                "Pod of the retriever that changes documents.",
+                1,
+            ),
+            PrinterColumn(
+                "Remake",
+                ".status.retriever.remakeProgress",
+                "string",
+                "Number of documents that have been prepared again.",
+                1,
+            ),
             _AGE,
         ),
         {

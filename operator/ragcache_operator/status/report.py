@@ -12,6 +12,7 @@ from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import ComponentState, WorkloadState
 from ragcache_operator.status.conditions import Condition, SelfTest, phase_of, progress_of
 from ragcache_operator.status.gateway_client import StoreUsage
+from ragcache_operator.status.retriever_state import RetrieverState
 
 
 def accepted_status(
@@ -22,6 +23,7 @@ def accepted_status(
     conditions: Sequence[Condition],
     test: SelfTest,
     usage: StoreUsage | None,
+    retriever: RetrieverState,
     site: ClusterSite,
     selector: str,
 ) -> Object:
@@ -30,12 +32,15 @@ def accepted_status(
     Args:
         workloads: States of the workloads, by object name.
         usage: Last observed usage of the cache store.
+        retriever: What the retriever's pods said last.
         site: Says where the gateway is, and which Secret has its keys.
         selector: Label selector of the gateway's pods, for autoscalers.
     """
     name = cache.metadata.name
     by_component = {state.component: state for state in components}
-    gateway, store, engine = (by_component[c] for c in ("gateway", "cachestore", "engine"))
+    gateway, store, engine, documents = (
+        by_component[c] for c in ("gateway", "cachestore", "engine", "retriever")
+    )
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "phase": phase_of(conditions, components, generation),
@@ -53,6 +58,11 @@ def accepted_status(
             if (state := workloads.get(f"{name}-engine-{one.name}")) is not None
         ],
         "enginesReady": f"{engine.ready}/{engine.wanted}",
+        "retriever": {
+            "replicas": documents.wanted,
+            "readyReplicas": documents.ready,
+            **retriever.to_status(),
+        },
         "cacheStore": {"shards": store.wanted, "readyShards": store.ready},
     }
     if (secret := generated_secret_name(cache, site)) is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
+from ragcache_cli.local.state_file import PlatformRecord, write_record
 from ragcache_cli.main import app
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.document_files import HTML, pdf
@@ -81,6 +84,30 @@ async def test_collections_are_managed(platform: World) -> None:
     as_json = await ragcache("collection", "get", "docs", "-o", "json")
     found: dict[str, Any] = json.loads(as_json.stdout)
     assert (found["max_documents"], found["remake"]["documents"]) == (10, 4)
+
+
+async def test_the_status_of_this_machine_shows_remakes(platform: World, tmp_path: Path) -> None:
+    record = PlatformRecord(
+        name="docs",
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        phase="ready",
+        gateway_url=platform.base_url,
+        model="tinyrag",
+        parts=(),
+    )
+    write_record(tmp_path, record)
+    assert (await ragcache("collection", "put", "docs")).exit_code == 0
+    words = ("status", "--data", tmp_path)
+    assert "remake" not in (await ragcache(*words)).stdout
+    assert json.loads((await ragcache(*words, "-o", "json")).stdout)["remakes"] == []
+    remake = pb.Remake(documents_done=1, documents=4, reason="chunking")
+    platform.retriever.collections["docs"].remake.CopyFrom(remake)
+    assert "remake of docs: 1 of 4 documents (chunking)\n" in (await ragcache(*words)).stdout
+    found = json.loads((await ragcache(*words, "-o", "json")).stdout)
+    assert found["remakes"] == [
+        {"collection": "docs", "documents_done": 1, "documents": 4, "reason": "chunking"}
+    ]
 
 
 async def test_a_collection_is_deleted_after_a_question(platform: World) -> None:

@@ -2,151 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import yaml
 
-from bench.operator import OPERATOR, AuditLog
 from ragcache_core.plan.signature import parse_keys
-from ragcache_operator.builders.access.component_keys import ComponentKeys
-from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.discovery import discover, serves_our_kinds
-from ragcache_operator.kube.resources import (
-    CRDS,
-    DEPLOYMENTS,
-    PODS,
-    RAG_CACHES,
-    SECRETS,
-    Object,
-)
-from ragcache_operator.metrics import Metrics
+from ragcache_operator.kube.resources import DEPLOYMENTS, PODS, RAG_CACHES, SECRETS, Object
 from ragcache_operator.reconcile.child_writer import KEY_BYTES
-from ragcache_operator.reconcile.children import Children
-from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.state import ReconcileState
-from ragcache_operator.status.gateway_client import GatewayClient
 from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
+from tests.cluster.control_plane import ControlPlane
+from tests.helpers.operator_pass import NAMESPACE, operator, plane_with_our_kinds
 
 pytestmark = pytest.mark.timeout(300)
-
-ROOT = Path(__file__).resolve().parents[3]
-NAMESPACE = "default"
-KEYS = ComponentKeys(bytes(32))
-_LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """An API server with our kinds. Only the tests write to it."""
-    folder = tmp_path_factory.mktemp("plane")
-    with ExitStack() as stack:
-        try:
-            plane = stack.enter_context(start_control_plane(folder, audit=True, users=[OPERATOR]))
-        except Unavailable as reason:
-            skip(reason)
-        asyncio.run(_install(plane))
+    try:
+        starting = plane_with_our_kinds(tmp_path_factory.mktemp("plane"))
+        plane = starting.__enter__()
+    except Unavailable as reason:
+        skip(reason)
+    try:
         yield plane
-
-
-async def _install(plane: ControlPlane) -> None:
-    async with await Api.connect(plane.kubeconfig) as api:
-        for path in sorted((ROOT / "crds").glob("*.yaml")):
-            await api.create(CRDS, yaml.safe_load(path.read_text()))
-        await eventually(lambda: serves_our_kinds(api), "the CRDs are served")
-
-
-async def eventually(check: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not await check():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
-
-
-@dataclass
-class Operator:
-    """A new operator process: it has listed the objects, and has no state."""
-
-    admin: Api
-    api: Api
-    children: Children
-    reconciler: CacheReconciler
-    audit: AuditLog
-
-    async def make(self, name: str) -> None:
-        meta = {"name": name, "namespace": NAMESPACE}
-        kind = {"apiVersion": RAG_CACHES.api_version, "kind": RAG_CACHES.kind}
-        await self.admin.create(RAG_CACHES, {**kind, "metadata": meta, "spec": {}})
-
-    async def reconcile(self, name: str, state: ReconcileState | None = None) -> list[str]:
-        """Run one pass. Return the operator's calls about Secrets, and its other writes."""
-        self.audit.calls()
-        body = await self.admin.get(RAG_CACHES, name, NAMESPACE)
-        assert body is not None
-        await self.reconciler.reconcile(body, state or ReconcileState(), lambda _: None)
-        # The audit log is delayed, so wait until it has this last call.
-        await self.api.get(DEPLOYMENTS, "the-end", NAMESPACE)
-        calls: list[Object] = []
-
-        async def is_whole() -> bool:
-            calls.extend(self.audit.calls())
-            return any("the-end" in call["requestURI"] for call in calls)
-
-        await eventually(is_whole, "an audit log")
-        reads = ("get", "list", "watch")
-        return [
-            f"{call['verb']} {call['objectRef']['resource']} {call['responseStatus']['code']}"
-            for call in calls
-            if call["verb"] not in reads or call["objectRef"].get("resource") == "secrets"
-        ]
-
-    async def secrets(self, name: str) -> list[Object]:
-        labels = f"app.kubernetes.io/instance={name}"
-        found = (await self.admin.list(SECRETS, NAMESPACE, labels)).items
-        return [one for one in found if "signing-key" in one["metadata"]["name"]]
-
-    async def until_seen(self, check: Callable[[], bool]) -> None:
-        """Wait until the watches have delivered a change."""
-
-        async def is_seen() -> bool:
-            return check()
-
-        await eventually(is_seen, "a change is seen")
-
-
-@asynccontextmanager
-async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
-    """Start a new operator, and stop it after the block."""
-    assert plane.audit_log is not None
-    gateways = GatewayClient()
-    async with (
-        await Api.connect(plane.kubeconfig) as admin,
-        await Api.connect(plane.kubeconfig_for(OPERATOR)) as api,
-    ):
-        capabilities = await discover(api)
-        children = Children(api, capabilities, lambda _: None, [NAMESPACE])
-        following = asyncio.create_task(children.run())
-        try:
-            await children.wait_synced()
-            reconciler = CacheReconciler(
-                *(api, children, capabilities, gateways, Metrics(), KEYS),
-                images="ragcache",
-                tag="1",
-                operator_namespace="ragcache-system",
-            )
-            yield Operator(admin, api, children, reconciler, AuditLog(plane.audit_log))
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            await gateways.close()
+    finally:
+        starting.__exit__(None, None, None)
 
 
 def keys_of(secret: Object) -> Sequence[bytes]:

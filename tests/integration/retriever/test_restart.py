@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
-from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.ranking import hybrid
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import (
+    HeldEmbedder,
     WordEmbedder,
     digest_of,
     make_knowledge_base,
@@ -32,21 +30,6 @@ TEXT = "# Page\n\n" + "\n\n".join(
     f"The part number {i} of this page says something of its own. It is number {i}."
     for i in range(8)
 )
-
-
-@dataclass
-class HeldEmbedder(WordEmbedder):
-    """Embeds some texts of documents at once, and the others when it is told to."""
-
-    num_free: int = 0
-    hold: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
-        if not urgent:
-            self.num_free -= len(texts)
-            if self.num_free < 0:
-                await self.hold.wait()
-        return await super().embed(texts, urgent=urgent)
 
 
 async def best(

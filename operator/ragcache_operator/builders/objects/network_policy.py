@@ -41,10 +41,11 @@ _EDGES: Final = (
 _OPERATOR_TARGETS: Final = (
     ("gateway", "admin"),
     ("retriever", "health"),
+    ("retriever", "grpc"),
     ("engine", "http"),
     ("cachestore", "health"),
 )
-"""Endpoints that the operator calls, for the self-test and for health."""
+"""Endpoints that the operator calls, for the self-test, for health and for status."""
 
 _METRICS_PORTS: Final = {
     "gateway": "metrics",
