@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def check_text(value: str) -> str:
@@ -22,9 +23,35 @@ def check_text(value: str) -> str:
     return value
 
 
+def union_by(tag_of: Callable[[object], str | None], wanted: str) -> Discriminator:
+    """Return the discriminator of a union whose errors name the field alone.
+
+    Args:
+        tag_of: Returns the tag of a value's type, None for a wrong type.
+        wanted: What to send instead of a wrong type.
+    """
+    return Discriminator(tag_of, "wrong_type", f"send {wanted}")
+
+
 def validation_error(problem: str, fix: str) -> PydanticCustomError:
     """Make a validation error that says how to fix the value."""
     return PydanticCustomError("ragcache", "{problem}; {fix}", {"problem": problem, "fix": fix})
 
 
-Text = Annotated[str, AfterValidator(check_text)]
+class WholeText:
+    """The check of texts, and what of it JSON Schema can say."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(check_text, handler(source))
+
+    @staticmethod
+    def __get_pydantic_json_schema__(
+        schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        # An escape, because not every reader of the pattern takes the character itself.
+        return {**handler(schema), "pattern": r"^[^\u0000]*$"}
+
+
+Text = Annotated[str, WholeText]
+NonEmptyText = Annotated[str, Field(min_length=1), WholeText]
