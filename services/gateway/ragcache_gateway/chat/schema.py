@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.chat.client_fields import screen_fields
-from ragcache_gateway.documents.integer_type import INTEGRAL, PositiveCount
 from ragcache_gateway.documents.search_schema import SearchOptions
-from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.explain.schema import Explanation
+from ragcache_wire.rest_fields.integer_type import INTEGRAL, PositiveCount
+from ragcache_wire.rest_fields.text_type import Text
 
 MAX_MESSAGES = 16_384
 MAX_SEARCHES = 8

@@ -7,7 +7,7 @@ A filter has lists of conditions: all of ``must``, at least one of ``should`` an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -16,6 +16,8 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
@@ -32,9 +34,9 @@ from ragcache_core.retrieval.filters import (
     Prefix,
     check_size,
 )
-from ragcache_gateway.documents.given_fields import at_least_one, exactly_one
-from ragcache_gateway.documents.integer_type import INTEGRAL, to_integer
-from ragcache_gateway.documents.text_type import Text, WholeText, union_by, validation_error
+from ragcache_wire.rest_fields.given_fields import at_least_one, exactly_one
+from ragcache_wire.rest_fields.integer_type import INTEGRAL, to_integer
+from ragcache_wire.rest_fields.text_type import Text, WholeText, union_by, validation_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_FIELD_CHARS = 256
@@ -214,6 +216,24 @@ def _check_depth(value: Any) -> Any:
 
 FilterField = Annotated[FilterIn, BeforeValidator(_check_depth)]
 """A filter as a field of a request."""
+
+_FILTER: Final[TypeAdapter[FilterIn]] = TypeAdapter(FilterField)
+
+
+def read_filter(path: str, value: Any) -> Filter:
+    """Read the filter of an API key, which is written as in a search.
+
+    Args:
+        path: Path of the filter, for errors.
+
+    Raises:
+        InvalidInput: It is no filter, or too large.
+    """
+    try:
+        return _FILTER.validate_python(value).checked(path)
+    except ValidationError as error:
+        problem = str(error.errors(include_url=False, include_input=False)[0]["msg"])
+        raise InvalidInput(path, problem, "write it as in a search") from None
 
 
 def filter_message(wanted: Filter) -> pb.Filter:

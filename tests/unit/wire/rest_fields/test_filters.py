@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import MAX_DEPTH, matches
-from ragcache_gateway.documents.filters import FilterField, FilterIn, filter_message
 from ragcache_gateway.http.errors import from_validation
+from ragcache_wire.rest_fields.filters import FilterField, FilterIn, filter_message
 
 ADAPTER: TypeAdapter[FilterIn] = TypeAdapter(FilterField)
 SCHEMA = Draft202012Validator(ADAPTER.json_schema())
