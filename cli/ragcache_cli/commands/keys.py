@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -29,10 +30,36 @@ def new_command(
     priority: Annotated[
         int, typer.Option("--priority", help="Of its questions; a lower number comes first.")
     ] = 0,
+    collections: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--collection",
+            metavar="PATTERN",
+            help="A collection it may name, like docs or team-*; repeatable. Default: all.",
+        ),
+    ] = None,
+    search_filter: Annotated[
+        str | None,
+        typer.Option(
+            "--filter", metavar="JSON", help="Documents its searches consider, as in a search."
+        ),
+    ] = None,
 ) -> None:
     """Make a key. The entry for the key file goes to stdout, and the key itself to stderr, once."""
+    from ragcache_wire.rest_fields.filters import read_filter  # noqa: PLC0415  slow to import
+
     key = key_of(secrets.token_bytes(KEY_BYTES))
-    print(entry_text(name, key, _scopes(scopes), tenant=tenant, priority=priority), end="")
+    entry = entry_text(
+        name,
+        key,
+        _scopes(scopes),
+        tenant=tenant,
+        priority=priority,
+        collections=collections or (),
+        search_filter=None if search_filter is None else _json_object(search_filter),
+        read_filter=read_filter,
+    )
+    print(entry, end="")
     print(f"key: {key}", file=sys.stderr)
 
 
@@ -40,6 +67,17 @@ def new_command(
 def hash_command() -> None:
     """Print the hash of a key that is read from stdin."""
     print(hash_text(sys.stdin.readline().strip()))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        fix = """send one like '{"must": [{"key": "public", "match": {"value": true}}]}'"""
+        raise InvalidInput("--filter", "is no JSON object", fix)
+    return value
 
 
 def _scopes(text: str) -> set[Scope]:

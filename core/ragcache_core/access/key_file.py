@@ -21,11 +21,12 @@ import base64
 import hashlib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, Caller, Scope
+from ragcache_core.access.toml_value import toml_value
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import Filter
 
@@ -163,26 +164,30 @@ def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Ca
         raise InvalidInput(path, "is not an entry", "begin each entry with [[keys]]")
     if unknown := sorted(entry.keys() - _FIELDS):
         fix = f"use {', '.join(sorted(_FIELDS))}"
-        raise InvalidInput(f"{path}.{unknown[0]}", "is no field of a key", fix)
-    scopes = _scopes(f"{path}.scopes", entry.get("scopes"))
-    collections = _patterns(f"{path}.collections", entry.get("collections", []))
+        raise InvalidInput(_field(path, unknown[0]), "is no field of a key", fix)
+    scopes = _scopes(_field(path, "scopes"), entry.get("scopes"))
+    collections = _patterns(_field(path, "collections"), entry.get("collections", []))
     given = entry.get("filter")
     limited = [n for n, v in (("collections", collections), ("filter", given)) if v]
     if Scope.ADMIN in scopes and limited:
         problem = "has no effect, because the scope admin reaches everything"
-        raise InvalidInput(f"{path}.{limited[0]}", problem, "leave it out, or drop admin")
+        raise InvalidInput(_field(path, limited[0]), problem, "leave it out, or drop admin")
     if given is not None and Scope.WRITE in scopes:
         problem = "limits searches only, and the scope write reads every document"
-        raise InvalidInput(f"{path}.filter", problem, "leave it out, or drop write")
+        raise InvalidInput(_field(path, "filter"), problem, "leave it out, or drop write")
     caller = Caller(
-        name=_name(f"{path}.name", entry.get("name")),
-        tenant=None if "tenant" not in entry else _name(f"{path}.tenant", entry["tenant"]),
+        name=_name(_field(path, "name"), entry.get("name")),
+        tenant=None if "tenant" not in entry else _name(_field(path, "tenant"), entry["tenant"]),
         scopes=scopes,
-        priority=_priority(f"{path}.priority", entry.get("priority", 0)),
+        priority=_priority(_field(path, "priority"), entry.get("priority", 0)),
         collections=collections,
-        filter=None if given is None else read_filter(f"{path}.filter", given),
+        filter=None if given is None else read_filter(_field(path, "filter"), given),
     )
-    return _digest(f"{path}.hash", entry.get("hash")), caller
+    return _digest(_field(path, "hash"), entry.get("hash")), caller
+
+
+def _field(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _digest(path: str, value: object) -> bytes:
@@ -224,23 +229,39 @@ def _priority(path: str, value: object) -> int:
     return value
 
 
+def _no_filter(path: str, value: Any) -> Filter:
+    raise TypeError(f"{path} needs read_filter")
+
+
 def entry_text(
-    name: str, key: str, scopes: Iterable[Scope], *, tenant: str | None = None, priority: int = 0
+    name: str,
+    key: str,
+    scopes: Iterable[Scope],
+    *,
+    tenant: str | None = None,
+    priority: int = 0,
+    collections: Sequence[str] = (),
+    search_filter: object = None,
+    read_filter: ReadFilter = _no_filter,
 ) -> str:
     """Return the entry of a key as TOML.
+
+    Args:
+        collections: Patterns; none: all collections.
+        search_filter: The JSON of a filter, which needs read_filter. None: no filter.
 
     Raises:
         InvalidInput: A value is not allowed in a key file.
     """
-    quoted = ", ".join(f'"{scope}"' for scope in sorted(scopes))
-    lines = [
-        "[[keys]]",
-        f'name = "{_name("name", name)}"',
-        f'hash = "{hash_text(key)}"',
-        f"scopes = [{quoted}]",
-    ]
+    fields: dict[str, Any] = {"name": name, "hash": hash_text(key), "scopes": sorted(scopes)}
     if tenant is not None:
-        lines.append(f'tenant = "{_name("tenant", tenant)}"')
+        fields["tenant"] = tenant
     if priority:
-        lines.append(f"priority = {_priority('priority', priority)}")
-    return "\n".join(lines) + "\n"
+        fields["priority"] = priority
+    if collections:
+        fields["collections"] = list(collections)
+    if search_filter is not None:
+        fields["filter"] = search_filter
+    _entry("", fields, read_filter)
+    lines = (f"{field} = {toml_value(value)}" for field, value in fields.items())
+    return "\n".join(("[[keys]]", *lines)) + "\n"

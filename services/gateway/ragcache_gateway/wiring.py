@@ -14,7 +14,6 @@ from ragcache_gateway.background.idle import IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.delete_sender import DeleteSender
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
@@ -27,6 +26,7 @@ from ragcache_gateway.explain.worker_answers import WorkerAnswers
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.http.services import GatewayServices
+from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner

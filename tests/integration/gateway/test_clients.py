@@ -288,6 +288,23 @@ async def test_texts_are_reranked(gateway: World) -> None:
     assert answer["results"][0]["document"] == {"text": "billing runs here"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": ["b", 3]}, "documents[1]"),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": ""}]}, "documents[0].text"),
+        ("/v1/rerank", {"query": "a\0", "documents": ["b"]}, "query"),
+        ("/v1/embeddings", {"input": 3}, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+    ],
+)
+async def test_a_wrong_text_is_named(
+    gateway: World, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = await gateway.client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 async def test_models_are_listed_and_found(client: openai.AsyncOpenAI) -> None:
     names = [one.id async for one in client.models.list()]
     assert names == [MODEL, "ragcache-embedder", "ragcache-reranker"]

@@ -60,12 +60,20 @@ async def test_a_collection_tells_its_size_and_the_progress_of_a_remake(gateway:
         ({"max_documents": -1}, "max_documents"),
         ({"max_text_bytes": 2**63}, "max_text_bytes"),
         ({"window": 2**32}, "window"),
+        ({"window": 1.5}, "window"),
+        ({"chunking": {"size_tokens": 2**32}}, "chunking.size_tokens"),
+        ({"chunking": {"size_tokens": 8, "overlap_tokens": 2**32}}, "chunking.overlap_tokens"),
         ({"quota": 1}, "quota"),
     ],
 )
 async def test_a_wrong_setting_is_named(gateway: World, body: dict[str, Any], param: str) -> None:
     response = await gateway.client.put("/v1/collections/docs", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_whole_number_may_have_a_decimal_point(gateway: World) -> None:
+    response = await gateway.client.put("/v1/collections/docs", json={"window": 2.0})
+    assert response.json()["window"] == 2
 
 
 async def test_a_collection_is_deleted_with_the_kv_of_its_documents(gateway: World) -> None:

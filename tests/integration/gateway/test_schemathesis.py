@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.api_keys import key, write_admin_key
 from tests.helpers.gateway_fakes import world
 
 SEED = 7
@@ -20,19 +21,36 @@ async def test_no_request_has_an_answer_that_the_document_does_not_allow(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async with world(tiny_model) as gateway:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
-            *("run", f"{gateway.base_url}/openapi.json", "--seed", str(SEED)),
-            *("--max-examples", "4", "--phases", "examples,coverage,fuzzing"),
-            *("--no-shrink", "--request-timeout", "30", "--no-color"),
-            cwd=tmp_path,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+        await check(gateway.base_url, tmp_path, "--phases", "examples,coverage,fuzzing")
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+async def test_a_gateway_with_keys_answers_as_the_document_says(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = write_admin_key(tmp_path / "keys.toml")
+    async with world(tiny_model, api_keys_file=file) as gateway:
+        authorization = f"Authorization: Bearer {key('admin')}"
+        # How fields are read does not depend on keys, so their coverage is tested once.
+        await check(
+            gateway.base_url, tmp_path, "--phases", "examples,fuzzing", "--header", authorization
         )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+
+
+async def check(base_url: str, folder: Path, *arguments: str) -> None:
+    """Send requests that the document gives, and check the answers."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
+        *("run", f"{base_url}/openapi.json", "--seed", str(SEED), *arguments),
+        *("--max-examples", "4", "--no-shrink", "--request-timeout", "30", "--no-color"),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode == 0, output.decode()[-8000:]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Final
 
 from ragcache_core.access.caller import Caller
 from ragcache_core.access.key_file import KeyTable, builtin_table, parse_key_file
 from ragcache_core.errors import InvalidInput
-from ragcache_core.retrieval.filters import Filter, check_size
-from ragcache_gateway.documents.filters import FilterField, FilterIn
+from ragcache_wire.rest_fields.filters import read_filter
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.watched.watched_file import WatchedFile
 
 _VARIABLE: Final = "RAGCACHE_API_KEYS_FILE"
-_FILTER: Final[TypeAdapter[FilterIn]] = TypeAdapter(FilterField)
 
 
 class ApiKeys:
@@ -67,17 +63,7 @@ def api_keys(settings: GatewaySettings) -> ApiKeys | None:
 
 
 def _parse(content: bytes) -> KeyTable:
-    return parse_key_file(content, _read_filter)
-
-
-def _read_filter(path: str, value: Any) -> Filter:
-    try:
-        wanted = _FILTER.validate_python(value).to_filter()
-        check_size(wanted)
-    except ValidationError as error:
-        problem = str(error.errors(include_url=False, include_input=False)[0]["msg"])
-        raise InvalidInput(path, problem, "write it as in a search") from None
-    return wanted
+    return parse_key_file(content, read_filter)
 
 
 def _describe(table: KeyTable) -> str:

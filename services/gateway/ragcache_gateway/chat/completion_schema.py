@@ -17,11 +17,10 @@ from ragcache_gateway.chat.schema import (
     check_stream_options,
     num_choices,
 )
-from ragcache_gateway.documents.text_type import Text
+from ragcache_wire.rest_fields.integer_type import Count, PositiveCount
+from ragcache_wire.rest_fields.text_type import Text
 
 MAX_PROMPTS = 2048
-
-TokenId = Annotated[int, Field(ge=0, strict=True)]
 
 
 def _tag(value: object) -> str | None:
@@ -36,9 +35,9 @@ def _tag(value: object) -> str | None:
 Prompt = Annotated[
     Annotated[str, Tag("~text")]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("~texts")]
-    | Annotated[list[TokenId], Field(min_length=1), Tag("~ids")]
+    | Annotated[list[Count], Field(min_length=1), Tag("~ids")]
     | Annotated[
-        list[Annotated[list[TokenId], Field(min_length=1)]],
+        list[Annotated[list[Count], Field(min_length=1)]],
         Field(min_length=1, max_length=MAX_PROMPTS),
         Tag("~lists"),
     ],
@@ -71,7 +70,7 @@ class CompletionRequest(BaseModel):
     model: Text | None = Field(default=None, description="The served model; see /v1/models.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, strict=True)
+    max_tokens: PositiveCount | None = None
     ragcache: RagCacheOptions = Field(
         default_factory=RagCacheOptions,
         json_schema_extra=allow_null,

@@ -10,9 +10,10 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.documents.search_schema import SearchOptions
-from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.explain.schema import Explanation
+from ragcache_wire.rest_fields.integer_type import INTEGRAL, PositiveCount
+from ragcache_wire.rest_fields.text_type import Text
 
 MAX_MESSAGES = 16_384
 MAX_SEARCHES = 8
@@ -101,11 +102,8 @@ class RagCacheOptions(SearchOptions):
         "message. rules: with the nouns of earlier turns where the message refers to them. model: "
         "the served model writes it. Default: the platform's setting.",
     )
-    max_searches: int = Field(
+    max_searches: Annotated[int, Field(ge=1, le=MAX_SEARCHES, strict=True), INTEGRAL] = Field(
         default=1,
-        ge=1,
-        le=MAX_SEARCHES,
-        strict=True,
         description="Most searches for one answer. With more than one, the served model may ask "
         "for another search after it has seen what was found.",
     )
@@ -138,10 +136,8 @@ class RagCacheOptions(SearchOptions):
             "the platform's setting."
         ),
     )
-    stable_prefix: int | None = Field(
+    stable_prefix: PositiveCount | None = Field(
         default=None,
-        ge=1,
-        strict=True,
         description=(
             "Leading characters of the system prompt that other requests have, too: what comes "
             "before a date, a user or a session. Their KV is stored once. Default: the gateway "
@@ -216,9 +212,9 @@ class ChatRequest(BaseModel):
     model: Text | None = Field(default=None, description="The served model; see /v1/models.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, strict=True)
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, strict=True, description="OpenAI's newer name of max_tokens."
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = Field(
+        default=None, description="OpenAI's newer name of max_tokens."
     )
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="Functions that the model may call, in OpenAI's format."

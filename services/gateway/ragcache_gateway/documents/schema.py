@@ -11,13 +11,17 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
-from ragcache_gateway.documents.text_type import Text, validation_error
+from ragcache_wire.rest_fields.integer_type import INTEGRAL
+from ragcache_wire.rest_fields.text_type import Text, validation_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000
 
 _UINT32_MAX: Final = 2**32 - 1
-_INT64_MAX: Final = 2**63 - 1
+_Uint32 = Annotated[int, Field(ge=0, le=_UINT32_MAX, strict=True), INTEGRAL]
+
+# Every JSON reader keeps integers up to this limit, which the CRD has, too.
+_Quota = Annotated[int, Field(ge=0, le=2**53, strict=True), INTEGRAL]
 
 IndexName = Literal["auto", "flat", "ivf", "hnsw"]
 INDEX_HELP: Final = (
@@ -139,9 +143,11 @@ class ChunkSizes(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    size_tokens: int = Field(ge=1, strict=True, description="Most tokens of one chunk.")
-    overlap_tokens: int = Field(
-        default=0, ge=0, strict=True, description="Most tokens repeated from the chunk before."
+    size_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX, strict=True), INTEGRAL] = Field(
+        description="Most tokens of one chunk."
+    )
+    overlap_tokens: _Uint32 = Field(
+        default=0, description="Most tokens repeated from the chunk before."
     )
 
 
@@ -151,23 +157,14 @@ class CollectionIn(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     chunking: ChunkSizes | None = None
-    window: int | None = Field(
+    window: _Uint32 | None = Field(
         default=None,
-        ge=0,
-        le=_UINT32_MAX,
-        strict=True,
         description="Neighbouring chunks that are returned with a hit, on each side.",
     )
     index: IndexName | None = Field(default=None, description=INDEX_HELP)
-    max_documents: int | None = Field(
-        default=None, ge=0, le=_INT64_MAX, strict=True, description="Quota; 0: none."
-    )
-    max_text_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        le=_INT64_MAX,
-        strict=True,
-        description="Quota of all texts in UTF-8; 0: none.",
+    max_documents: _Quota | None = Field(default=None, description="Quota; 0: none.")
+    max_text_bytes: _Quota | None = Field(
+        default=None, description="Quota of all texts in UTF-8; 0: none."
     )
 
     def to_message(self, name: str) -> pb.Collection:

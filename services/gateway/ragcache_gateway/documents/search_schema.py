@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.access.caller import Caller
-from ragcache_gateway.documents.filters import FilterField, filter_message
-from ragcache_gateway.documents.text_type import Text
+from ragcache_wire.rest_fields.filters import FilterField, filter_message
+from ragcache_wire.rest_fields.integer_type import INTEGRAL
+from ragcache_wire.rest_fields.text_type import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_TOP_K = 50
@@ -28,7 +29,9 @@ class SearchOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     collection: Text = "default"
-    top_k: int = Field(default=4, ge=1, le=MAX_TOP_K, description="Chunks to retrieve.")
+    top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K), INTEGRAL] = Field(
+        default=4, description="Chunks to retrieve."
+    )
     filter: FilterField | None = Field(
         default=None, description="Documents to consider. Default: all of the collection."
     )

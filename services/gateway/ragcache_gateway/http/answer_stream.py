@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_core.errors import RagCacheError
-from ragcache_gateway.chat.pipeline import Answer, ChatServices, account, relay_events
-from ragcache_gateway.chat.plain_completion import PlainCompletion
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.http.errors import to_http
 from ragcache_gateway.http.streaming.client_writer import ClientWriter
+from ragcache_gateway.pipeline.account import account
+from ragcache_gateway.pipeline.answer import Answer, relay_events
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.plain_completion import PlainCompletion
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""

@@ -9,16 +9,12 @@ from typing import Any
 import orjson
 
 from ragcache_core.errors import RagCacheError
-from ragcache_gateway.chat.pipeline import (
-    Answer,
-    ChatServices,
-    account,
-    answer_extension,
-    relay_events,
-)
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.http.errors import to_http
 from ragcache_gateway.http.streaming.client_writer import ClientWriter
+from ragcache_gateway.pipeline.account import account, answer_extension
+from ragcache_gateway.pipeline.answer import Answer, relay_events
+from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.responses.request_schema import ResponseRequest
 from ragcache_gateway.responses.response_events import ResponseEvents
 from ragcache_gateway.responses.response_object import head_of, response_usage

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from ragcache_core.access.caller import Caller
-from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.explain.worker_answers import WorkerAnswers
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.parts_watch import PartsWatch
+from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore

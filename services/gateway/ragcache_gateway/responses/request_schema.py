@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.chat.schema import MAX_MESSAGES, RagCacheOptions, allow_null
-from ragcache_gateway.documents.text_type import Text
+from ragcache_wire.rest_fields.integer_type import PositiveCount
+from ragcache_wire.rest_fields.text_type import Text
 
 _NO_STATE: Final = "leave it out and send the whole conversation; the gateway keeps no responses"
 
@@ -69,7 +70,7 @@ class ResponseRequest(BaseModel):
     instructions: str | None = Field(default=None, description="The system prompt.")
     model: Text | None = Field(default=None, description="The served model; see /v1/models.")
     stream: bool | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, strict=True)
+    max_output_tokens: PositiveCount | None = None
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="Functions that the model may call; no other tools."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ from typer.testing import CliRunner
 from ragcache_cli.main import app
 from ragcache_core.access.caller import Scope
 from ragcache_core.access.key_file import KeyTable, hash_text, key_of
+from ragcache_core.retrieval.filters import In
 from ragcache_gateway.auth.api_keys import ApiKeys
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
-COMMANDS = re.findall(r"^(ragcache keys new .*?) >> keys\.toml$", GUIDE, re.MULTILINE)
+COMMANDS = re.findall(
+    r"^(ragcache keys new .*?) >> keys\.toml$", GUIDE.replace("\\\n", ""), re.MULTILINE
+)
+FILTER = '{"must": [{"key": "public", "match": {"value": true}}]}'
 [EXAMPLE] = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
 
 
@@ -27,7 +32,7 @@ def made_by(command: str) -> tuple[str, str]:
 
 
 def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 2
+    assert len(COMMANDS) == 3
     path = tmp_path / "keys.toml"
     keys = []
     for command in COMMANDS:
@@ -36,11 +41,21 @@ def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path:
         keys.append(key)
         with path.open("a") as file:
             file.write(entry)
-    app_caller, ingest = (ApiKeys(path, KeyTable({})).find(key) for key in keys)
+    app_caller, ingest, site = (ApiKeys(path, KeyTable({})).find(key) for key in keys)
     assert app_caller is not None
     assert (app_caller.tenant, app_caller.scopes) == ("team-a", {Scope.ASK})
     assert ingest is not None
     assert ingest.scopes == {Scope.WRITE}
+    assert site is not None
+    assert (site.priority, site.collections) == (10, ("handbook", "public-*"))
+    assert site.filter == In("public", ("true",))
+
+
+def test_the_command_of_the_guide_makes_the_entry_that_it_shows(tmp_path: Path) -> None:
+    entry, key = made_by(COMMANDS[2])
+    [made] = tomllib.loads(entry)["keys"]
+    [shown] = tomllib.loads(EXAMPLE)["keys"]
+    assert made == shown | {"hash": hash_text(key)}
 
 
 def test_the_example_of_the_guide_is_a_key_file(tmp_path: Path) -> None:
@@ -64,6 +79,13 @@ def test_the_hash_of_a_key_is_printed() -> None:
     [
         (["keys", "new", "--name", "a", "--scopes", "root"], "--scopes"),
         (["keys", "new", "--name", "a b"], "name"),
+        (["keys", "new", "--name", "a", "--collection", ""], "collections"),
+        (["keys", "new", "--name", "a", "--scopes", "admin", "--collection", "b"], "collections"),
+        (["keys", "new", "--name", "a", "--filter", "{"], "--filter"),
+        (["keys", "new", "--name", "a", "--filter", "null"], "--filter"),
+        (["keys", "new", "--name", "a", "--filter", "[" * 10_000], "--filter"),
+        (["keys", "new", "--name", "a", "--filter", '{"must": [{"key": "b"}]}'], "filter"),
+        (["keys", "new", "--name", "a", "--scopes", "write", "--filter", FILTER], "filter"),
         (["keys", "hash"], "key"),
     ],
 )

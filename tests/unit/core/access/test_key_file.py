@@ -34,6 +34,7 @@ KEY = key_of(bytes(range(32)))
 OTHER = key_of(bytes(range(1, 33)))
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 SCOPES = st.sets(st.sampled_from(list(Scope)), min_size=1)
+TEXTS = st.text(st.characters(codec="utf-8"))
 KEYS = st.binary(min_size=32, max_size=32).map(key_of)
 
 
@@ -64,6 +65,44 @@ def test_an_entry_that_is_written_is_read_back(
 ) -> None:
     table = parse(entry_text(name, key, scopes, tenant=tenant, priority=priority))
     assert table.find(key) == Caller(name, tenant, frozenset(scopes), priority)
+
+
+@given(patterns=st.lists(TEXTS.filter(bool)), team=TEXTS)
+def test_the_limits_of_an_entry_are_read_back(patterns: list[str], team: str) -> None:
+    text = entry_text(
+        "app",
+        KEY,
+        {Scope.ASK},
+        collections=patterns,
+        search_filter={"team": team, "left_out": None},
+        read_filter=read_filter,
+    )
+    caller = parse(text).find(KEY)
+    assert caller is not None
+    assert caller.collections == tuple(patterns)
+    assert caller.filter == In("team", (team,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"scopes": set()}, "scopes"),
+        ({"tenant": "a b"}, "tenant"),
+        ({"priority": 1001}, "priority"),
+        ({"collections": ["a", ""]}, "collections"),
+        ({"scopes": {Scope.ADMIN}, "collections": ["a"]}, "collections"),
+        ({"scopes": {Scope.WRITE}, "search_filter": {"team": "a"}}, "filter"),
+        ({"search_filter": {"x": 1}}, "filter"),
+    ],
+)
+def test_an_entry_that_a_file_may_not_have_is_not_written(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        entry_text(
+            name="app", key=KEY, read_filter=read_filter, **{"scopes": {Scope.ASK}, **fields}
+        )
+    assert raised.value.field == field
 
 
 @given(key=KEYS, sent=st.text())

@@ -13,10 +13,7 @@ from pydantic import BaseModel, Field
 
 from ragcache_core.access.caller import Caller
 from ragcache_core.errors import NotFound
-from ragcache_gateway.chat.captures import Captured, capture
 from ragcache_gateway.chat.completion_schema import CompletionRequest, TextCompletion
-from ragcache_gateway.chat.pipeline import complete, read_question, start_answer
-from ragcache_gateway.chat.plain_completion import start_plain
 from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
 from ragcache_gateway.http.answer_stream import write_answer, write_plain
@@ -26,6 +23,11 @@ from ragcache_gateway.http.routes.embedding_routes import EMBEDDER, RERANKER
 from ragcache_gateway.http.services import Asking, GatewayServices, Services
 from ragcache_gateway.http.streaming.staged_answer import STAGE_EVENT, write_staged
 from ragcache_gateway.http.streaming.token_stream import TokenStream
+from ragcache_gateway.pipeline.account import complete
+from ragcache_gateway.pipeline.captures import Captured, capture
+from ragcache_gateway.pipeline.plain_completion import start_plain
+from ragcache_gateway.pipeline.question import read_question
+from ragcache_gateway.pipeline.steps import start_answer
 
 QUALITY_HEADER = "X-RagCache-Quality"
 """What is known of the quality of blends: unverified, passed or failed."""

@@ -11,9 +11,9 @@ from ragcache_gateway.documents.schema import (
     CollectionOut,
     collection_out,
 )
-from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
+from ragcache_wire.rest_fields.text_type import Text
 
 router = APIRouter(tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS})
 

@@ -17,7 +17,6 @@ from ragcache_gateway.documents.schema import (
     DocumentWritten,
     document_info,
 )
-from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.http.answer_stream import DONE, SIGN_OF_LIFE, encode_event
 from ragcache_gateway.http.batch import BatchLimit, DocumentBatch
 from ragcache_gateway.http.batch_parser import batch_parser
@@ -26,6 +25,7 @@ from ragcache_gateway.http.middleware.request_pools import BATCH_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.http.upload import read_document
+from ragcache_wire.rest_fields.text_type import Text
 
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})
 

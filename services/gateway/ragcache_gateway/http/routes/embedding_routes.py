@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_gateway.documents.retriever_errors import to_rest_error
-from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import GatewayServices, Services
 from ragcache_gateway.status.spans import record_reading
+from ragcache_wire.rest_fields.integer_type import PositiveCount
+from ragcache_wire.rest_fields.text_type import NonEmptyText, Text, union_by
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 EMBEDDER = "ragcache-embedder"
@@ -29,7 +30,13 @@ MAX_SCORED = 1000
 
 router = APIRouter(tags=["embeddings"], responses={**ERRORS, **UPSTREAM_ERRORS})
 
-_Input = Annotated[Text, Field(min_length=1)]
+
+def _tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "~text"
+    if isinstance(value, list):
+        return "~list"
+    return "~object" if isinstance(value, dict | RerankDocument) else None
 
 
 class EmbeddingRequest(BaseModel):
@@ -41,13 +48,15 @@ class EmbeddingRequest(BaseModel):
         json_schema_extra={"examples": [{"input": "Where does billing run?"}]},
     )
 
-    input: _Input | Annotated[list[_Input], Field(min_length=1, max_length=MAX_EMBEDDED)] = Field(
-        description="A text or several. Token ids are refused: their tokenizer is not known."
-    )
+    input: Annotated[
+        Annotated[NonEmptyText, Tag("~text")]
+        | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_EMBEDDED), Tag("~list")],
+        union_by(_tag, "a text or a list of texts"),
+    ] = Field(description="A text or several. Token ids are refused: their tokenizer is not known.")
     model: Text | None = Field(default=None, description=f"{EMBEDDER}, or the served model.")
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(
-        default=None, ge=1, strict=True, description="No other than the embedder's."
+    dimensions: PositiveCount | None = Field(
+        default=None, description="No other than the embedder's."
     )
 
 
@@ -82,7 +91,13 @@ class RerankDocument(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    text: _Input
+    text: NonEmptyText
+
+
+_Scored = Annotated[
+    Annotated[NonEmptyText, Tag("~text")] | Annotated[RerankDocument, Tag("~object")],
+    union_by(_tag, "a text or an object with a text"),
+]
 
 
 class TextRankRequest(BaseModel):
@@ -96,10 +111,10 @@ class TextRankRequest(BaseModel):
         },
     )
 
-    query: _Input
-    documents: list[_Input | RerankDocument] = Field(min_length=1, max_length=MAX_SCORED)
+    query: NonEmptyText
+    documents: list[_Scored] = Field(min_length=1, max_length=MAX_SCORED)
     model: Text | None = Field(default=None, description=f"{RERANKER}, or the served model.")
-    top_n: int | None = Field(default=None, ge=1, strict=True)
+    top_n: PositiveCount | None = None
     return_documents: bool = True
 
 

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.pipeline import complete, start_answer
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
@@ -19,6 +18,8 @@ from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.response_stream import write_response
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.http.streaming.token_stream import TokenStream
+from ragcache_gateway.pipeline.account import complete
+from ragcache_gateway.pipeline.steps import start_answer
 from ragcache_gateway.responses.request_schema import ResponseRequest
 from ragcache_gateway.responses.response_object import ResponseObject, response_of
 

@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import Final
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_gateway.chat.pipeline import ChatServices, Question, answer_question
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.explain.progress import AnyStageEvent, Progress
 from ragcache_gateway.http.answer_stream import encode_event, write_answer
 from ragcache_gateway.http.errors import to_http
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.http.streaming.client_writer import ClientWriter
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.question import Question
+from ragcache_gateway.pipeline.steps import answer_question
 
 STAGE_EVENT: Final = "ragcache.stage"
 """Name of the events before the first token. Events of the answer have none."""

@@ -7,7 +7,7 @@ A filter has lists of conditions: all of ``must``, at least one of ``should`` an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -16,6 +16,8 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
@@ -32,20 +34,43 @@ from ragcache_core.retrieval.filters import (
     Prefix,
     check_size,
 )
-from ragcache_gateway.documents.text_type import Text, validation_error
+from ragcache_wire.rest_fields.given_fields import at_least_one, exactly_one
+from ragcache_wire.rest_fields.integer_type import INTEGRAL, to_integer
+from ragcache_wire.rest_fields.text_type import Text, WholeText, union_by, validation_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_FIELD_CHARS = 256
 _BOUNDS = ("gt", "gte", "lt", "lte")
+_TESTS = ("match", "range", "prefix", "exists")
+_LISTS = ("must", "should", "must_not")
 
-Value: TypeAlias = bool | int | Text
+
+def _value_tag(value: object) -> str | None:
+    match to_integer(value):
+        case bool():
+            return "~bool"
+        case int():
+            return "~int"
+        case str():
+            return "~text"
+    return None
+
+
+Value: TypeAlias = Annotated[
+    Annotated[bool, Tag("~bool")]
+    | Annotated[int, INTEGRAL, Tag("~int")]
+    | Annotated[Text, Tag("~text")],
+    union_by(_value_tag, "a text, a whole number, true or false"),
+]
 """Metadata values are texts: a number or a boolean means its JSON form."""
 
 
 class MatchIn(BaseModel):
     """The values that a field may have."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra=exactly_one("value", "any")
+    )
 
     value: Value | None = Field(default=None, description="The only value.")
     any: list[Value] | None = Field(default=None, min_length=1, description="One of these values.")
@@ -65,7 +90,7 @@ class MatchIn(BaseModel):
 class RangeIn(BaseModel):
     """Bounds of a value that is read as a number. Other values are outside."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=at_least_one(*_BOUNDS))
 
     gt: float | None = Field(default=None, allow_inf_nan=False)
     gte: float | None = Field(default=None, allow_inf_nan=False)
@@ -82,9 +107,9 @@ class RangeIn(BaseModel):
 class ConditionIn(BaseModel):
     """A test of one field: of metadata, or ``id``, ``title`` and ``updated_unix_ms``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=exactly_one(*_TESTS))
 
-    key: Annotated[Text, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
+    key: Annotated[str, Field(min_length=1, max_length=MAX_FIELD_CHARS), WholeText]
     match: MatchIn | None = None
     range: RangeIn | None = None
     prefix: Text | None = Field(default=None, description="The beginning of the value.")
@@ -94,8 +119,7 @@ class ConditionIn(BaseModel):
 
     @model_validator(mode="after")
     def _check_one(self) -> ConditionIn:
-        tests = (self.match, self.range, self.prefix, self.exists)
-        if sum(test is not None for test in tests) != 1:
+        if sum(getattr(self, test) is not None for test in _TESTS) != 1:
             raise validation_error(
                 "needs exactly one test", "set one of match, range, prefix and exists"
             )
@@ -131,6 +155,7 @@ class FilterIn(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         json_schema_extra={
+            **at_least_one(*_LISTS),
             "examples": [
                 {
                     "must": [
@@ -139,7 +164,7 @@ class FilterIn(BaseModel):
                     ],
                     "must_not": [{"key": "id", "prefix": "drafts/"}],
                 }
-            ]
+            ],
         },
     )
 
@@ -149,7 +174,7 @@ class FilterIn(BaseModel):
 
     @model_validator(mode="after")
     def _check_some(self) -> FilterIn:
-        if self.must is None and self.should is None and self.must_not is None:
+        if all(getattr(self, name) is None for name in _LISTS):
             raise validation_error("has no condition", "set must, should or must_not")
         return self
 
@@ -191,6 +216,24 @@ def _check_depth(value: Any) -> Any:
 
 FilterField = Annotated[FilterIn, BeforeValidator(_check_depth)]
 """A filter as a field of a request."""
+
+_FILTER: Final[TypeAdapter[FilterIn]] = TypeAdapter(FilterField)
+
+
+def read_filter(path: str, value: Any) -> Filter:
+    """Read the filter of an API key, which is written as in a search.
+
+    Args:
+        path: Path of the filter, for errors.
+
+    Raises:
+        InvalidInput: It is no filter, or too large.
+    """
+    try:
+        return _FILTER.validate_python(value).checked(path)
+    except ValidationError as error:
+        problem = str(error.errors(include_url=False, include_input=False)[0]["msg"])
+        raise InvalidInput(path, problem, "write it as in a search") from None
 
 
 def filter_message(wanted: Filter) -> pb.Filter:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from ragcache_core.access.caller import Caller
 from ragcache_gateway.chat.completion_schema import CompletionRequest
-from ragcache_gateway.chat.pipeline import ChatServices, check_model
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import client_body, with_engine_controls
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.question import check_model
 from ragcache_gateway.status.spans import record_reading
 
 DEFAULT_MAX_TOKENS = 16

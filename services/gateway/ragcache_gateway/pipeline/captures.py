@@ -18,15 +18,12 @@ from ragcache_core.access.caller import Caller
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_gateway.chat.pipeline import (
-    ChatServices,
-    PromptedQuestion,
-    build_prompt,
-    read_question,
-    retrieve,
-)
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion import completion_body
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.prompt import PromptedQuestion, build_prompt
+from ragcache_gateway.pipeline.question import read_question
+from ragcache_gateway.pipeline.retrieval import retrieve
 
 
 class Captured(BaseModel):

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import MAX_DEPTH, matches
-from ragcache_gateway.documents.filters import FilterField, FilterIn, filter_message
 from ragcache_gateway.http.errors import from_validation
+from ragcache_wire.rest_fields.filters import FilterField, FilterIn, filter_message
 
 ADAPTER: TypeAdapter[FilterIn] = TypeAdapter(FilterField)
+SCHEMA = Draft202012Validator(ADAPTER.json_schema())
 
 KEYS = ("team", "year")
 VALUES = ("core", "web", "7", "2024", "x")
@@ -89,6 +91,8 @@ def test_a_number_or_a_boolean_matches_the_text_of_its_json_form() -> None:
     assert matches(wanted, {"year": "2024"})
     wanted = parsed({"must": [{"key": "draft", "match": {"any": [True]}}]}).to_filter()
     assert matches(wanted, {"draft": "true"})
+    wanted = parsed({"must": [{"key": "year", "match": {"value": 2024.0}}]}).to_filter()
+    assert matches(wanted, {"year": "2024"})
 
 
 def test_a_filter_becomes_the_retrievers_message() -> None:
@@ -108,26 +112,41 @@ def test_a_filter_becomes_the_retrievers_message() -> None:
     assert old.none.field.exists
 
 
-@pytest.mark.parametrize(
-    ("wanted", "field"),
-    [
-        ({}, "body"),
-        ({"must": []}, "must"),
-        ({"must": [{"key": "a"}]}, "must[0]"),
-        ({"must": [{"key": "", "exists": True}]}, "must[0].key"),
-        ({"must": [{"key": "a", "exists": True, "prefix": "b"}]}, "must[0]"),
-        ({"must": [{"key": "a", "match": {}}]}, "must[0].match"),
-        ({"must": [{"key": "a", "match": {"any": []}}]}, "must[0].match.any"),
-        ({"must": [{"key": "a", "range": {}}]}, "must[0].range"),
-        ({"must": [{"key": "a", "range": {"gt": float("nan")}}]}, "must[0].range.gt"),
-        ({"must": [{"should": [{"key": "a"}]}]}, "must[0].should[0]"),
-        ({"and": []}, "and"),
-    ],
+WRONG: tuple[tuple[Any, str], ...] = (
+    ({}, "body"),
+    ({"must": []}, "must"),
+    ({"must": [{"key": "a"}]}, "must[0]"),
+    ({"must": [{"key": "", "exists": True}]}, "must[0].key"),
+    ({"must": [{"key": "a", "exists": True, "prefix": "b"}]}, "must[0]"),
+    ({"must": [{"key": "a", "match": {}}]}, "must[0].match"),
+    ({"must": [{"key": "a", "match": {"any": []}}]}, "must[0].match.any"),
+    ({"must": [{"key": "a", "range": {}}]}, "must[0].range"),
+    ({"must": [{"key": "a", "range": {"gt": float("nan")}}]}, "must[0].range.gt"),
+    ({"must": [{"should": [{"key": "a"}]}]}, "must[0].should[0]"),
+    ({"must": [{"key": "a", "match": {"value": 1.5}}]}, "must[0].match.value"),
+    ({"must": [{"key": "a", "match": {"any": ["b", "\0"]}}]}, "must[0].match.any[1]"),
+    ({"must": [{"key": "a", "match": {"value": 1, "any": [1]}}]}, "must[0].match"),
+    ({"and": []}, "and"),
 )
+
+
+@pytest.mark.parametrize(("wanted", "field"), WRONG)
 def test_a_wrong_filter_names_the_path(wanted: Any, field: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         parsed(wanted)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("wanted", [wanted for wanted, _ in WRONG])
+def test_the_schema_does_not_allow_a_wrong_filter(wanted: Any) -> None:
+    # JSON has no such number.
+    if "nan" not in repr(wanted):
+        assert not SCHEMA.is_valid(wanted)
+
+
+@given(wanted=FILTERS)
+def test_the_schema_allows_filters(wanted: Any) -> None:
+    assert SCHEMA.is_valid(wanted)
 
 
 def test_a_filter_that_is_too_deep_is_refused() -> None:

@@ -1,0 +1,143 @@
+"""An answer of an engine, from its first token on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.planner.request_plan import RequestPlan
+from ragcache_gateway.chat.citations import cite
+from ragcache_gateway.chat.schema import (
+    AnswerQuality,
+    Citation,
+)
+from ragcache_gateway.engines.client import Engine
+from ragcache_gateway.engines.completion import (
+    PART,
+)
+from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.engine_request import PlannedQuestion
+from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.speculation.speculative_search import EndedGuess
+from ragcache_gateway.status.spans import record_unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer whose first token has come, or all of it.
+
+    Args:
+        first_token_s: Time from the request to the first token. None: the answer came in one piece.
+        request_plan: The order and the engine that were chosen, and what was predicted.
+        sent_s: When the request was sent, on the planner's clock.
+        guesses: What engines computed during the search.
+        created: Unix time in seconds.
+    """
+
+    planned: PlannedQuestion
+    model: str
+    engine: Engine
+    completion: Completion | WholeCompletion
+    first_token_s: float | None
+    request_plan: RequestPlan
+    sent_s: float
+    citations: list[Citation]
+    guesses: tuple[EndedGuess, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """Id of the answer."""
+        return self.planned.request_id
+
+    @property
+    def quality(self) -> AnswerQuality | None:
+        """The measured quality of blends, if the question asked for one."""
+        return self.planned.question.quality
+
+
+async def generate(
+    services: ChatServices,
+    planned: PlannedQuestion,
+    stack: AsyncExitStack,
+    ahead: Sequence[ComputedAhead] = (),
+    guesses: tuple[EndedGuess, ...] = (),
+) -> Answer:
+    """Have an engine answer. It returns at the first token of a stream, or with the whole answer.
+
+    Args:
+        ahead: What engines have of the prompt because they computed it during the search.
+        guesses: What engines computed during the search, for the explanation.
+
+    Raises:
+        Unavailable: No engine could answer.
+        InvalidInput: The engine refused the request.
+    """
+    planner, plans, question = services.planner, planned.plans, planned.question
+    assert plans is not None
+    reuse = question.reuse
+    request_plan = planner.renew(plans.plan, plans.by_rank, reuse, ahead)
+    preferred = planner.engine_of(request_plan)
+    sent_s = planner.now()
+    completion: Completion | WholeCompletion
+    first_token_s = None
+    with planner.waiting(preferred, request_plan):
+        if question.request.stream:
+            engine, completion = await services.engines.complete(
+                planned.body,
+                stack,
+                planned.request_id,
+                preferred=preferred,
+                on_accepted=question.progress.engine_accepted,
+            )
+            question.progress.first_token()
+            first_token_s = time.perf_counter() - question.started
+            tenant = question.caller.tenant_label
+            services.metrics.observe_first_token(first_token_s, tenant)
+        else:
+            engine, completion = await services.engines.complete_whole(
+                planned.body,
+                planned.prompt.max_tokens,
+                stack,
+                planned.request_id,
+                preferred=preferred,
+            )
+    if not question.is_trial and reuse.mode != "off":
+        planner.computed(engine, request_plan, blends=reuse.mode == "blend")
+    return Answer(
+        planned=planned,
+        model=services.model.name,
+        engine=engine,
+        completion=completion,
+        first_token_s=first_token_s,
+        request_plan=request_plan,
+        sent_s=sent_s,
+        citations=cite(planned.prompt.passages),
+        guesses=guesses,
+    )
+
+
+async def relay_events(
+    services: ChatServices,
+    engine: Engine,
+    completion: Completion,
+    num_choices: int,
+    deliver: Callable[[list[bytes]], bool],
+    drain: Callable[[], Awaitable[None]],
+) -> None:
+    """Have the engine's events delivered as they arrive, see ``Completion.relay``.
+
+    Raises Unavailable.
+    """
+    try:
+        await completion.relay(num_choices, deliver, drain)
+    except Unavailable as error:
+        engine.record_failure(error)
+        services.metrics.upstream_failures.labels(PART).inc()
+        completion.span.fail(f"{type(error).__name__}: {error.component}")
+        record_unavailable(error)
+        raise

@@ -1,0 +1,91 @@
+"""The prompts that early stages of a search give."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragcache_core.identity.keys import ChunkKey
+from ragcache_core.planner.request_plan import PlannedPrompt
+from ragcache_gateway.chat.schema import (
+    ChatRequest,
+)
+from ragcache_gateway.chat.search import SearchResult
+from ragcache_gateway.engines.completion import (
+    prefill_body,
+)
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.engine_request import plan_off_loop
+from ragcache_gateway.pipeline.prompt import PromptedQuestion, build_prompt
+from ragcache_gateway.pipeline.question import Question
+from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
+from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.prompts.builder import AnswerPrompt, PromptParts
+from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
+from ragcache_gateway.speculation.guess import GUESS_PRIORITY
+
+
+def early_steps(services: ChatServices, question: Question) -> EarlySteps:
+    """Return how the question's prompt is made while its search runs."""
+    domain = question.caller.domain
+
+    async def chunk_keys(stage: EarlyStage) -> list[ChunkKey]:
+        def keys() -> list[ChunkKey]:
+            return [
+                services.chunk_keys.key(domain, services.prompts.chunk_digest(chunk))
+                for hit in stage.hits
+                for chunk in (hit.chunk, *hit.before, *hit.after)
+            ]
+
+        return await asyncio.get_running_loop().run_in_executor(services.tokenizing, keys)
+
+    async def build_head() -> EarlyPrompt:
+        def select_head() -> tuple[PromptParts, PlannedPrompt]:
+            frame = replace(services.prompts.frame(question.conversation), tail=())
+            parts = PromptParts(frame, (), (), max_tokens=1)
+            return parts, services.chunk_keys.planned_prompt(parts, domain)
+
+        loop = asyncio.get_running_loop()
+        parts, head = await loop.run_in_executor(services.tokenizing, select_head)
+        request_plan = services.planner.plan(head, question.reuse, "rank", is_trial=False)
+        return EarlyPrompt(parts.join(), request_plan)
+
+    async def build(stage: EarlyStage, ahead: Sequence[ComputedAhead]) -> EarlyPrompt:
+        retrieved = RetrievedQuestion(question, _unfinished_search(stage))
+        prompted = await build_prompt(services, retrieved, ahead)
+        assert prompted.plans is not None
+        return EarlyPrompt(prompted.prompt, prompted.plans.plan)
+
+    async def request(stage: EarlyStage | None, prompt: AnswerPrompt) -> dict[str, Any]:
+        search = _unfinished_search(stage)
+        prompted = PromptedQuestion(question, search, prompt, time.perf_counter())
+        planned = await plan_off_loop(services, prompted)
+        # A guess never goes before questions of the same key.
+        priority = max(GUESS_PRIORITY, question.caller.priority + 1)
+        return prefill_body(planned.body, priority)
+
+    return EarlySteps(
+        chunk_keys,
+        # A text for completion has no template before its documents.
+        build_head if isinstance(question.request, ChatRequest) else None,
+        build,
+        request,
+        # The engine keeps no KV after a blended chunk.
+        can_guess=question.reuse.mode == "exact",
+    )
+
+
+def _unfinished_search(stage: EarlyStage | None) -> SearchResult:
+    """Return the result of a search so far. stage: None before the first one."""
+    return SearchResult(
+        hits=stage.hits if stage else (),
+        num_stages=0,
+        kept_stages=(),
+        asked_at_ms=stage.asked_at_ms if stage else time.time_ns() // 1_000_000,
+        retrieve_s=stage.elapsed_s if stage else 0.0,
+        embed_s=0.0,
+        search_s=stage.search_s if stage else 0.0,
+    )

@@ -1,0 +1,96 @@
+"""A checked request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from ragcache_core.access.caller import Caller
+from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_gateway.background.quality_gate import GatedReuse
+from ragcache_gateway.chat.completion_schema import CompletionRequest
+from ragcache_gateway.chat.messages import question_field, read_conversation
+from ragcache_gateway.chat.schema import (
+    AnswerQuality,
+    ChatRequest,
+)
+from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
+from ragcache_gateway.prompts.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A checked request.
+
+    Args:
+        started: On the clock of time.perf_counter.
+        progress: Tells the client what happens before the first token.
+    """
+
+    request: ChatRequest | CompletionRequest
+    caller: Caller
+    conversation: Conversation
+    gated: GatedReuse
+    started: float
+    progress: Progress = NO_PROGRESS
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether the answer comes from documents."""
+        return self.request.retrieves()
+
+    @property
+    def reuse(self) -> ReuseMode:
+        """How its answer may reuse KV."""
+        return self.gated.reuse
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the request measures quality, so that nothing is learned or stored from it."""
+        return self.request.ragcache.trial
+
+    @property
+    def quality(self) -> AnswerQuality | None:
+        """The measured quality of blends, if it asks for one."""
+        if self.gated.verdict is None:
+            return None
+        reuse: Literal["exact", "blend"] = "exact" if self.gated.refused else "blend"
+        return AnswerQuality(verdict=self.gated.verdict, reuse=reuse)
+
+
+def read_question(
+    services: ChatServices, request: ChatRequest | CompletionRequest, caller: Caller
+) -> Question:
+    """Check a request and decide how its answer may reuse KV.
+
+    Raises NotFound, NotAllowed or InvalidInput.
+    """
+    started = time.perf_counter()
+    check_model(services.model, request.model)
+    options = request.ragcache
+    if request.retrieves():
+        caller.check_collection(options.collection, "ragcache.collection")
+    if isinstance(request, ChatRequest):
+        conversation = read_conversation(request)
+    else:
+        conversation = Conversation.asking(None, request.question())
+    if request.retrieves() and not conversation.question.strip():
+        raise InvalidInput(text_field(request), "is empty", "send a question")
+    reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
+    gated = services.gate.apply(reuse, is_trial=options.trial)
+    return Question(request, caller, conversation, gated, started)
+
+
+def check_model(served: ServedModel, model: str | None) -> None:
+    """Refuse a model that is not served. Raises NotFound."""
+    if model not in (None, served.name):
+        raise NotFound("model", str(model), f"ask for {served.name!r}")
+
+
+def text_field(request: ChatRequest | CompletionRequest) -> str:
+    """Return the field of a request that has its question, for errors."""
+    return question_field(request.messages) if isinstance(request, ChatRequest) else "prompt"

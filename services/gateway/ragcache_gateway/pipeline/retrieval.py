@@ -1,0 +1,97 @@
+"""The search for the chunks of a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ragcache_core.errors import RagCacheError
+from ragcache_gateway.chat.completion_schema import CompletionRequest
+from ragcache_gateway.chat.schema import (
+    ChatRequest,
+)
+from ragcache_gateway.chat.search import SearchResult, no_search, search_to_final_stage
+from ragcache_gateway.chat.search_query import QueryWriter
+from ragcache_gateway.documents.retriever_errors import to_rest_error
+from ragcache_gateway.documents.search_schema import SearchOptions
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.question import Question, text_field
+from ragcache_gateway.speculation.early_stage import EarlyStage
+from ragcache_wire.tracing import Span
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedQuestion:
+    """A question with the chunks that the retriever found for it."""
+
+    question: Question
+    search: SearchResult
+
+
+async def retrieve(
+    services: ChatServices,
+    question: Question,
+    on_early_stage: Callable[[EarlyStage], None] | None = None,
+) -> RetrievedQuestion:
+    """Search the collection for the question. Raises errors that name fields of the request.
+
+    Args:
+        on_early_stage: Gets the early stages of the search.
+    """
+    if not question.retrieves:
+        return RetrievedQuestion(question, no_search())
+    options = question.request.ragcache
+    queries = QueryWriter(
+        services.model,
+        services.prompts,
+        services.tokenizing,
+        services.engines,
+        question.conversation,
+        options.collection,
+        question.caller,
+    )
+    with services.tracer.start_step("retrieve") as span, span.current():
+        query = await queries.first(options.rewrite or services.default_rewrite)
+        try:
+            search = await _search(services, question, queries, query, on_early_stage, span)
+        except RagCacheError as error:
+            raise to_rest_error(error, _rest_fields(question.request)) from error
+    if services.speculator is not None:
+        services.speculator.search_ended(options.collection, search.retrieve_s)
+    return RetrievedQuestion(question, search)
+
+
+async def _search(
+    services: ChatServices,
+    question: Question,
+    queries: QueryWriter,
+    query: str,
+    on_early_stage: Callable[[EarlyStage], None] | None,
+    span: Span,
+) -> SearchResult:
+    """Search for a query, and for those that the model writes after it."""
+    options = question.request.ragcache
+    search = await search_to_final_stage(
+        services.retriever,
+        options.to_search(query, question.caller, "ragcache"),
+        on_early_stage=on_early_stage,
+        progress=question.progress,
+    )
+    while len(search.queries) < options.max_searches:
+        another = await queries.next(search)
+        if another is None:
+            break
+        found = await search_to_final_stage(
+            services.retriever,
+            options.to_search(another, question.caller, "ragcache"),
+            progress=question.progress,
+        )
+        search = search.extended(found)
+        span.event("search", hits=len(search.hits))
+    span.set(stages=search.num_stages, hits=len(search.hits))
+    return search
+
+
+def _rest_fields(request: ChatRequest | CompletionRequest) -> dict[str, str]:
+    options = {name: f"ragcache.{name}" for name in SearchOptions.model_fields}
+    return {"query": text_field(request), **options}

@@ -1,0 +1,75 @@
+"""The steps of a question up to its first token."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from ragcache_core.access.caller import Caller
+from ragcache_gateway.chat.completion_schema import CompletionRequest
+from ragcache_gateway.chat.schema import (
+    ChatRequest,
+)
+from ragcache_gateway.pipeline.answer import Answer, generate
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.early_prompts import early_steps
+from ragcache_gateway.pipeline.engine_request import plan_off_loop, tell_plan
+from ragcache_gateway.pipeline.prompt import build_prompt
+from ragcache_gateway.pipeline.question import Question, read_question
+from ragcache_gateway.pipeline.retrieval import retrieve
+from ragcache_gateway.speculation.prefetch import StagePrefetch
+from ragcache_gateway.speculation.speculative_search import SpeculativeSearch
+from ragcache_gateway.status.spans import record_reading
+from ragcache_wire.tracing import current_span
+
+
+async def start_answer(
+    services: ChatServices,
+    request: ChatRequest | CompletionRequest,
+    caller: Caller,
+    stack: AsyncExitStack,
+) -> Answer:
+    """Read a question and answer it, see ``read_question`` and ``answer_question``."""
+    question = read_question(services, request, caller)
+    return await answer_question(services, question, stack)
+
+
+async def answer_question(
+    services: ChatServices, question: Question, stack: AsyncExitStack
+) -> Answer:
+    """Run every step up to the first token, or to the end of an answer in one piece.
+
+    When the stack closes, the engine stops.
+
+    Raises:
+        InvalidInput: The request is refused.
+        NotFound: The collection does not exist.
+        Unavailable: The retriever or the engines failed.
+    """
+    record_reading(services.tracer, question.conversation.question)
+    stack.enter_context(services.idle.question())
+    speculation, on_early_stage = None, None
+    is_shared = question.reuse.mode != "off" and not question.is_trial
+    if question.retrieves and is_shared:
+        steps = early_steps(services, question)
+        prefetch = StagePrefetch(services.prefetcher, steps)
+        on_early_stage = (await stack.enter_async_context(prefetch)).on_stage
+        if services.speculator is not None:
+            search = SpeculativeSearch(
+                services.speculator,
+                steps,
+                prefetch,
+                collection=question.request.ragcache.collection,
+                progress=question.progress,
+            )
+            speculation = await stack.enter_async_context(search)
+            on_early_stage = speculation.on_stage
+    retrieved = await retrieve(services, question, on_early_stage)
+    with services.tracer.start_step("tokenize") as span, span.current():
+        prompted = await build_prompt(services, retrieved)
+        planned = await plan_off_loop(services, prompted)
+        span.set(**planned.sizes())
+    current_span().set(answer=planned.request_id, reuse=question.reuse.mode, **planned.sizes())
+    ahead = await speculation.settle(planned.prompt.prompt) if speculation else ()
+    guesses = speculation.guesses if speculation else ()
+    tell_plan(planned)
+    return await generate(services, planned, stack, ahead, guesses)
