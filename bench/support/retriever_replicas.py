@@ -126,8 +126,9 @@ class Replicas:
         embedder: str,
         count: int = 3,
         env: Callable[[int], Mapping[str, str]] = lambda _: {},
+        ports: Sequence[int] = (),
     ) -> None:
-        ports = [free_port() for _ in range(count)]
+        ports = ports or [free_port() for _ in range(count)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.processes = [
             ReplicaProcess(
@@ -194,6 +195,14 @@ class Replicas:
         for one in processes or self.processes:
             await until(lambda one=one: self._is_ready(one), f"{one.name} is not ready")  # type: ignore[misc]
 
+    async def until_not_ready(self, process: ReplicaProcess) -> None:
+        """Wait until a replica reports that it is not ready."""
+
+        async def is_not_ready() -> bool:
+            return not await self._is_ready(process)
+
+        await until(is_not_ready, f"{process.name} is ready")
+
     async def _is_ready(self, process: ReplicaProcess) -> bool:
         async with grpc.aio.insecure_channel(process.address) as channel:
             request = health_pb2.HealthCheckRequest(service="ragcache.v1.Retriever")
@@ -238,14 +247,16 @@ async def running_replicas(
     model: Path,
     count: int = 3,
     env: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ports: Sequence[int] = (),
 ) -> AsyncIterator[Replicas]:
     """Run replicas while the context is entered. They are ready.
 
     Args:
         env: Further settings of each replica, by its index.
+        ports: From ``free_port``. Empty: any.
     """
     with embeddings_endpoint() as embedder:
-        replicas = Replicas(folder, model, embedder, count, env)
+        replicas = Replicas(folder, model, embedder, count, env, ports)
         supervising = asyncio.create_task(replicas.supervise())
         try:
             for one in replicas.processes:
