@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from ragcache_core.errors import RagCacheError
-from ragcache_wire.channel import OPTIONS
+from ragcache_wire.channel import channel_options
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.trace_context import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -67,11 +67,9 @@ class RetrieverClient:
 
     def __init__(self, address: str) -> None:
         options = [
-            *OPTIONS,
+            # A replica whose node is lost is noticed before a query's deadline.
+            *channel_options(keepalive_ms=6_000, silence_ms=3_000),
             ("grpc.service_config", _SERVICE_CONFIG),
-            # A replica whose node is lost is noticed in seconds, and another one answers.
-            ("grpc.keepalive_time_ms", 6_000),
-            ("grpc.keepalive_timeout_ms", 2_000),
         ]
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
