@@ -143,7 +143,7 @@ class Replicas:
                     "RAGCACHE_CHUNK_OVERLAP_TOKENS": "8",
                     "RAGCACHE_EMBEDDER": embedder,
                     "RAGCACHE_EMBEDDER_MODEL": "words",
-                    "RAGCACHE_PEERS": ",".join(addresses),
+                    "RAGCACHE_PEERS": ",".join(addresses) if count > 1 else "",
                     "RAGCACHE_OWN_ADDRESS": address,
                     "RAGCACHE_LEASE": f"file:{folder / 'lease.json'}",
                     "OMP_NUM_THREADS": "1",
@@ -204,13 +204,17 @@ class Replicas:
         await until(is_not_ready, f"{process.name} is ready")
 
     async def _is_ready(self, process: ReplicaProcess) -> bool:
+        return await self.health(process) == health_pb2.HealthCheckResponse.SERVING
+
+    async def health(self, process: ReplicaProcess) -> int | None:
+        """Return what a replica answers to a health check, or None if it answers nothing."""
         async with grpc.aio.insecure_channel(process.address) as channel:
             request = health_pb2.HealthCheckRequest(service="ragcache.v1.Retriever")
             try:
                 reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=1.0)
             except grpc.RpcError:
-                return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+                return None
+        return reply.status
 
     async def writer(self, *, other_than: ReplicaProcess | None = None) -> ReplicaProcess:
         """Wait until a replica writes, and return it."""

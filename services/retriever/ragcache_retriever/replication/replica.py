@@ -50,6 +50,10 @@ class ReplicatedDocuments(Protocol):
         """Repeat a change of the writer, and let searches see it."""
         ...
 
+    async def finish_changes(self) -> None:
+        """Wait until no change is being repeated, whoever waits for it."""
+        ...
+
     async def start_epoch(self, epoch: int, note: bytes) -> None:
         """Commit a first change in a new epoch, which holds a note."""
         ...
@@ -277,6 +281,10 @@ class Replica:
         self._position = LogPosition(change.epoch, change.sequence)
 
     # Follower
+
+    async def finish_changes(self) -> None:
+        """See ChangeTarget."""
+        await self._documents.finish_changes()
 
     async def apply_change(self, change: CommittedChange) -> None:
         """See ChangeTarget."""
