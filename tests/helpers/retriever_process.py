@@ -40,6 +40,7 @@ async def serve(folder: Path, model: Path) -> None:
 
 
 if __name__ == "__main__":
-    collections.REMOVED_AT_ONCE = remake.REMOVED_AT_ONCE = REMOVED_CHUNKS
+    collections.REMOVED_AT_ONCE = REMOVED_CHUNKS
+    remake.REMOVED_AT_ONCE = REMOVED_CHUNKS  # type: ignore[attr-defined]
     remake.RETIRED_AT_ONCE = REMOVED_CHUNKS
     asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))

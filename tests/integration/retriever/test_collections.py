@@ -106,7 +106,7 @@ async def test_a_deleted_collection_is_gone_with_its_documents(
 
 
 class HeldEmbedder(WordEmbedder):
-    """Embeds documents only while it is let go on."""
+    """Embeds nothing while ``may_embed`` is not set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,8 +61,8 @@ async def test_a_lost_peer_is_noticed(port: int, is_idle: bool) -> None:
         CuttableConnection.to(f"tcp://127.0.0.1:{port}") as link,
         grpc.aio.insecure_channel(f"127.0.0.1:{link.port}", options=options) as channel,
     ):
-        wait: Callable[..., Any] = channel.unary_unary("/test/Wait")
-        numbers = channel.unary_stream("/test/Numbers")(b"")
+        wait: Callable[..., Any] = channel.unary_unary("/test/Wait", None, None)
+        numbers = channel.unary_stream("/test/Numbers", None, None)(b"")
         for _ in range(5):
             await numbers.read()
         if is_idle:
@@ -75,7 +75,7 @@ async def test_a_lost_peer_is_noticed(port: int, is_idle: bool) -> None:
         assert await _ended(wait(b"")) < LIMIT_S
         link.release()
         for _ in range(100):
-            again = channel.unary_stream("/test/Numbers")(b"")
+            again = channel.unary_stream("/test/Numbers", None, None)(b"")
             try:
                 assert await again.read() == b"number"
             except grpc.aio.AioRpcError:

@@ -51,7 +51,7 @@ class ReplicatedDocuments(Protocol):
         ...
 
     async def finish_changes(self) -> None:
-        """Wait until no change is being repeated, whoever waits for it."""
+        """See ChangeTarget."""
         ...
 
     async def start_epoch(self, epoch: int, note: bytes) -> None:
@@ -238,6 +238,15 @@ class Replica:
     def is_fit(self) -> bool:
         """Whether this replica could write now."""
         return self._is_fit() and not self._is_copying
+
+    async def is_followed(self) -> bool:
+        """Whether followers or answers of others show a connection to a majority.
+
+        Replicas that copy the documents follow nothing yet, and a new election would end the copy.
+        """
+        if not self.feed.is_deserted():
+            return True
+        return 1 + len(await self._ask_all()) >= majority(len(self._options.peers))
 
     async def ask_others(self) -> Mapping[str, LogPosition]:
         """Return the positions of the other replicas that answer in time, by address."""

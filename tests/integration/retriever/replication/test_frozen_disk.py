@@ -185,7 +185,8 @@ async def ended(call: Callable[[], Awaitable[Any]]) -> None:
         grpc.StatusCode.UNAVAILABLE,  # a second backup at a time
         grpc.StatusCode.NOT_FOUND,
     )
-    [result] = await asyncio.gather(call(), return_exceptions=True)
-    if isinstance(result, grpc.aio.AioRpcError) and result.code() in expected:
-        return
-    assert not isinstance(result, BaseException), result
+    try:
+        await call()
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in expected:
+            raise

@@ -248,6 +248,25 @@ async def test_a_writer_that_is_cut_off_from_the_lease_acknowledges_nothing_more
     await check_same(replicas, stored)
 
 
+async def test_a_writer_that_reaches_only_the_lease_hands_over(partitions: Partitions) -> None:
+    replicas = partitions.replicas
+    first = await replicas.writer()
+    others = replicas.others(first)
+    await put_pages(replicas, first, "before", 10)
+    partitions.isolate(first)
+    second = await replicas.writer(other_than=first)
+    assert "lease: left epoch=1 reason=no majority of the replicas can be reached" in first.log
+    # The others are a majority. The first one may have the Lease again only after them.
+    await put_pages(replicas, second, "meanwhile", 10)
+    assert await found(replicas.client(first), "before number3")
+    partitions.heal()
+    await replicas.until_ready()
+    await replicas.until_equal(replicas.processes)
+    assert await replicas.writer() in others
+    names = {f"{name}-{i}" for name in ("before", "meanwhile") for i in range(10)}
+    await check_same(replicas, names)
+
+
 async def until_refused(replicas: Replicas, one: ReplicaProcess) -> set[str]:
     """Write until the writer refuses because of its role. Return what it acknowledged."""
     acknowledged: set[str] = set()
