@@ -126,8 +126,9 @@ class Replicas:
         embedder: str,
         count: int = 3,
         env: Callable[[int], Mapping[str, str]] = lambda _: {},
+        ports: Sequence[int] = (),
     ) -> None:
-        ports = [free_port() for _ in range(count)]
+        ports = ports or [free_port() for _ in range(count)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.processes = [
             ReplicaProcess(
@@ -142,7 +143,7 @@ class Replicas:
                     "RAGCACHE_CHUNK_OVERLAP_TOKENS": "8",
                     "RAGCACHE_EMBEDDER": embedder,
                     "RAGCACHE_EMBEDDER_MODEL": "words",
-                    "RAGCACHE_PEERS": ",".join(addresses),
+                    "RAGCACHE_PEERS": ",".join(addresses) if count > 1 else "",
                     "RAGCACHE_OWN_ADDRESS": address,
                     "RAGCACHE_LEASE": f"file:{folder / 'lease.json'}",
                     "OMP_NUM_THREADS": "1",
@@ -194,14 +195,26 @@ class Replicas:
         for one in processes or self.processes:
             await until(lambda one=one: self._is_ready(one), f"{one.name} is not ready")  # type: ignore[misc]
 
+    async def until_not_ready(self, process: ReplicaProcess) -> None:
+        """Wait until a replica reports that it is not ready."""
+
+        async def is_not_ready() -> bool:
+            return not await self._is_ready(process)
+
+        await until(is_not_ready, f"{process.name} is ready")
+
     async def _is_ready(self, process: ReplicaProcess) -> bool:
+        return await self.health(process) == health_pb2.HealthCheckResponse.SERVING
+
+    async def health(self, process: ReplicaProcess) -> int | None:
+        """Return what a replica answers to a health check, or None if it answers nothing."""
         async with grpc.aio.insecure_channel(process.address) as channel:
             request = health_pb2.HealthCheckRequest(service="ragcache.v1.Retriever")
             try:
                 reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=1.0)
             except grpc.RpcError:
-                return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+                return None
+        return reply.status
 
     async def writer(self, *, other_than: ReplicaProcess | None = None) -> ReplicaProcess:
         """Wait until a replica writes, and return it."""
@@ -238,14 +251,16 @@ async def running_replicas(
     model: Path,
     count: int = 3,
     env: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ports: Sequence[int] = (),
 ) -> AsyncIterator[Replicas]:
     """Run replicas while the context is entered. They are ready.
 
     Args:
         env: Further settings of each replica, by its index.
+        ports: From ``free_port``. Empty: any.
     """
     with embeddings_endpoint() as embedder:
-        replicas = Replicas(folder, model, embedder, count, env)
+        replicas = Replicas(folder, model, embedder, count, env, ports)
         supervising = asyncio.create_task(replicas.supervise())
         try:
             for one in replicas.processes:

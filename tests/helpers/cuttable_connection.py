@@ -1,4 +1,4 @@
-"""A relay to a server that can be cut: it breaks connections and refuses new ones."""
+"""A relay to a server that can be cut, with an error or in silence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class CuttableConnection:
         self._server: asyncio.Server | None = None
         self._relays: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._passes = asyncio.Event()
+        self._passes.set()
+        self.num_connections = 0
 
     @classmethod
     @asynccontextmanager
     async def to(cls, url: str) -> AsyncIterator[CuttableConnection]:
-        """Yield a working relay to the server of an https URL."""
+        """Yield a working relay to the server of an https URL, or of "tcp://host:port"."""
         parts = urlsplit(url)
         assert parts.hostname
         assert parts.port
@@ -30,12 +33,29 @@ class CuttableConnection:
         try:
             yield relay
         finally:
+            relay.release()
             await relay.cut()
 
     @property
     def url(self) -> str:
         """Return the server's URL through this relay."""
         return f"https://127.0.0.1:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """Return the port of this relay."""
+        return self._port
+
+    def hold(self) -> None:
+        """Let every byte wait, and new connections, too.
+
+        That is how TCP behaves while a network drops packets: no end notices an error.
+        """
+        self._passes.clear()
+
+    def release(self) -> None:
+        """Let what waits pass, and everything after it."""
+        self._passes.set()
 
     async def restore(self) -> None:
         """Accept connections again, on the same port."""
@@ -56,11 +76,13 @@ class CuttableConnection:
         assert task is not None
         self._relays.add(task)
         self._writers.add(writer)
+        self.num_connections += 1
         there: asyncio.StreamWriter | None = None
         try:
+            await self._passes.wait()
             from_there, there = await asyncio.open_connection(*self._target)
             self._writers.add(there)
-            await asyncio.gather(_pump(reader, there), _pump(from_there, writer))
+            await asyncio.gather(self._pump(reader, there), self._pump(from_there, writer))
         except OSError:
             pass
         finally:
@@ -70,10 +92,10 @@ class CuttableConnection:
                     end.transport.abort()
                     self._writers.discard(end)
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.transport.abort()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await self._passes.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()

@@ -50,6 +50,9 @@ class ReportDocuments:
     async def apply_change(self, change: CommittedChange) -> None:
         await run(self.writer, self.store.changes.apply_change, change)
 
+    async def finish_changes(self) -> None:
+        await run(self.writer, lambda: None)
+
     async def start_epoch(self, epoch: int, note: bytes) -> None:
         await run(self.writer, start_epoch, self.store, epoch, note, 7)
 

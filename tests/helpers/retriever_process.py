@@ -1,5 +1,7 @@
 """A retriever as a process of its own, with a small embedder: it starts in seconds.
 
+Removals take many small transactions, so that a kill often comes between two of them.
+
 Usage: python -m tests.helpers.retriever_process FOLDER MODEL. It writes its port.
 """
 
@@ -9,11 +11,15 @@ import asyncio
 import sys
 from pathlib import Path
 
+from ragcache_retriever.knowledge_base import collections, remake
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.v1 import retriever_pb2_grpc
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+
+REMOVED_CHUNKS = 4
+"""Chunks that one transaction removes."""
 
 
 async def serve(folder: Path, model: Path) -> None:
@@ -34,4 +40,7 @@ async def serve(folder: Path, model: Path) -> None:
 
 
 if __name__ == "__main__":
+    collections.REMOVED_AT_ONCE = REMOVED_CHUNKS
+    remake.REMOVED_AT_ONCE = REMOVED_CHUNKS  # type: ignore[attr-defined]
+    remake.RETIRED_AT_ONCE = REMOVED_CHUNKS
     asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))

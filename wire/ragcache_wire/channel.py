@@ -20,13 +20,18 @@ OPTIONS: list[Option] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Services reach each other directly. The proxy of the environment is for other traffic.
     ("grpc.enable_http_proxy", 0),
-    # A peer that vanished without closing (a killed node) is noticed within seconds.
+    # A peer that vanished without closing (a killed node, a partition) is noticed within seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # Pings that measure the bandwidth have a limit of their own, a minute by default. While one is
+    # under way, no other ping is sent.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A client reconnects to a restarted peer within a second; gRPC's default takes minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Longest attempt to connect. Calls wait for it.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # A replaced pod has another address, which gRPC by default looks up only after 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]

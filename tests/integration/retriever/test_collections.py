@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge, Unavailable
+from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base import collections
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.remake import Remake
@@ -17,6 +19,7 @@ from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import (
+    WordEmbedder,
     make_knowledge_base,
     serving,
     stages_of,
@@ -100,6 +103,47 @@ async def test_a_deleted_collection_is_gone_with_its_documents(
     again = await client.put_collection(pb.Collection(name="team"))
     assert again.documents == 0
     assert await found(client) == ["kept"]
+
+
+class HeldEmbedder(WordEmbedder):
+    """Embeds nothing while ``may_embed`` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_embed = asyncio.Event()
+        self.may_embed.set()
+        self.is_held = asyncio.Event()
+
+    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
+        if not self.may_embed.is_set():
+            self.is_held.set()
+            await self.may_embed.wait()
+        return await super().embed(texts, urgent=urgent)
+
+
+async def test_a_collection_that_is_prepared_again_can_be_deleted(
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(collections, "REMOVED_AT_ONCE", 1)
+    embedder = HeldEmbedder()
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
+    async with serving(knowledge_base) as client:
+        await client.put_collection(pb.Collection(name="team"))
+        for i in range(5):
+            await put(client, f"d{i}", f"Apple number {i}. " * 20, "team")
+        embedder.may_embed.clear()
+        chunking = pb.Chunking(size_tokens=24, overlap_tokens=0)
+        await client.put_collection(pb.Collection(name="team", chunking=chunking))
+        await embedder.is_held.wait()
+        # The chunks of these documents arrive when searches cannot use their words any more.
+        await client.delete_collection("team")
+        embedder.may_embed.set()
+        await knowledge_base.wait_until_idle()
+        assert [one.name for one in await client.list_collections()] == ["default"]
+    assert "remake: interrupted" not in caplog.text
 
 
 async def test_the_default_collection_comes_back_empty(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import signal
+import sqlite3
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ragcache_core.errors import NotFound, RagCacheError
+from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.search.indexes import SegmentedIndexes
@@ -26,6 +26,7 @@ from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, check_copy
 from ragcache_retriever.store.sqlite.files.check import find_damage
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import index_threads
@@ -35,21 +36,45 @@ DOCUMENTS_OF_A_WRITER = 6
 START_TIMEOUT_S = 120
 MAX_LIFE_S = 2.0
 SIZES = (24, 48, 64)
+TEMPORARY = ("temporary-0", "temporary-1")
+"""Collections that are created and deleted all the time."""
 
 
 @dataclass
 class Expected:
-    """What each document may be: texts, or None for absent. A pending change adds one."""
+    """What may be stored. A pending change adds a possibility.
 
-    documents: dict[str, set[str | None]] = field(default_factory=dict)
+    Attributes:
+        documents: By collection and id: texts, or None for absent.
+        collections: Whether each collection may exist.
+    """
+
+    documents: dict[tuple[str, str], set[str | None]] = field(default_factory=dict)
+    collections: dict[str, set[bool]] = field(default_factory=lambda: {"default": {True}})
     num_acknowledged: int = 0
+    num_deleted_collections: int = 0
 
-    def begin(self, name: str, text: str | None) -> None:
-        self.documents.setdefault(name, {None}).add(text)
+    def begin(self, collection: str, name: str, text: str | None) -> None:
+        self.documents.setdefault((collection, name), {None}).add(text)
 
-    def acknowledge(self, name: str, text: str | None) -> None:
-        self.documents[name] = {text}
+    def acknowledge(self, collection: str, name: str, text: str | None) -> None:
+        self.documents[collection, name] = {text}
         self.num_acknowledged += 1
+
+    def begin_collection(self, name: str, exists: bool) -> None:
+        self.collections.setdefault(name, {False}).add(exists)
+
+    def acknowledge_collection(self, name: str, exists: bool) -> None:
+        self.collections[name] = {exists}
+        if not exists:
+            self.num_deleted_collections += 1
+            self.forget_documents(name)
+
+    def forget_documents(self, collection: str) -> None:
+        """Expect no document of a collection that is gone, nor after it is created again."""
+        for key in self.documents:
+            if key[0] == collection:
+                self.documents[key] = {None}
 
 
 @contextlib.asynccontextmanager
@@ -73,24 +98,63 @@ async def running(
         await process.wait()
 
 
+async def upsert(
+    client: RetrieverClient, expected: Expected, collection: str, name: str, rng: random.Random
+) -> None:
+    words = [f"word{rng.randrange(40)}" for _ in range(rng.randrange(20, 150))]
+    text = f"{name} {rng.random()}. " + ". ".join(words)
+    expected.begin(collection, name, text)
+    await client.upsert_document(pb.Document(collection=collection, id=name, text=text))
+    expected.acknowledge(collection, name, text)
+
+
 async def write(
     client: RetrieverClient, expected: Expected, writer: int, rng: random.Random
 ) -> None:
     """Change documents until the retriever is gone."""
     with contextlib.suppress(RagCacheError, grpc.RpcError):
-        for version in itertools.count():
+        while True:
             name = f"{writer}-{rng.randrange(DOCUMENTS_OF_A_WRITER)}"
             if rng.random() < 0.3:
-                expected.begin(name, None)
+                expected.begin("default", name, None)
                 with contextlib.suppress(NotFound):
                     await client.delete_document("default", name)
-                expected.acknowledge(name, None)
+                expected.acknowledge("default", name, None)
                 continue
-            words = [f"word{rng.randrange(40)}" for _ in range(rng.randrange(20, 150))]
-            text = f"{name} {version} {rng.random()}. " + ". ".join(words)
-            expected.begin(name, text)
-            await client.upsert_document(pb.Document(collection="default", id=name, text=text))
-            expected.acknowledge(name, text)
+            await upsert(client, expected, "default", name, rng)
+
+
+async def change_collection(
+    client: RetrieverClient, expected: Expected, name: str, rng: random.Random
+) -> None:
+    """Create a collection, fill it and delete it, until the retriever is gone."""
+    with contextlib.suppress(RagCacheError, grpc.RpcError):
+        while True:
+            expected.begin_collection(name, True)
+            chunking = pb.Chunking(size_tokens=rng.choice(SIZES), overlap_tokens=0)
+            created = await create(client, pb.Collection(name=name, chunking=chunking))
+            if expected.collections[name] == {False, True}:
+                assert not created.documents
+            expected.acknowledge_collection(name, True)
+            for i in range(rng.randrange(DOCUMENTS_OF_A_WRITER)):
+                await upsert(client, expected, name, str(i), rng)
+            if rng.random() < 0.3:
+                continue  # its documents are prepared again
+            expected.begin_collection(name, False)
+            await client.delete_collection(name)
+            expected.acknowledge_collection(name, False)
+
+
+async def create(client: RetrieverClient, collection: pb.Collection) -> pb.Collection:
+    """Create a collection, once an earlier one of its name is removed, or change it."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await client.put_collection(collection)
+            except Unavailable as error:
+                if "is being deleted" not in str(error):
+                    raise
+            await asyncio.sleep(0.02)
 
 
 async def change_chunking(client: RetrieverClient, rng: random.Random) -> None:
@@ -111,36 +175,77 @@ async def back_up(client: RetrieverClient, path: Path) -> None:
 
 
 async def check(client: RetrieverClient, expected: Expected) -> None:
-    """Compare the documents with what may be there, and make that certain."""
-    page = await client.list_documents("default", page_size=1000)
-    stored: dict[str, str | None] = {
-        one.id: (await client.get_document("default", one.id)).text for one in page.documents
-    }
-    for name, possible in expected.documents.items():
-        assert stored.get(name) in possible
-        expected.documents[name] = {stored.get(name)}
+    """Compare what is stored with what may be, and make that certain."""
+    listed = {one.name for one in await client.list_collections()}
+    assert listed <= expected.collections.keys()
+    for name, possible in expected.collections.items():
+        assert (name in listed) in possible
+        expected.collections[name] = {name in listed}
+        if name not in listed:
+            expected.forget_documents(name)
+    stored: dict[tuple[str, str], str | None] = {}
+    for name in listed:
+        page = await client.list_documents(name, page_size=1000)
+        for one in page.documents:
+            stored[name, one.id] = (await client.get_document(name, one.id)).text
+    for key, texts in expected.documents.items():
+        assert stored.get(key) in texts
+        expected.documents[key] = {stored.get(key)}
     assert stored.keys() <= expected.documents.keys()
 
 
-def check_files(folder: Path) -> None:
-    """Check the database and the index of a killed process."""
+def check_files(folder: Path) -> set[str]:
+    """Check the database and the indexes of a killed process. Return its tables of words."""
     store = SqliteDocumentStore(folder, DiskReserve(folder, 0))
+    query = store.database.query
     try:
         assert find_damage(store.database.path, threading.Event()) is None
+        tables = {
+            name
+            for (name,) in query("SELECT name FROM sqlite_master WHERE type = 'table'")
+            if name.startswith(("lexical_", "detached_"))
+        }
+        generations = {row for (row,) in query("SELECT row FROM generations")}
+        # The next start removes what is left of a generation, so nothing may be left without one.
+        assert {int(name.split("_")[1]) for name in tables} <= generations
         for collection in store.collections().values():
-            documents = store.database.query("SELECT count(*) FROM documents")[0][0]
+            [(documents,)] = query(
+                "SELECT count(*) FROM documents JOIN collections"
+                " ON collections.row = documents.collection WHERE name = ?",
+                (collection.name,),
+            )
             assert collection.num_documents == documents
             for generation in collection.generations:
-                counted = store.database.query(
+                counted = query(
                     "SELECT count(*), count(DISTINCT document) FROM chunks WHERE generation = ?",
                     (generation.row,),
                 )
                 assert counted == [(generation.num_chunks, generation.num_documents)]
                 table = f"lexical_{generation.row}"
-                store.database.query(f"INSERT INTO {table} ({table}) VALUES ('integrity-check')")
+                # The first step of a deletion takes the words away.
+                assert (table in tables) is not collection.is_deleting
+                if collection.is_deleting:
+                    continue
+                query(f"INSERT INTO {table} ({table}) VALUES ('integrity-check')")
                 check_index(store, folder, generation.row, generation.recipe.dimension)
+        return tables
     finally:
         store.close()
+
+
+def check_nothing_left(folder: Path) -> None:
+    """Check that nothing is left of deleted collections and of retired generations."""
+    tables = check_files(folder)
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+        served = {
+            str(row)
+            for (row,) in connection.execute("SELECT row FROM generations WHERE state = 'serving'")
+        }
+        [(num_generations,)] = connection.execute("SELECT count(*) FROM generations")
+        [(num_collections,)] = connection.execute("SELECT count(*) FROM collections")
+    assert len(served) == num_generations == num_collections
+    assert {name.split("_")[1] for name in tables} == served
+    assert not any(name.startswith("detached_") for name in tables)
 
 
 def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimension: int) -> None:
@@ -162,7 +267,23 @@ def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimen
     indexes.close()
 
 
-async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> int:
+async def until_nothing_remains(client: RetrieverClient, folder: Path) -> None:
+    """Wait until documents are prepared, and deleted collections and old chunks are removed."""
+    while (await client.get_collection("default")).HasField("remake") or is_removing(folder):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def is_removing(folder: Path) -> bool:
+    """Whether a running retriever still removes a collection or a generation."""
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+        [(count,)] = connection.execute(
+            "SELECT (SELECT count(*) FROM collections WHERE is_deleting)"
+            " + (SELECT count(*) FROM generations WHERE state != 'serving')"
+        )
+    return bool(count)
+
+
+async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> Expected:
     rng, expected = random.Random(seed), Expected()
     for _ in range(num_kills):
         async with running(folder, model) as (process, client):
@@ -170,6 +291,10 @@ async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> in
             tasks = [
                 asyncio.create_task(write(client, expected, writer, rng))
                 for writer in range(NUM_WRITERS)
+            ]
+            tasks += [
+                asyncio.create_task(change_collection(client, expected, name, rng))
+                for name in TEMPORARY
             ]
             tasks.append(asyncio.create_task(change_chunking(client, rng)))
             tasks.append(asyncio.create_task(back_up(client, folder.with_suffix(".backup"))))
@@ -182,15 +307,17 @@ async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> in
     async with running(folder, model) as (_, client):
         await check(client, expected)
         async with asyncio.timeout(60):
-            while (await client.get_collection("default")).HasField("remake"):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until_nothing_remains(client, folder)
         await check(client, expected)
-    return expected.num_acknowledged
+    check_nothing_left(folder)
+    return expected
 
 
 @pytest.mark.timeout(600)
 async def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, tiny_model: Path) -> None:
-    assert await kill_often(tmp_path / "data", tiny_model, num_kills=6, seed=1) > 20
+    expected = await kill_often(tmp_path / "data", tiny_model, num_kills=6, seed=1)
+    assert expected.num_acknowledged > 20
+    assert expected.num_deleted_collections > 1
 
 
 @pytest.mark.slow
@@ -198,4 +325,6 @@ async def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, tiny_mod
 async def test_fifty_kills_lose_nothing_that_was_acknowledged(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    assert await kill_often(tmp_path / "data", tiny_model, num_kills=50, seed=2) > 200
+    expected = await kill_often(tmp_path / "data", tiny_model, num_kills=50, seed=2)
+    assert expected.num_acknowledged > 200
+    assert expected.num_deleted_collections > 20

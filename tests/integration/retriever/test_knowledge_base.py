@@ -19,6 +19,7 @@ from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache
 from ragcache_retriever.knowledge_base.results import SearchQuery
+from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
 from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, RankedStage
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Document
@@ -133,6 +134,42 @@ async def test_a_search_ends_when_nobody_reads_it(
     await anext(stages)
     await stages.aclose()  # type: ignore[attr-defined]
     assert await asyncio.to_thread(ended.wait, 30)
+
+
+async def test_searches_that_were_abandoned_in_the_queue_do_not_run(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    ranking = knowledge_base._searching._ranking
+    disk = threading.Event()
+    all_hang = threading.Barrier(NUM_READERS + 1)
+    num_runs = 0
+
+    class HangingRanking:
+        """Waits for a disk until it answers."""
+
+        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+            nonlocal num_runs
+            num_runs += 1
+            if not disk.is_set():
+                all_hang.wait(60)
+                disk.wait()
+            yield from ranking.stages(search, store)
+
+    monkeypatch.setattr(knowledge_base._searching, "_ranking", HangingRanking())
+    hanging = [asyncio.create_task(found(knowledge_base, "apple")) for _ in range(NUM_READERS)]
+    await asyncio.to_thread(all_hang.wait, 60)
+    queue = knowledge_base.threads.readers._work_queue
+    abandoned = [asyncio.create_task(found(knowledge_base, "apple")) for _ in range(20)]
+    while queue.qsize() < len(abandoned):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for one in abandoned:
+        one.cancel()
+    await asyncio.gather(*abandoned, return_exceptions=True)
+    disk.set()
+    assert await found(knowledge_base, "apple") == ["Apple."]
+    assert await asyncio.gather(*hanging) == [["Apple."]] * NUM_READERS
+    assert num_runs == NUM_READERS + 1
 
 
 async def test_a_search_whose_hit_was_replaced_runs_again(

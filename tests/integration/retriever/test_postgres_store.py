@@ -253,3 +253,19 @@ def sleep(store: PostgresDocumentStore, is_cancelled: threading.Event) -> None:
         connection.cancelled_by(is_cancelled.is_set),
     ):
         connection.execute("SELECT pg_sleep(20)")
+
+
+def test_a_collection_that_another_retriever_deletes_takes_no_document(
+    store: PostgresDocumentStore, other: PostgresDocumentStore
+) -> None:
+    generation = add_collection(store, "c")
+    with store.transaction():
+        store.start_deleting("c")
+        store.commit()
+    with pytest.raises(Unavailable, match="another one has changed"):
+        put(other, "d", ["a"])
+    document = a_document("d", "a")
+    with other.transaction():
+        chunks = chunks_of(["a"])
+        version = version_of(document)
+        assert other.put_chunks("c", "d", version.content_hash, generation, chunks) is None

@@ -54,9 +54,10 @@ _SERVICE_CONFIG: Final = json.dumps(
 CHANNEL_OPTIONS: Final = with_options(
     OPTIONS,
     ("grpc.service_config", _SERVICE_CONFIG),
-    # A replica whose node is lost is noticed in seconds, and another one answers.
+    # A replica whose node is lost is noticed before a query's deadline, and another one answers.
     ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
 )
 
 R = TypeVar("R")

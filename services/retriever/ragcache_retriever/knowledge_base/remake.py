@@ -184,7 +184,9 @@ class Remake:
         self, name: str, document_id: str, content_hash: str, generation: int, chunks: ChunkSet
     ) -> None:
         stored = self._store.collection(name)
-        if stored is None or all(one.row != generation for one in stored.generations):
+        if stored is None or stored.is_deleting:
+            return  # the words of a collection that is being deleted have no table any more
+        if all(one.row != generation for one in stored.generations):
             return
         with self._store.transaction():
             change = self._store.put_chunks(name, document_id, content_hash, generation, chunks)

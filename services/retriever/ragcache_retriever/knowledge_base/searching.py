@@ -97,6 +97,8 @@ class Searching:
         def search() -> None:
             try:
                 with counted:
+                    if cancelled.is_set():
+                        return  # its caller left while other searches held the threads
                     self._run(_RunningSearch(query, vector, embed_s, emit, cancelled))
             finally:
                 emit(None)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ragcache_core.cluster.writer_election import acknowledged_sequence
+from ragcache_core.cluster.writer_election import acknowledged_sequence, majority
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.threads import run
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
@@ -21,6 +21,8 @@ SETTLE_S = 0.25
 """Time that a write waits for followers beyond the majority, so that reads find it everywhere."""
 GONE_S = 3.0
 """A follower that was silent for longer is not waited for beyond the majority."""
+DESERTED_S = 8.0
+"""Time without a majority after which another replica may do better."""
 
 
 class LogsDiffer(Exception):
@@ -54,6 +56,7 @@ class ChangeFeed:
         self._threads = threads
         self._clock = clock
         self._epoch: int | None = None
+        self._opened_s = 0.0
         self._followers: dict[str, _Progress] = {}
         self._moved = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,6 +66,7 @@ class ChangeFeed:
         """Serve followers in an epoch, in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._epoch = epoch
+        self._opened_s = self._clock()
         self._followers.clear()
         self._notify()
 
@@ -74,6 +78,15 @@ class ChangeFeed:
     def followers(self) -> dict[str, int]:
         """Return the last acknowledged sequence number of each follower, by address."""
         return {address: one.sequence for address, one in self._followers.items()}
+
+    def is_deserted(self) -> bool:
+        """Whether too few followers for a majority were heard lately, and others could have one."""
+        needed = majority(self._num_replicas)
+        since_s = self._clock() - DESERTED_S
+        if self._epoch is None or self._opened_s > since_s or self._num_replicas - 1 < needed:
+            return False
+        heard = sum(one.heard_s > since_s for one in self._followers.values())
+        return 1 + heard < needed
 
     async def follow(
         self, after: int, after_epoch: int, epoch: int

@@ -39,6 +39,10 @@ class Candidate(Protocol):
         """Whether this replica could write now: it is loaded, and its storage answers."""
         ...
 
+    async def is_followed(self) -> bool:
+        """Whether this replica, as the writer, is connected to a majority."""
+        ...
+
     async def start_writing(self, epoch: int) -> None:
         """Become the writer. An error gives the Lease up."""
         ...
@@ -151,6 +155,8 @@ class WriterElector:
             await self._step_down("the Lease was not renewed in time")
         elif not self._candidate.is_fit():
             await self._give_up("the storage does not answer")
+        elif not await self._candidate.is_followed():
+            await self._give_up("no majority of the replicas can be reached")
         elif self._starting.done() and self._starting.exception() is not None:
             await self._give_up(f"writing could not begin: {self._starting.exception()}")
 

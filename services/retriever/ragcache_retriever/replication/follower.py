@@ -29,6 +29,10 @@ class ChangeTarget(Protocol):
         """Return the last change that is durable and searchable here."""
         ...
 
+    async def finish_changes(self) -> None:
+        """Wait until no change is being repeated, also none of a follower that was stopped."""
+        ...
+
     async def apply_change(self, change: CommittedChange) -> None:
         """Repeat a change.
 
@@ -110,6 +114,8 @@ class Follower:
             acknowledging.cancel()
 
     async def _follow(self) -> None:
+        # A disk that did not answer may end such a change later, which would move the position.
+        await self._target.finish_changes()
         start = self._target.position()
         request = pb.FollowChangesRequest(
             after=start.sequence,

@@ -50,6 +50,10 @@ class ReplicatedDocuments(Protocol):
         """Repeat a change of the writer, and let searches see it."""
         ...
 
+    async def finish_changes(self) -> None:
+        """See ChangeTarget."""
+        ...
+
     async def start_epoch(self, epoch: int, note: bytes) -> None:
         """Commit a first change in a new epoch, which holds a note."""
         ...
@@ -235,6 +239,15 @@ class Replica:
         """Whether this replica could write now."""
         return self._is_fit() and not self._is_copying
 
+    async def is_followed(self) -> bool:
+        """Whether followers or answers of others show a connection to a majority.
+
+        Replicas that copy the documents follow nothing yet, and a new election would end the copy.
+        """
+        if not self.feed.is_deserted():
+            return True
+        return 1 + len(await self._ask_all()) >= majority(len(self._options.peers))
+
     async def ask_others(self) -> Mapping[str, LogPosition]:
         """Return the positions of the other replicas that answer in time, by address."""
         found = await self._ask_all()
@@ -277,6 +290,10 @@ class Replica:
         self._position = LogPosition(change.epoch, change.sequence)
 
     # Follower
+
+    async def finish_changes(self) -> None:
+        """See ChangeTarget."""
+        await self._documents.finish_changes()
 
     async def apply_change(self, change: CommittedChange) -> None:
         """See ChangeTarget."""

@@ -26,6 +26,10 @@ class ReplicatedKnowledgeBase:
         """Repeat a change of the writer, and let searches see it."""
         await self._knowledge_base.apply_change(self._store.changes, change)
 
+    async def finish_changes(self) -> None:
+        """Wait until no change is being repeated."""
+        await self._knowledge_base.threads.finish_writes()
+
     async def start_epoch(self, epoch: int, note: bytes) -> None:
         """Commit a first change in a new epoch."""
         await self._knowledge_base.threads.write(self._start_epoch, epoch, note)

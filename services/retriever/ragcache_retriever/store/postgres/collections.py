@@ -128,9 +128,12 @@ class PostgresCollections:
         self._set_state(self.lock(name), "building", "retired")
 
     def are_current(self, home: int, generations: set[int]) -> bool:
-        """Whether all generations serve or are being built in a collection."""
+        """Whether all generations serve or are being built in a collection that stays."""
         found = self._database.query(
-            "SELECT row FROM generations WHERE collection = %s AND state != 'retired'", (home,)
+            "SELECT generations.row FROM generations JOIN collections"
+            " ON collections.row = generations.collection"
+            " WHERE collection = %s AND state != 'retired' AND NOT is_deleting",
+            (home,),
         )
         return generations <= {row for (row,) in found}
 
