@@ -95,9 +95,9 @@ class Page:
         assert "exceptionDetails" not in value, value
         return value["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
+    async def until(self, expression: str, timeout_s: float = ANSWER_S) -> Any:
         """Wait until an expression is true; return its value."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 value = await self.evaluate(expression)
                 if value:
@@ -145,8 +145,19 @@ class Page:
 
     async def screenshot(self, path: Path) -> None:
         """Write the whole page as a PNG."""
-        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
+        await asyncio.to_thread(path.write_bytes, await self.picture())
+
+    async def picture(self, selector: str = "body") -> bytes:
+        """Return the first element that a selector finds, as a PNG."""
+        # A scroll bar would take a part of the width.
+        await self.call("Emulation.setScrollbarsHidden", hidden=True)
+        clip = await self.evaluate(
+            f"(({{left, top, width, height}}) => ({{x: left + scrollX, y: top + scrollY, width, "
+            f"height, scale: 1}}))(document.querySelector({json.dumps(selector)})"
+            ".getBoundingClientRect())"
+        )
+        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(shot["data"])
 
     async def serious_findings(self) -> list[str]:
         """Return what axe-core calls serious or critical."""

@@ -15,15 +15,12 @@ from tests.helpers.console_view import (
     FITS,
     QUESTION,
     begin_to_ask,
-    console_page,
-    fill,
-    screenshots_folder,
+    compare_and_wait,
     select_tab,
-    submit,
     texts,
     until_answered,
 )
-from tests.helpers.gateway_fakes import World, world
+from tests.helpers.gateway_fakes import World, until_predicted, world
 
 pytestmark = needs_chromium
 
@@ -32,17 +29,6 @@ pytestmark = needs_chromium
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model) as running:
         yield running
-
-
-@pytest.fixture
-async def page(gateway: World, tmp_path: Path) -> AsyncGenerator[Page, None]:
-    async with console_page(gateway, tmp_path / "profile") as opened:
-        yield opened
-
-
-@pytest.fixture
-def screenshots(tmp_path: Path) -> Path:
-    return screenshots_folder(tmp_path / "screenshots")
 
 
 async def explained(gateway: World) -> list[dict[str, Any]]:
@@ -82,13 +68,6 @@ async def ask_and_wait(page: Page) -> None:
     await until_answered(page)
 
 
-async def compare_and_wait(page: Page) -> None:
-    await select_tab(page, "compare")
-    await fill(page, "compare-question", QUESTION)
-    await submit(page, "compare-form")
-    await page.until("document.getElementById('compare-state').textContent.startsWith('Both')")
-
-
 async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     gateway: World, page: Page
 ) -> None:
@@ -115,6 +94,61 @@ async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     [_, summary] = await texts(page, "#ask-answer .summary")
     assert "1 chunk was computed at least in part. They cost" in summary
     assert page.errors == []
+
+
+async def test_the_plan_of_each_chunk_is_shown_beside_its_outcome(
+    gateway: World, page: Page
+) -> None:
+    await until_predicted(gateway.client)
+    await explained(gateway)
+    await ask_and_wait(page)
+    engine = gateway.config.engines[0]
+    address = f"{engine.host}:{engine.http_port}"
+    rows = [row for row in await texts(page, ".parts tbody tr") if ".md" in row]
+    planned = await texts(page, ".parts td:nth-child(3)")
+    words = f"Cachedfrom device of engine {address}It is in the engine's prefix cache."
+    # The question is no part of the plan.
+    assert planned[:-1] == [words] * (len(planned) - 1)
+    # The engine loaded two of the chunks, and computed the third one.
+    outcomes = await texts(page, ".parts td:nth-child(4)")
+    chunks = outcomes[-len(rows) - 1 : -1]
+    assert chunks == ["Loadedfrom memorynot as planned"] * 2 + ["Missnot as planned"]
+    assert page.errors == []
+
+
+async def test_a_plan_names_tier_source_and_reason(page: Page) -> None:
+    parts = [
+        {"planned": "load", "planned_reason": "stored", "outcome": "loaded"},
+        {"planned": "blend", "planned_reason": "other_prefix", "outcome": "computed"},
+        {"planned": "compute", "planned_reason": "not_stored", "outcome": "unknown"},
+        {"planned": None, "planned_reason": "", "outcome": "computed"},
+    ]
+    sources = [("disk", "store:10.0.0.7:7000"), ("host", "engine:10.0.0.9:8100"), (None, None)]
+    for part, (tier, source) in zip(parts, [*sources, (None, None)], strict=True):
+        part |= {"planned_tier": tier, "planned_source": source, "chunk": None, "tokens": 9}
+        part |= {"cached_tokens": 0, "loaded_tokens": 0, "computed_tokens": 9}
+        part |= {"recomputed_tokens": 0, "reason": "", "tier": None}
+    explanation = {"parts": parts, "plan": {"predicted_ms": None}, "time": None}
+    planned = await page.evaluate(
+        "import('./console/explain.js').then((explain) =>"
+        f"explain.explainParts({json.dumps(explanation)}).map((part) => part.planned))"
+    )
+    assert planned == [
+        {
+            "word": "Load",
+            "from": "disk of store 10.0.0.7:7000",
+            "reason": "It is stored after the same prefix.",
+            "isKept": True,
+        },
+        {
+            "word": "Blend",
+            "from": "host of engine 10.0.0.9:8100",
+            "reason": "It is stored, but only after another prefix.",
+            "isKept": False,
+        },
+        {"word": "Compute", "from": "", "reason": "It is not stored.", "isKept": True},
+        None,
+    ]
 
 
 async def test_side_by_side_compares_times_tokens_and_answers(gateway: World, page: Page) -> None:

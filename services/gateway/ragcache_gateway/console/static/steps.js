@@ -25,7 +25,7 @@ export function drawSteps(caption, rows, totalMs, firstTokenMs) {
     ),
     ms(row.startMs),
     ms(row.endMs - row.startMs),
-    row.predictedMs === null ? "–" : ms(row.predictedMs),
+    ms(row.predictedMs),
   ]);
   const drawn = table(caption, ["Step", "Time line", "Start", "Measured", "Predicted"], cells, "steps");
   const end = firstTokenMs === null ? "" : `First token after ${ms(firstTokenMs)}, the vertical line.`;
