@@ -298,4 +298,6 @@ def _refusal(reply: httpx.Response) -> RequestRefused:
     if reply.status_code in {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}:
         seconds = float(retry_after) if retry_after.isdecimal() else 1.0
         return TryLater(reply.status_code, message, seconds)
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        message = f"{message}; name it with --api-key or {API_KEY_VARIABLE}"
     return RequestRefused(reply.status_code, message)
