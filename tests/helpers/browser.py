@@ -53,6 +53,8 @@ class Page:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
+        # A picture of the whole page has none, so the page must not be laid out for one.
+        await self.call("Emulation.setScrollbarsHidden", hidden=True)
 
     async def read(self) -> None:
         """Take replies and events until the connection ends."""
@@ -147,15 +149,21 @@ class Page:
         """Write the whole page as a PNG."""
         await asyncio.to_thread(path.write_bytes, await self.picture())
 
-    async def picture(self, selector: str = "body") -> bytes:
-        """Return the first element that a selector finds, as a PNG."""
-        # A scroll bar would take a part of the width.
-        await self.call("Emulation.setScrollbarsHidden", hidden=True)
-        clip = await self.evaluate(
-            f"(({{left, top, width, height}}) => ({{x: left + scrollX, y: top + scrollY, width, "
-            f"height, scale: 1}}))(document.querySelector({json.dumps(selector)})"
-            ".getBoundingClientRect())"
+    async def picture(self, first: str = "body", last: str = "", margin: int = 0) -> bytes:
+        """Return a part of the page as a PNG.
+
+        Args:
+            first: Selector of the element that it begins with and that is as wide.
+            last: Selector of the element that it ends with; empty: the first one.
+            margin: Width of what is shown around them, in CSS pixels.
+        """
+        left, top, right, bottom = await self.evaluate(
+            f"((first, last) => [first.left + scrollX, first.top + scrollY, first.right + scrollX, "
+            f"last.bottom + scrollY])(...[{json.dumps(first)}, {json.dumps(last or first)}]"
+            ".map((one) => document.querySelector(one).getBoundingClientRect()))"
         )
+        clip = {"x": left - margin, "y": top - margin, "scale": 1}
+        clip |= {"width": right - left + 2 * margin, "height": bottom - top + 2 * margin}
         shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(shot["data"])
 
@@ -193,10 +201,12 @@ async def browser_page(folder: Path) -> AsyncGenerator[Page, None]:
         async with connect(url, max_size=None, proxy=None) as socket:
             page = Page(socket)
             reading = asyncio.create_task(page.read())
-            await page.attach()
-            yield page
-            reading.cancel()
-            await asyncio.wait((reading,))
+            try:
+                await page.attach()
+                yield page
+            finally:
+                reading.cancel()
+                await asyncio.wait((reading,))
     finally:
         if process.returncode is None:
             process.terminate()

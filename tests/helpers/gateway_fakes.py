@@ -703,8 +703,8 @@ async def serving(
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     # Server.serve would also poll, and handle the signals of the whole process.
-    addresses = [f"{host}:{port}"] + [admin_listen] * (admin_listen is not None)
-    sockets = bind_sockets(addresses)
+    admin = [] if admin_listen is None else [admin_listen]
+    sockets = bind_sockets([f"{host}:{port}", *admin])
     await server.startup(sockets)
     try:
         yield sockets[0].getsockname()[1]

@@ -16,6 +16,7 @@ from tests.helpers.console_view import (
     QUESTION,
     begin_to_ask,
     compare_and_wait,
+    fill,
     select_tab,
     texts,
     until_answered,
@@ -92,7 +93,7 @@ async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     [loaded, _] = [row for row in await texts(page, ".parts tbody tr") if "billing.md" in row]
     assert "memory" in loaded
     [_, summary] = await texts(page, "#ask-answer .summary")
-    assert "1 chunk was computed at least in part. They cost" in summary
+    assert "1 chunk was computed at least in part. It cost" in summary
     assert page.errors == []
 
 
@@ -117,7 +118,7 @@ async def test_the_plan_of_each_chunk_is_shown_beside_its_outcome(
 
 
 async def test_a_plan_names_tier_source_and_reason(page: Page) -> None:
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"planned": "load", "planned_reason": "stored", "outcome": "loaded"},
         {"planned": "blend", "planned_reason": "other_prefix", "outcome": "computed"},
         {"planned": "compute", "planned_reason": "not_stored", "outcome": "unknown"},
@@ -162,6 +163,30 @@ async def test_side_by_side_compares_times_tokens_and_answers(gateway: World, pa
     assert "The two answers are equal." in await texts(page, "#compare-result .summary")
     assert len(await texts(page, ".sides .steps")) == 2
     assert page.errors == []
+
+
+async def test_a_question_can_limit_its_answer(gateway: World, page: Page) -> None:
+    for limit in ("", "48"):
+        await fill(page, "ask-max-tokens", limit)
+        await ask_and_wait(page)
+    bodies = [json.loads(body) for body in page.bodies]
+    assert "max_tokens" not in bodies[0]
+    assert bodies[1]["max_tokens"] == 48
+    assert page.errors == []
+
+
+async def test_a_long_answer_does_not_hide_the_steps_before_it(page: Page) -> None:
+    steps = [("Prefill", "prefill", 0, 100), ("Generate the answer", "answer", 100, 5000)]
+    drawn = await page.evaluate(
+        "import('./console/steps.js').then(({drawSteps, step}) => {"
+        f"const rows = {json.dumps(steps)}.map((one) => step(...one));"
+        "const table = drawSteps('Steps', rows, 5000, 100);"
+        "const bars = [...table.querySelectorAll('.bar')];"
+        "return bars.map((bar) => [bar.className, parseFloat(bar.style.width)]);})"
+    )
+    # The time line ends after 140 ms.
+    assert [name for name, _ in drawn] == ["bar prefill", "bar answer cut"]
+    assert [width for _, width in drawn] == pytest.approx([100 / 1.4, 40 / 1.4], abs=0.01)
 
 
 async def test_tabs_are_used_by_keyboard(page: Page) -> None:

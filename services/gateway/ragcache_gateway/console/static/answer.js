@@ -144,7 +144,8 @@ function outcomeCell(part) {
 function missSummary(misses) {
   if (!misses.length) return "No chunk missed.";
   const known = misses.filter((part) => part.measuredMs !== null);
-  const cost = known.length ? ` They cost ${ms(known.reduce((sum, part) => sum + part.measuredMs, 0))}.` : "";
+  const them = misses.length === 1 ? "It" : "They";
+  const cost = known.length ? ` ${them} cost ${ms(known.reduce((sum, part) => sum + part.measuredMs, 0))}.` : "";
   const noun = misses.length === 1 ? "chunk was" : "chunks were";
   return `${misses.length} ${noun} computed at least in part.${cost}`;
 }
