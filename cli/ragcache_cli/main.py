@@ -41,7 +41,7 @@ from ragcache_cli.commands.quality import (
 )
 from ragcache_cli.commands.render import capabilities_of, objects, render_yaml
 from ragcache_cli.commands.sample_questions import read_questions
-from ragcache_cli.commands.status import describe_cache, parts_table
+from ragcache_cli.commands.status import describe_cache, parts_table, status_json
 from ragcache_cli.documents.backup import backup_command, restore_command
 from ragcache_cli.documents.collections import collection_app
 from ragcache_cli.documents.gateway_option import (
@@ -530,11 +530,9 @@ def _local_status(data: Path | None, *, as_json: bool) -> bool:
     alive = record.supervisor_lives
     if as_json:
         problem = asyncio.run(_ready_problem(target))
-        answering = alive and problem is None
-        remakes = asyncio.run(_remakes(target))
-        found = {"answering": answering, "problem": problem, "remakes": remakes}
-        print_json({**asdict(record), **found})
-        return answering
+        cache, remakes = asyncio.run(_cache_json(target)), asyncio.run(_remakes(target))
+        print_json(status_json(record, problem, cache, remakes))
+        return alive and problem is None
     console = make_console()
     phase = record.phase
     if not alive:
@@ -568,6 +566,14 @@ def _smallest() -> RagCache:
 async def _ready_problem(url: GatewayTarget) -> str | None:
     async with GatewayApiClient(url) as client:
         return await client.ready_problem()
+
+
+async def _cache_json(url: GatewayTarget) -> dict[str, Any] | None:
+    async with GatewayApiClient(url) as client:
+        try:
+            return await client.cache()
+        except RagCacheError:
+            return None
 
 
 async def _cache(url: GatewayTarget) -> str:

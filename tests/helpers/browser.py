@@ -53,6 +53,8 @@ class Page:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
+        # A picture of the whole page has none, so the page must not be laid out for one.
+        await self.call("Emulation.setScrollbarsHidden", hidden=True)
 
     async def read(self) -> None:
         """Take replies and events until the connection ends."""
@@ -95,9 +97,9 @@ class Page:
         assert "exceptionDetails" not in value, value
         return value["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
+    async def until(self, expression: str, timeout_s: float = ANSWER_S) -> Any:
         """Wait until an expression is true; return its value."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 value = await self.evaluate(expression)
                 if value:
@@ -145,8 +147,25 @@ class Page:
 
     async def screenshot(self, path: Path) -> None:
         """Write the whole page as a PNG."""
-        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
+        await asyncio.to_thread(path.write_bytes, await self.picture())
+
+    async def picture(self, first: str = "body", last: str = "", margin: int = 0) -> bytes:
+        """Return a part of the page as a PNG.
+
+        Args:
+            first: Selector of the element that it begins with and that is as wide.
+            last: Selector of the element that it ends with; empty: the first one.
+            margin: Width of what is shown around them, in CSS pixels.
+        """
+        left, top, right, bottom = await self.evaluate(
+            f"((first, last) => [first.left + scrollX, first.top + scrollY, first.right + scrollX, "
+            f"last.bottom + scrollY])(...[{json.dumps(first)}, {json.dumps(last or first)}]"
+            ".map((one) => document.querySelector(one).getBoundingClientRect()))"
+        )
+        clip = {"x": left - margin, "y": top - margin, "scale": 1}
+        clip |= {"width": right - left + 2 * margin, "height": bottom - top + 2 * margin}
+        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(shot["data"])
 
     async def serious_findings(self) -> list[str]:
         """Return what axe-core calls serious or critical."""
@@ -182,10 +201,12 @@ async def browser_page(folder: Path) -> AsyncGenerator[Page, None]:
         async with connect(url, max_size=None, proxy=None) as socket:
             page = Page(socket)
             reading = asyncio.create_task(page.read())
-            await page.attach()
-            yield page
-            reading.cancel()
-            await asyncio.wait((reading,))
+            try:
+                await page.attach()
+                yield page
+            finally:
+                reading.cancel()
+                await asyncio.wait((reading,))
     finally:
         if process.returncode is None:
             process.terminate()

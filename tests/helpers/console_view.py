@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.helpers.browser import Page, browser_page
-from tests.helpers.gateway_fakes import World
 
 SCREENSHOTS = "RAGCACHE_SCREENSHOTS"
 """Variable with a folder for screenshots; without it they go to the test's own folder."""
@@ -21,11 +20,11 @@ FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 
 @asynccontextmanager
-async def console_page(gateway: World, folder: Path) -> AsyncGenerator[Page, None]:
+async def console_page(gateway_url: str, folder: Path) -> AsyncGenerator[Page, None]:
     """Open the console of a gateway in a browser with an empty profile in a folder."""
     async with browser_page(folder) as opened:
         await opened.set_size(1200, 900)
-        await opened.open(f"{gateway.base_url}/console")
+        await opened.open(f"{gateway_url}/console")
         await opened.until(
             "document.activeElement !== null && !!document.querySelector('#ask-form')"
         )
@@ -40,8 +39,8 @@ def screenshots_folder(default: Path) -> Path:
 
 
 async def fill(page: Page, field: str, text: str) -> None:
-    """Type a text into a field."""
-    await page.evaluate(f"document.getElementById('{field}').focus()")
+    """Type a text into a field, over what it has."""
+    await page.evaluate(f"document.getElementById('{field}').select()")
     await page.type(text)
 
 
@@ -63,12 +62,20 @@ async def texts(page: Page, selector: str) -> list[str]:
     return list(found)
 
 
-async def begin_to_ask(page: Page) -> None:
+async def begin_to_ask(page: Page, question: str = QUESTION) -> None:
     """Ask, and do not wait."""
-    await fill(page, "ask-question", QUESTION)
+    await fill(page, "ask-question", question)
     await submit(page, "ask-form")
 
 
 async def until_answered(page: Page) -> None:
     """Wait until the answer is complete."""
     await page.until("document.getElementById('ask-state').textContent.includes('complete')")
+
+
+async def compare_and_wait(page: Page, question: str = QUESTION) -> None:
+    """Ask with reuse on and off, and wait for both answers."""
+    await select_tab(page, "compare")
+    await fill(page, "compare-question", question)
+    await submit(page, "compare-form")
+    await page.until("document.getElementById('compare-state').textContent.startsWith('Both')")

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 class CuttableConnection:
     """A TCP relay on its own port."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, scheme: str, host: str, port: int) -> None:
+        self._scheme = scheme
         self._target = (host, port)
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -24,11 +25,11 @@ class CuttableConnection:
     @classmethod
     @asynccontextmanager
     async def to(cls, url: str) -> AsyncIterator[CuttableConnection]:
-        """Yield a working relay to the server of an https URL, or of "tcp://host:port"."""
+        """Yield a working relay to the server of a URL, which may be "tcp://host:port"."""
         parts = urlsplit(url)
         assert parts.hostname
         assert parts.port
-        relay = cls(parts.hostname, parts.port)
+        relay = cls(parts.scheme, parts.hostname, parts.port)
         await relay.restore()
         try:
             yield relay
@@ -39,7 +40,7 @@ class CuttableConnection:
     @property
     def url(self) -> str:
         """Return the server's URL through this relay."""
-        return f"https://127.0.0.1:{self._port}"
+        return f"{self._scheme}://127.0.0.1:{self._port}"
 
     @property
     def port(self) -> int:

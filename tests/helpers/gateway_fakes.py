@@ -21,7 +21,7 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key, token
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.app import create_app
-from ragcache_gateway.http.server import GatewayProtocol
+from ragcache_gateway.http.server import GatewayProtocol, bind_sockets
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
@@ -682,8 +682,14 @@ async def _body(receive: Any) -> bytes:
 
 
 @asynccontextmanager
-async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGenerator[int, None]:
-    """Serve an ASGI app on loopback, as the gateway does; yields its port."""
+async def serving(
+    app: Any, port: int = 0, host: str = "127.0.0.1", admin_listen: str | None = None
+) -> AsyncGenerator[int, None]:
+    """Serve an ASGI app on loopback, as the gateway does; yields its port.
+
+    Args:
+        admin_listen: A second address.
+    """
     config = uvicorn.Config(
         app,
         host,
@@ -697,11 +703,13 @@ async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGene
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     # Server.serve would also poll, and handle the signals of the whole process.
-    await server.startup()
+    admin = [] if admin_listen is None else [admin_listen]
+    sockets = bind_sockets([f"{host}:{port}", *admin])
+    await server.startup(sockets)
     try:
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield sockets[0].getsockname()[1]
     finally:
-        await server.shutdown()
+        await server.shutdown(sockets)
 
 
 @asynccontextmanager
@@ -758,7 +766,8 @@ class World:
         )
         if isinstance(self.retriever, FakeRetriever):
             self.retriever.token_digest = self.token_digest
-        port = await stack.enter_async_context(serving(self.app()))
+        admin_listen = self.config.admin_listen
+        port = await stack.enter_async_context(serving(self.app(), admin_listen=admin_listen))
         self.base_url = f"http://127.0.0.1:{port}"
         self.client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=30)

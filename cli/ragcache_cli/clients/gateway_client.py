@@ -299,5 +299,5 @@ def _refusal(reply: httpx.Response) -> RequestRefused:
         seconds = float(retry_after) if retry_after.isdecimal() else 1.0
         return TryLater(reply.status_code, message, seconds)
     if reply.status_code == httpx.codes.UNAUTHORIZED:
-        message = f"{message}; give the key with --api-key or RAGCACHE_API_KEY"
+        message = f"{message}; give the key with --api-key or {API_KEY_VARIABLE}"
     return RequestRefused(reply.status_code, message)

@@ -1,20 +1,55 @@
-"""Renders the status of a local platform as tables."""
+"""Renders the status of a local platform as tables, and as JSON."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
 
 from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.local.process import is_alive
-from ragcache_cli.local.state_file import PlatformRecord
+from ragcache_cli.local.state_file import PartRecord, PlatformRecord
 from ragcache_cli.output.console import duration
 
 _STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
 _MB = 1e6
+
+
+GONE: Final = "gone"
+"""Phase of a process that has ended while its supervisor did not see it."""
+
+
+def part_phase(part: PartRecord) -> str:
+    """Return the recorded phase of a part, or GONE."""
+    return GONE if part.pid and not is_alive(part.pid, part.started) else part.phase
+
+
+def status_json(
+    record: PlatformRecord,
+    problem: str | None,
+    cache: Mapping[str, Any] | None,
+    remakes: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """Return the status for programs.
+
+    Args:
+        problem: Why questions cannot be answered.
+        cache: Response of ``GET /v1/cache``; None: the gateway did not send it.
+        remakes: Collections whose documents are prepared again; None: the gateway did not say.
+    """
+    is_supervised = record.supervisor_lives
+    return {
+        **asdict(record),
+        "phase": record.phase if is_supervised else GONE,
+        "parts": [{**asdict(part), "phase": part_phase(part)} for part in record.parts],
+        "answering": is_supervised and problem is None,
+        "problem": problem,
+        "cache": cache,
+        "remakes": remakes,
+    }
 
 
 def parts_table(record: PlatformRecord, now: float) -> Table:
@@ -27,13 +62,13 @@ def parts_table(record: PlatformRecord, now: float) -> Table:
     for heading in ("PART", "STATE", "PID", "UPTIME", "RESTARTS", "ADDRESS", ""):
         table.add_column(heading)
     for part in record.parts:
-        lives = is_alive(part.pid, part.started) if part.pid else False
-        phase = part.phase if lives or not part.pid else "gone"
+        phase = part_phase(part)
+        has_process = part.pid and phase != GONE
         table.add_row(
             part.name,
             Text(phase, style=_STYLES.get(phase, "red")),
-            str(part.pid) if lives else "-",
-            duration(now - part.started) if lives else "-",
+            str(part.pid) if has_process else "-",
+            duration(now - part.started) if has_process else "-",
             str(part.restarts),
             "  ".join(f"{name} {address}" for name, address in part.addresses.items()),
             Text(part.cause, style="dim"),

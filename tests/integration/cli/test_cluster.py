@@ -221,6 +221,13 @@ def test_install_prints_or_makes_the_objects(cluster: Cluster, tmp_path: Path) -
     assert deployment["spec"]["replicas"] == 3
     assert cluster.ask(lambda api: api.get(NAMESPACES, "here")) is None
 
+    words = ("install", "--dry-run", "--set", "replicas=3", "-n", "here", "--output", "json")
+    as_json = json.loads(cluster.run(*words).stdout)
+    assert as_json.keys() == {"name", "namespace", "revision", "manifest", "notes", "was_there"}
+    assert (as_json["name"], as_json["namespace"]) == ("ragcache-operator", "here")
+    assert (as_json["revision"], as_json["was_there"]) == (1, False)
+    assert [obj for obj in yaml.safe_load_all(as_json["manifest"]) if obj] == objects
+
     values = tmp_path / "values.yaml"
     values.write_text("replicas: 1\n")
     made = cluster.run("install", "--values", values)
@@ -245,6 +252,9 @@ def test_install_prints_or_makes_the_objects(cluster: Cluster, tmp_path: Path) -
 def test_status_shows_what_the_object_says(docs: Cluster) -> None:
     unseen = docs.run("status", "-n", docs.namespace)
     assert unseen.exit_code == 1
+    as_json = docs.run("status", "-n", docs.namespace, "--output", "json")
+    found = json.loads(as_json.stdout)
+    assert (as_json.exit_code, found["ready"], found["status"]) == (1, False, {})
     assert unseen.stdout.startswith(
         f"docs in namespace {docs.namespace}: no operator has looked at it yet"
     )
@@ -281,6 +291,13 @@ def test_status_shows_what_the_object_says(docs: Cluster) -> None:
     }
     patch = {"status": status}
     docs.ask(lambda api: api.merge(RAG_CACHES, "docs", docs.namespace, patch, "status"))
+    as_json = docs.run("status", "docs", "-n", docs.namespace, "--output", "json")
+    assert json.loads(as_json.stdout) == {
+        "name": "docs",
+        "namespace": docs.namespace,
+        "ready": True,
+        "status": status,
+    }
     ready = docs.run("status", "docs", "-n", docs.namespace)
     assert (ready.exit_code, ready.stderr) == (0, "")
     shown = lines(ready.stdout)

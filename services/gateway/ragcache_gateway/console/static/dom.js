@@ -1,5 +1,8 @@
 // Elements and formats. Text always becomes text nodes, so markup in an answer is never run.
 
+// What a cell without a value shows.
+export const NOTHING = "–";
+
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -26,7 +29,7 @@ export function table(caption, columns, rows, classes = "") {
     el(
       "tr",
       {},
-      cells.map((cell, i) => el("td", { "data-label": columns[i] }, cell)),
+      cells.map((cell, i) => el("td", { "data-label": columns[i], class: cell === NOTHING ? "nothing" : null }, cell)),
     ),
   );
   return el(
@@ -50,13 +53,13 @@ export function errorText(error) {
 }
 
 export function ms(value) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined) return NOTHING;
   if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
   return `${value >= 100 ? Math.round(value) : value.toFixed(value >= 10 ? 1 : 2)} ms`;
 }
 
 export function count(value) {
-  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+  return value === null || value === undefined ? NOTHING : Math.round(value).toLocaleString("en");
 }
 
 export function bytes(value) {
@@ -71,5 +74,11 @@ export function bytes(value) {
 }
 
 export function percent(share) {
-  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)} %`;
+  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)} %`;
+}
+
+// Where a copy of KV is: its tier, and the engine or the shard that has it. Empty: nowhere.
+export function copyWords(tier, source) {
+  const holder = (source ?? "").replace(":", " ");
+  return tier && holder ? `${tier} of ${holder}` : tier || holder;
 }

@@ -1,5 +1,6 @@
 // What an answer's times and parts mean. Pure functions of the gateway's JSON.
 
+import { copyWords } from "./dom.js";
 import { step } from "./steps.js";
 
 const OUTCOME_WORDS = {
@@ -8,6 +9,14 @@ const OUTCOME_WORDS = {
   blended: "Blended",
   computed: "Computed",
   unknown: "Unknown",
+};
+
+// What the gateway can plan for a part: its word, and the outcome that follows if all goes as planned.
+const PLANS = {
+  cached: { word: "Cached", outcome: "cached" },
+  load: { word: "Load", outcome: "loaded" },
+  blend: { word: "Blend", outcome: "blended" },
+  compute: { word: "Compute", outcome: "computed" },
 };
 
 const GUESS_WORDS = {
@@ -19,14 +28,14 @@ const GUESS_WORDS = {
 };
 
 const PLAN_WORDS = {
-  resident: "it is in the engine's prefix cache",
-  stored: "it is stored after the same prefix",
-  other_prefix: "it is stored, but only after another prefix",
-  not_stored: "it is not stored",
-  after_gap: "it is stored, but a chunk before it is not",
-  other_engine: "only another engine has it",
-  slower: "computing it is predicted to be faster",
-  reuse_off: "reuse is off",
+  resident: "It is in the engine's prefix cache.",
+  stored: "It is stored after the same prefix.",
+  other_prefix: "It is stored, but only after another prefix.",
+  not_stored: "It is not stored.",
+  after_gap: "It is stored, but a chunk before it is not.",
+  other_engine: "Only another engine has it.",
+  slower: "Computing it is predicted to be faster.",
+  reuse_off: "Reuse is off.",
 };
 
 const MISS_WORDS = {
@@ -112,7 +121,8 @@ export function explainParts(explanation) {
       isMiss: part.chunk !== null && part.computed_tokens > 0,
       tokens: part.tokens,
       tokensByKind: tokensByKind(part),
-      tier: part.tier ?? (part.outcome === "cached" ? "engine" : ""),
+      tier: part.tier ?? (part.outcome === "cached" ? "device" : ""),
+      planned: planned(part),
       why: why(part),
       measuredMs: cost.measuredPerToken === null ? null : cost.measuredPerToken * lost(part),
       predictedMs: predictedCost(part, cost),
@@ -163,6 +173,19 @@ export function tokensByKind(part) {
   };
 }
 
+// What the gateway had planned for a part: {word, from, reason, isKept}; null without a plan.
+// from names the tier and what had the KV. isKept tells whether it came so.
+function planned(part) {
+  const plan = PLANS[part.planned];
+  if (!plan) return null;
+  return {
+    word: plan.word,
+    from: copyWords(part.planned_tier, part.planned_source),
+    reason: PLAN_WORDS[part.planned_reason] ?? part.planned_reason,
+    isKept: part.outcome === "unknown" || part.outcome === plan.outcome,
+  };
+}
+
 function why(part) {
   const sentences = [];
   if (part.reason) {
@@ -171,10 +194,6 @@ function why(part) {
     sentences.push("The engine has no record of it.");
   } else if (part.computed_tokens > 0 && part.chunk === null) {
     sentences.push("It is no chunk of a document.");
-  }
-  if (part.planned) {
-    const words = PLAN_WORDS[part.planned_reason] ?? part.planned_reason;
-    sentences.push(`The plan was to ${part.planned === "cached" ? "use its cached KV" : `${part.planned} it`}: ${words}.`);
   }
   if (part.mismatch !== null && part.mismatch !== undefined) {
     sentences.push(`Mismatch of its context: ${part.mismatch.toFixed(2)}.`);

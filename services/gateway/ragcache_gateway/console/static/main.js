@@ -44,9 +44,11 @@ byId("compare-form").addEventListener("submit", (event) => {
 });
 
 function question(form, reuse) {
+  const maxTokens = byId(`${form}-max-tokens`).valueAsNumber;
   return {
     messages: [{ role: "user", content: byId(`${form}-question`).value }],
     temperature: 0,
+    ...(maxTokens && { max_tokens: maxTokens }),
     ragcache: {
       collection: byId(`${form}-collection`).value,
       explain: true,

@@ -1,7 +1,7 @@
 // Engines, cache store, collections and savings. History is kept in the page alone.
 
 import { getJson, getStatus, getText } from "./api.js";
-import { byId, bytes, count, el, ms, percent, showError, table } from "./dom.js";
+import { NOTHING, byId, bytes, count, el, ms, percent, showError, table } from "./dom.js";
 import { Series, curves } from "./series.js";
 
 const EVERY_MS = 5000;
@@ -129,7 +129,7 @@ function drawCache(cache) {
 }
 
 function drawSources(cache) {
-  const rows = cache.sources.map((one) => [one.source, one.state, `${one.silence_s.toFixed(1)} s`, one.problem || "–"]);
+  const rows = cache.sources.map((one) => [one.source, one.state, `${one.silence_s.toFixed(1)} s`, one.problem || NOTHING]);
   return [table("Engines and shards that the gateway follows", ["Source", "State", "Silent for", "Problem"], rows)];
 }
 

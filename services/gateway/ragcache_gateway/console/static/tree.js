@@ -1,7 +1,7 @@
 // The knowledge tree: which chunks are used most, and in which tiers their KV is.
 
 import { getJson } from "./api.js";
-import { byId, bytes, count, el, ms, showError } from "./dom.js";
+import { byId, bytes, copyWords, count, el, ms, showError } from "./dom.js";
 import { setUpTree } from "./tree_keys.js";
 
 const OPEN_DEPTH = 2;
@@ -111,7 +111,7 @@ function details(node) {
   if (node.bytes) parts.push(bytes(node.bytes));
   if (node.cost_ms !== null) parts.push(`computing took ${ms(node.cost_ms)}`);
   for (const copy of node.copies) {
-    parts.push(`${copy.tier} of ${copy.source.replace(":", " ")}${copy.exact ? "" : ", approximate"}`);
+    parts.push(`${copyWords(copy.tier, copy.source)}${copy.exact ? "" : ", approximate"}`);
   }
   if (node.children_cut) parts.push(`${count(node.children_cut)} of ${count(node.children)} nodes after it not shown`);
   return parts.join(" · ");

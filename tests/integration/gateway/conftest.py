@@ -1,0 +1,25 @@
+"""Fixtures of the console's tests. Their module has a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.browser import Page
+from tests.helpers.console_view import console_page, screenshots_folder
+from tests.helpers.gateway_fakes import World
+
+
+@pytest.fixture
+async def page(gateway: World, tmp_path: Path) -> AsyncGenerator[Page, None]:
+    """The console of the module's gateway in a browser."""
+    async with console_page(gateway.base_url, tmp_path / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture
+def screenshots(tmp_path: Path) -> Path:
+    """Folder for the test's screenshots."""
+    return screenshots_folder(tmp_path / "screenshots")
