@@ -318,6 +318,19 @@ def test_status_and_scale_are_subresources(server: CrdServer) -> None:
         "gateway": {"replicas": 1, "readyReplicas": 1, "selector": "app=gateway"},
         "engines": [{"name": "main", "replicas": 1, "readyReplicas": 1}],
         "enginesReady": "1/1",
+        "retriever": {
+            "replicas": 2,
+            "readyReplicas": 1,
+            "writer": "scaled-retriever-1",
+            "pods": [
+                {"name": "scaled-retriever-0"},
+                {"name": "scaled-retriever-1", "role": "Writer", "lagChanges": 0, "lagSeconds": 0},
+            ],
+            "remakeProgress": "12 of 40",
+            "remakes": [
+                {"collection": "faq", "documentsDone": 12, "documents": 40, "reason": "embedder"}
+            ],
+        },
         "cacheStore": {"shards": 1, "readyShards": 1},
         "cache": {"hitRate": "0.83", "bytes": 1 << 40},
     }
@@ -339,6 +352,8 @@ def test_status_and_scale_are_subresources(server: CrdServer) -> None:
     wide = server.kubectl("get", "rgc", "scaled", "-o", "wide")
     assert "tinyrag" in wide
     assert "http://scaled-gateway.default.svc:8080" in wide
+    assert "scaled-retriever-1" in wide
+    assert "12 of 40" in wide
     server.delete(manifest)
 
 
