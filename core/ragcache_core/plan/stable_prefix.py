@@ -7,53 +7,68 @@ these is another segment, and the instructions before it are stored and looked u
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
 
 MIN_TOKENS = 32
 """Least tokens by which a common prefix grows. Two names that begin alike add a token or two, and
 are no reason for another split: a prefix is found in the store only if it ends where it ended
 before."""
 
-MAX_HEADS = 64
+MAX_HEADS = 256
 """Number of heads and of prefixes that are remembered, most recently used."""
 
 _Head = tuple[int, ...]
+_Name = tuple[str, _Head]
+"""An access domain, and a head of one of its prompts."""
 
 
 class StablePrefixes:
-    """Splits heads of prompts, by the heads before them. Not safe for several threads."""
+    """Splits heads of prompts, by the heads of their domain before them.
+
+    A domain's splits say nothing about the prompts of others. Not safe for several threads.
+    """
 
     def __init__(self) -> None:
-        self._splits: OrderedDict[_Head, int] = OrderedDict()
-        self._prefixes: OrderedDict[_Head, int] = OrderedDict()
+        self._splits: OrderedDict[_Name, int] = OrderedDict()
+        self._prefixes: OrderedDict[_Name, int] = OrderedDict()
 
-    def split(self, head: Sequence[int]) -> int:
+    def split(self, head: Sequence[int], domain: str = PUBLIC_DOMAIN) -> int:
         """Return how many leading tokens of a head are a segment of their own.
 
         The same head is always split alike, while it is remembered.
 
         Args:
             head: Token ids of a prompt before its first chunk.
+            domain: Access domain of the prompt.
 
         Returns:
             The number of tokens, or the length of the head if it is one segment.
         """
-        name = tuple(head)
+        name = domain, tuple(head)
         length = self._splits.get(name)
         if length is None:
             length = self._find_split(name)
         _remember(self._splits, name, length)
         return length
 
-    def _find_split(self, head: _Head) -> int:
-        known = max((p for p in self._prefixes if head[: len(p)] == p), key=len, default=())
-        common = max((_common_length(head, other) for other in self._splits), default=0)
+    def _find_split(self, name: _Name) -> int:
+        domain, head = name
+        prefixes = (p for p in _heads_of(domain, self._prefixes) if head[: len(p)] == p)
+        known = max(prefixes, key=len, default=())
+        others = _heads_of(domain, self._splits)
+        common = max((_common_length(head, other) for other in others), default=0)
         if common >= len(known) + MIN_TOKENS:
             known = head[:common]
         if not known:
             return len(head)
-        _remember(self._prefixes, known, len(known))
+        _remember(self._prefixes, (domain, known), len(known))
         return len(known)
+
+
+def _heads_of(domain: str, memory: OrderedDict[_Name, int]) -> Iterator[_Head]:
+    return (head for owner, head in memory if owner == domain)
 
 
 def _common_length(one: _Head, other: _Head) -> int:
@@ -63,7 +78,7 @@ def _common_length(one: _Head, other: _Head) -> int:
     return min(len(one), len(other))
 
 
-def _remember(memory: OrderedDict[_Head, int], name: _Head, length: int) -> None:
+def _remember(memory: OrderedDict[_Name, int], name: _Name, length: int) -> None:
     memory[name] = length
     memory.move_to_end(name)
     while len(memory) > MAX_HEADS:

@@ -260,6 +260,23 @@ async def test_tenants_with_the_same_document_and_question_share_no_variant(
     assert {segment.chunk for segment in again.segments} >= {one.chunk for one in found["red"]}
 
 
+async def test_a_tenant_does_not_learn_how_the_system_prompts_of_others_begin(
+    gateway: KeyedWorld,
+) -> None:
+    def system(user: str) -> dict[str, str]:
+        return {"role": "system", "content": f"{'Answer from the documents alone. ' * 20}{user}."}
+
+    async def num_segments(name: str, user: str) -> int:
+        messages = [system(user), {"role": "user", "content": "Where?"}]
+        assert (await ask(gateway, name, messages=messages)).status_code == 200
+        return len(plan_of(gateway.engine.requests[-1]).segments)
+
+    whole = await num_segments("red", "Ann")
+    assert await num_segments("red", "Bob") == whole + 1, "the common part is a segment"
+    assert await num_segments("blue", "Eve") == whole
+    assert await num_segments("blue", "Joe") == whole + 1
+
+
 async def test_a_delete_removes_the_kv_of_every_tenant(gateway: KeyedWorld) -> None:
     admin = bearer("admin")
     [hit, *_] = gateway.retriever.hits

@@ -40,7 +40,8 @@ class SearchResult:
         kept_stages: All stages, if the caller wanted them.
         asked_at_ms: Unix time before the search began. The hits may contain text of a document
             that was deleted after it.
-        retrieve_s: Time of the whole search as the gateway measures it.
+        retrieve_s: Time of the whole search as the gateway measures it. It includes the time in
+            which the model writes the queries of later searches.
         embed_s: The retriever's time for embedding the question.
         search_s: The retriever's time for searching the index.
         queries: What was searched for.
@@ -57,10 +58,13 @@ class SearchResult:
     queries: tuple[str, ...] = ()
     arrivals: tuple[StageArrival, ...] = ()
 
-    def extended(self, later: SearchResult) -> SearchResult:
+    def extended(self, later: SearchResult, began_s: float) -> SearchResult:
         """Add the hits of a later search after these, and its times.
 
         The order of these hits stays, so that KV that was computed for them stays valid.
+
+        Args:
+            began_s: When the later search began, since this one did. The model wrote its query.
         """
         known = {hit.chunk.id for hit in self.hits}
         return SearchResult(
@@ -68,16 +72,13 @@ class SearchResult:
             num_stages=self.num_stages + later.num_stages,
             kept_stages=[*self.kept_stages, *later.kept_stages],
             asked_at_ms=self.asked_at_ms,
-            retrieve_s=self.retrieve_s + later.retrieve_s,
+            retrieve_s=began_s + later.retrieve_s,
             embed_s=self.embed_s + later.embed_s,
             search_s=self.search_s + later.search_s,
             queries=(*self.queries, *later.queries),
             arrivals=(
                 *self.arrivals,
-                *(
-                    replace(one, elapsed_s=self.retrieve_s + one.elapsed_s)
-                    for one in later.arrivals
-                ),
+                *(replace(one, elapsed_s=began_s + one.elapsed_s) for one in later.arrivals),
             ),
         )
 

@@ -113,7 +113,11 @@ class QueryWriter:
         return await asyncio.get_running_loop().run_in_executor(
             self.tokenizing,
             lambda: self.prompts.build(
-                conversation, hits, MAX_QUERY_TOKENS, with_documents=bool(hits)
+                conversation,
+                hits,
+                MAX_QUERY_TOKENS,
+                with_documents=bool(hits),
+                domain=self.caller.domain,
             ),
         )
 

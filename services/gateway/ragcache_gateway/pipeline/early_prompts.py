@@ -44,7 +44,8 @@ def early_steps(services: ChatServices, question: Question) -> EarlySteps:
 
     async def build_head() -> EarlyPrompt:
         def select_head() -> tuple[PromptParts, PlannedPrompt]:
-            frame = replace(services.prompts.frame(question.conversation), tail=())
+            whole = services.prompts.frame(question.conversation, domain=domain)
+            frame = replace(whole, tail=())
             parts = PromptParts(frame, (), (), max_tokens=1)
             return parts, services.chunk_keys.planned_prompt(parts, domain)
 

@@ -53,18 +53,22 @@ async def build_prompt(
     """
     started = time.perf_counter()
     question = retrieved.question
-    request, hits = question.request, retrieved.search.hits
+    request, hits, domain = question.request, retrieved.search.hits, question.caller.domain
     loop = asyncio.get_running_loop()
 
     def select() -> tuple[PromptParts, PlannedPrompt]:
         prompts, max_tokens = services.prompts, request.answer_tokens()
         if isinstance(request, ChatRequest):
             parts = prompts.select(
-                question.conversation, hits, max_tokens, with_documents=question.retrieves
+                question.conversation,
+                hits,
+                max_tokens,
+                with_documents=question.retrieves,
+                domain=domain,
             )
         else:
             parts = prompts.select_for_text(request.question(), hits, max_tokens)
-        return parts, services.chunk_keys.planned_prompt(parts, question.caller.domain)
+        return parts, services.chunk_keys.planned_prompt(parts, domain)
 
     parts, planned_prompt = await loop.run_in_executor(services.tokenizing, select)
     request_plan = services.planner.plan(

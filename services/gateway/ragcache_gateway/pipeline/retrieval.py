@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcache_core.errors import RagCacheError
 from ragcache_gateway.chat.completion_schema import CompletionRequest
-from ragcache_gateway.chat.schema import (
-    ChatRequest,
-)
+from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.chat.search import SearchResult, no_search, search_to_final_stage
 from ragcache_gateway.chat.search_query import QueryWriter
 from ragcache_gateway.documents.retriever_errors import to_rest_error
@@ -56,8 +55,6 @@ async def retrieve(
             search = await _search(services, question, queries, query, on_early_stage, span)
         except RagCacheError as error:
             raise to_rest_error(error, _rest_fields(question.request)) from error
-    if services.speculator is not None:
-        services.speculator.search_ended(options.collection, search.retrieve_s)
     return RetrievedQuestion(question, search)
 
 
@@ -71,22 +68,26 @@ async def _search(
 ) -> SearchResult:
     """Search for a query, and for those that the model writes after it."""
     options = question.request.ragcache
+    began = time.perf_counter()
     search = await search_to_final_stage(
         services.retriever,
         options.to_search(query, question.caller, "ragcache"),
         on_early_stage=on_early_stage,
         progress=question.progress,
     )
+    if services.speculator is not None:
+        services.speculator.search_ended(options.collection, search.retrieve_s)
     while len(search.queries) < options.max_searches:
         another = await queries.next(search)
         if another is None:
             break
+        began_s = time.perf_counter() - began
         found = await search_to_final_stage(
             services.retriever,
             options.to_search(another, question.caller, "ragcache"),
             progress=question.progress,
         )
-        search = search.extended(found)
+        search = search.extended(found, began_s)
         span.event("search", hits=len(search.hits))
     span.set(stages=search.num_stages, hits=len(search.hits))
     return search

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import (
     CHUNK_SEPARATOR,
@@ -124,9 +125,12 @@ class PromptBuilder:
         max_tokens: int | None,
         *,
         with_documents: bool = True,
+        domain: str = PUBLIC_DOMAIN,
     ) -> AnswerPrompt:
         """Build the prompt with its documents in the order of their ranks. Raises as ``select``."""
-        return self.select(conversation, hits, max_tokens, with_documents=with_documents).join()
+        return self.select(
+            conversation, hits, max_tokens, with_documents=with_documents, domain=domain
+        ).join()
 
     def select(
         self,
@@ -135,18 +139,20 @@ class PromptBuilder:
         max_tokens: int | None,
         *,
         with_documents: bool = True,
+        domain: str = PUBLIC_DOMAIN,
     ) -> PromptParts:
         """Select as many documents as fit beside the messages and the answer.
 
         Args:
             with_documents: See ``frame``.
+            domain: See ``frame``.
 
         Raises:
             InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
         self._check_answer(max_tokens)
-        frame = self.frame(conversation, with_documents=with_documents)
+        frame = self.frame(conversation, with_documents=with_documents, domain=domain)
         return self._with_chunks(frame, hits, max_tokens)
 
     def select_for_text(
@@ -194,15 +200,22 @@ class PromptBuilder:
         chunks = tuple(tuple(tokens_of[one.chunk.id] for one in group) for group in documents)
         return PromptParts(frame, documents, chunks, max_tokens)
 
-    def frame(self, conversation: Conversation, *, with_documents: bool = True) -> TemplateFrame:
+    def frame(
+        self,
+        conversation: Conversation,
+        *,
+        with_documents: bool = True,
+        domain: str = PUBLIC_DOMAIN,
+    ) -> TemplateFrame:
         """Render the chat template and tokenize what comes before and after the chunks.
 
-        The stable part of the head is what the conversation marks, or else what heads before this
-        one have in common with it.
+        The stable part of the head is what the conversation marks, or else what heads of its domain
+        before this one have in common with it.
 
         Args:
             with_documents: Whether chunks follow the system prompt. Without them, the head ends
                 with the system prompt, and a conversation without one has no head.
+            domain: Access domain of the caller.
 
         Raises:
             InvalidInput: The template does not accept this conversation, or it cannot fit the
@@ -241,7 +254,7 @@ class PromptBuilder:
             self._tokenizer.encode_template(part) for part in parts[0].split(STABLE_PREFIX_END)
         )
         head = [*before, *itertools.chain(*rest)]
-        stable_head = len(before) if rest else self._stable_prefixes.split(head)
+        stable_head = len(before) if rest else self._stable_prefixes.split(head, domain)
         return TemplateFrame(head, self._tokenizer.encode_template(parts[1]), stable_head)
 
     def chunk_digest(self, chunk: pb.Chunk) -> bytes:

@@ -30,8 +30,8 @@ from ragcache_wire.tracing import NO_SPAN, Span
 log = logging.getLogger(__name__)
 
 GUESS_PRIORITY = 1
-"""Priority of a guess. In vLLM a lower number comes first. A question has 0, and background work
-has the lowest priority."""
+"""Priority of a guess. In vLLM a lower number comes first. A question has 0 unless its key
+says otherwise, and background work has the lowest priority."""
 
 
 class GuessState(Enum):

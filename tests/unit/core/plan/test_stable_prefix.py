@@ -46,6 +46,13 @@ def test_a_short_common_part_is_no_reason_to_split() -> None:
     assert prefixes.split([1, 2, 3, 5]) == 4
 
 
+def test_a_domain_does_not_learn_what_others_ask() -> None:
+    prefixes = StablePrefixes()
+    prefixes.split([*INSTRUCTIONS, 1], "tenant-a")
+    assert prefixes.split([*INSTRUCTIONS, 2], "tenant-b") == 101
+    assert prefixes.split([*INSTRUCTIONS, 3], "tenant-b") == 100
+
+
 small_heads = st.lists(st.integers(0, 1), max_size=3 * MIN_TOKENS)
 
 
