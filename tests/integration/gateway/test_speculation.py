@@ -333,24 +333,39 @@ async def test_an_engine_that_does_not_say_its_costs_gets_no_guess(tiny_model: P
         assert len(gateway.engine.requests) == 1
 
 
-async def test_a_new_system_prompt_is_computed_while_the_search_runs(gateway: World) -> None:
+SYSTEM_PROMPT = [
+    {"role": "system", "content": "You know everything about billing. " * 16},
+    {"role": "user", "content": "Where does billing run?"},
+]
+
+
+async def slow_search(gateway: World | Fleet) -> None:
+    """Make searches of the collection longer than a request."""
     first = HeldStage([], 0.0)
     gateway.retriever.stages = [first]
     slow = asyncio.create_task(gateway.ask())
     await until(lambda: len(gateway.retriever.searches) == 1)
-    await asyncio.sleep(0.05)  # makes searches of this collection longer than a request
+    await asyncio.sleep(0.05)
     first.go_on.set()
     text_of(await slow)
-    messages = [
-        {"role": "system", "content": "You know everything about billing. " * 16},
-        {"role": "user", "content": "Where does billing run?"},
-    ]
+
+
+@pytest.mark.parametrize("reuse", ["exact", "blend"])
+async def test_a_new_system_prompt_is_computed_while_the_search_runs(
+    gateway: World, reuse: str
+) -> None:
+    """No other request finds a blended chunk, but all find the head, which is exact."""
+    await slow_search(gateway)
     for number in (1, 2):
-        stage = HeldStage([], 0.0)
+        # A guess of the hits would end the warm-up. A blend has none.
+        hits = gateway.retriever.hits if reuse == "blend" else []
+        stage = HeldStage(hits, 0.99)
         gateway.retriever.stages = [stage]
-        asking = asyncio.create_task(gateway.ask(messages=messages))
+        options = {"reuse": reuse}
+        asking = asyncio.create_task(gateway.ask(messages=SYSTEM_PROMPT, ragcache=options))
         if number == 1:
             warm_up = await arrival(gateway, 2)
+            await _until_counted(gateway, "ragcache_gateway_engine_requests_in_flight", 0.0)
         stage.go_on.set()
         text_of(await asking)
     # The second question with this system prompt needs no warm-up.
@@ -359,40 +374,11 @@ async def test_a_new_system_prompt_is_computed_while_the_search_runs(gateway: Wo
     head = len(warm_up["prompt"])
     assert 0 < head < len(question["prompt"])
     assert question["prompt"][:head] == warm_up["prompt"]
-    assert await counted(gateway, "warm_ups") == 1
-
-
-async def test_the_system_prompt_of_a_blend_is_computed_while_the_search_runs(
-    gateway: World,
-) -> None:
-    """No other request finds a blended chunk, but all find the head, which is exact."""
-    gateway.retriever.stages = [first := HeldStage([], 0.0)]
-    slow = asyncio.create_task(gateway.ask())
-    await until(lambda: len(gateway.retriever.searches) == 1)
-    await asyncio.sleep(0.05)  # makes searches of this collection longer than a request
-    first.go_on.set()
-    text_of(await slow)
-    messages = [
-        {"role": "system", "content": "You know everything about billing. " * 16},
-        {"role": "user", "content": "Where does billing run?"},
-    ]
-    for number in (1, 2):
-        gateway.retriever.stages = [stage := HeldStage(gateway.retriever.hits, 0.99)]
-        options = {"reuse": "blend"}
-        asking = asyncio.create_task(gateway.ask(messages=messages, ragcache=options))
-        if number == 1:
-            warm_up = await arrival(gateway, 2)
-            await _until_counted(gateway, "ragcache_gateway_engine_requests_in_flight", 0.0)
-        stage.go_on.set()
-        text_of(await asking)
-    _, _, question, _ = gateway.engine.requests
-    head = len(warm_up["prompt"])
-    assert warm_up["max_tokens"] == 1
-    assert question["prompt"][:head] == warm_up["prompt"]
     plan = ReusePlan.decode(warm_up["kv_transfer_params"]["ragcache"])
     assert not plan.blends
     named = checked_segments(plan, warm_up["prompt"], gateway.space())
     assert named[-1].segment.end == head
+    assert await counted(gateway, "warm_ups") == 1
 
 
 async def test_a_system_prompt_that_was_computed_for_one_tenant_is_computed_for_another(
@@ -400,23 +386,13 @@ async def test_a_system_prompt_that_was_computed_for_one_tenant_is_computed_for_
 ) -> None:
     tenants = {name: f'scopes = ["admin"]\ntenant = "{name}"' for name in ("red", "blue")}
     file = write_keys(tmp_path / "keys.toml", tenants)
-    messages = [
-        {"role": "system", "content": "You know everything about billing. " * 16},
-        {"role": "user", "content": "Where does billing run?"},
-    ]
     async with speculating(tiny_model, headers=bearer("red"), api_keys_file=file) as gateway:
-        first = HeldStage([], 0.0)
-        gateway.retriever.stages = [first]
-        slow = asyncio.create_task(gateway.ask())
-        await until(lambda: len(gateway.retriever.searches) == 1)
-        await asyncio.sleep(0.05)  # makes searches of this collection longer than a request
-        first.go_on.set()
-        text_of(await slow)
+        await slow_search(gateway)
         for number, tenant in ((2, "red"), (4, "blue")):
             stage = HeldStage([], 0.0)
             gateway.retriever.stages = [stage]
             gateway.client.headers.update(bearer(tenant))
-            asking = asyncio.create_task(gateway.ask(messages=messages))
+            asking = asyncio.create_task(gateway.ask(messages=SYSTEM_PROMPT))
             warm_up = await arrival(gateway, number)
             assert (warm_up["cache_salt"], warm_up["max_tokens"]) == (f"tenant:{tenant}", 1)
             stage.go_on.set()
@@ -516,13 +492,9 @@ async def test_the_question_goes_to_the_engine_that_has_computed_its_system_prom
 ) -> None:
     await slow_search(two)
     before = two.asked()
-    messages = [
-        {"role": "system", "content": "You know everything about billing. " * 16},
-        {"role": "user", "content": "Where does billing run?"},
-    ]
     stage = HeldStage([], 0.0)
     two.retriever.stages = [stage]
-    asking = asyncio.create_task(two.ask(messages=messages))
+    asking = asyncio.create_task(two.ask(messages=SYSTEM_PROMPT))
     await until(lambda: sum(two.asked()) == sum(before) + 1)
     warmed_by = next(i for i in range(2) if two.asked()[i] > before[i])
     # It is computed, and not only requested.
@@ -530,17 +502,6 @@ async def test_the_question_goes_to_the_engine_that_has_computed_its_system_prom
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     assert two.asked()[warmed_by] == before[warmed_by] + 2
-
-
-async def slow_search(two: Fleet) -> None:
-    """Make searches of the collection longer than a request."""
-    first = HeldStage([], 0.0)
-    two.retriever.stages = [first]
-    slow = asyncio.create_task(two.ask())
-    await until(lambda: len(two.retriever.searches) == 1)
-    await asyncio.sleep(0.05)
-    first.go_on.set()
-    text_of(await slow)
 
 
 async def until_idle(two: Fleet) -> None:

@@ -7,8 +7,9 @@ first token. It also asks for costs, to choose among engines, and follows what t
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import grpc
 
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
+from ragcache_core.cost.queue_time import QueueTime
 from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_engine.telemetry.engine_feed import EngineFeed
@@ -143,15 +145,22 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """The latest CAPACITY records, by the gateway's request id. Thread-safe."""
+    """The latest CAPACITY records, by the gateway's request id. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._queue = QueueTime()
         self._lock = threading.Lock()
 
     def put(self, request: str, record: RequestRecord) -> None:
-        """Keep a record, and drop the oldest ones beyond CAPACITY."""
+        """Keep a record at the first token, and drop the oldest ones beyond CAPACITY."""
         with self._lock:
+            self._queue.observe(record.queue_s, self._clock())
             self._records[request] = record
             self._records.move_to_end(request)
             while len(self._records) > CAPACITY:
@@ -161,6 +170,11 @@ class RequestRecords:
         """Return the record of a request, or None."""
         with self._lock:
             return self._records.get(request)
+
+    def queue_s(self) -> float:
+        """Return how long the latest requests waited to be scheduled, in seconds."""
+        with self._lock:
+            return self._queue.seconds(self._clock())
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -212,6 +226,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
         costs = self._costs
         reply = pb.Costs(
             correction=costs.correction,
+            queue_s=self._records.queue_s(),
             loads=[
                 pb.LoadCost(tier=tier, latency_s=latency_s, bytes_per_s=bytes_per_s)
                 for tier, (latency_s, bytes_per_s) in costs.tier_bandwidths().items()

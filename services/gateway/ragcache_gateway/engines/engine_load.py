@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache_core.cost.engine_costs import EngineCosts
+from ragcache_core.cost.queue_time import QueueTime
 from ragcache_core.errors import RagCacheError
 from ragcache_core.planner.speculation import GuessCost, Load
 from ragcache_gateway.engines.client import Engine
@@ -17,27 +17,27 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.engines.prefill_costs import profile_of
 from ragcache_wire.v1 import engine_pb2
 
-REFRESH_S = 5.0
-"""Time between two requests for an engine's costs, which change slowly."""
+REFRESH_S = 1.0
+"""Time between two requests for an engine's costs. Its queue is the part that changes fast."""
 
 RECOMPUTED_TOKENS = 128
 """Tokens of a guess that the question's own request computes again, at most: vLLM keeps full
 blocks, and those of a CPU have 128 tokens."""
 
-QUEUE_HALF_LIFE_S = 2.0
-"""Time after which a measured queue counts half: without further requests a queue empties."""
-
-_QUEUE_WEIGHT = 0.3
 _FIRST_REFRESH_S = 1.0
 
 
 @dataclass(slots=True)
 class _Known:
-    """The latest costs and queue of one engine."""
+    """The latest costs of one engine, and how long requests wait in it.
+
+    ``own_queue`` is of this gateway's questions. ``all_queues`` is of the requests of all gateways,
+    guesses included, as the engine has measured it.
+    """
 
     costs: EngineCosts | None = None
-    queue_s: float = 0.0
-    queue_at: float = 0.0
+    own_queue: QueueTime = field(default_factory=QueueTime)
+    all_queues: QueueTime = field(default_factory=QueueTime)
 
 
 class EngineLoads:
@@ -106,23 +106,21 @@ class EngineLoads:
         """
         pending = max(0, engine.pending - own_pending)
         in_flight = max(0, engine.in_flight - own_in_flight)
-        return Load(pending, max(0, in_flight - pending), self.queue_s(engine.address))
+        known = self._known.get(engine.address)
+        shared_s = known.all_queues.seconds(self._clock()) if known is not None else 0.0
+        queue_s = max(shared_s, self.queue_s(engine.address))
+        return Load(pending, max(0, in_flight - pending), queue_s)
 
     def observe(self, engine: Engine, record: engine_pb2.RequestRecord) -> None:
         """Learn from the record of a request how long requests wait in an engine."""
         known = self._known.get(engine.address)
         if known is not None:
-            before_s = self.queue_s(engine.address)
-            known.queue_s = before_s + _QUEUE_WEIGHT * (record.queue_s - before_s)
-            known.queue_at = self._clock()
+            known.own_queue.observe(record.queue_s, self._clock())
 
     def queue_s(self, address: str) -> float:
-        """Return how long the latest requests waited in an engine, in seconds."""
+        """Return how long this gateway's latest questions waited in an engine, in seconds."""
         known = self._known.get(address)
-        if known is None:
-            return 0.0
-        age_s = self._clock() - known.queue_at
-        return known.queue_s * math.exp2(-age_s / QUEUE_HALF_LIFE_S)
+        return known.own_queue.seconds(self._clock()) if known is not None else 0.0
 
     async def _refresh_periodically(self, is_known: asyncio.Event) -> None:
         while True:
@@ -137,6 +135,7 @@ class EngineLoads:
         with contextlib.suppress(RagCacheError):
             costs = await engine.costs()
             known = self._known.setdefault(engine.address, _Known())
+            known.all_queues = QueueTime(costs.queue_s, self._clock())
             profile = profile_of(costs.prefill)
             loads = {load.tier: (load.latency_s, load.bytes_per_s) for load in costs.loads}
             known.costs = EngineCosts(profile, costs.correction or 1.0, loads) if profile else None

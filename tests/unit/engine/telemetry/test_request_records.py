@@ -7,6 +7,7 @@ import pytest
 from bench.support.processes import free_port
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_core.cost.queue_time import HALF_LIFE_S
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Tier
@@ -39,6 +40,22 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other")
     assert isinstance(caught.value, NotFound)
+    await client.close()
+    server.stop(None).wait()
+
+
+async def test_the_time_that_requests_wait_is_served_with_the_costs() -> None:
+    now_s = 50.0
+    records = RequestRecords(lambda: now_s)
+    address = f"127.0.0.1:{free_port()}"
+    server = serve_records(records, ReuseCosts(), address)
+    client = EngineClient(address)
+    assert (await client.costs()).queue_s == 0
+    for number in range(40):  # of any gateway
+        records.put(f"r{number}", RequestRecord(queue_s=2.0))
+    assert (await client.costs()).queue_s == pytest.approx(2.0, rel=1e-4)
+    now_s += HALF_LIFE_S
+    assert (await client.costs()).queue_s == pytest.approx(1.0, rel=1e-4)
     await client.close()
     server.stop(None).wait()
 

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from ragcache_core.cost.queue_time import HALF_LIFE_S
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines import engine_load
 from ragcache_gateway.engines.client import Engine
@@ -28,6 +29,7 @@ class OneEngine:
     pending: int = 0
     is_reachable: bool = True
     correction: float = 0.0
+    queue_s: float = 0.0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def costs(self) -> engine_pb2.Costs:
@@ -37,7 +39,7 @@ class OneEngine:
         profile = engine_pb2.PrefillProfile(
             cached=[0], computed=[1, 1000], seconds=[TOKEN_S, 1000 * TOKEN_S], pass_tokens=100
         )
-        return engine_pb2.Costs(prefill=profile, correction=self.correction)
+        return engine_pb2.Costs(prefill=profile, correction=self.correction, queue_s=self.queue_s)
 
     def as_engine(self) -> Engine:
         return cast("Engine", self)
@@ -111,7 +113,24 @@ async def test_measured_queues_count_less_with_time(one: OneEngine) -> None:
     loads.observe(one.as_engine(), record)
     second = loads.load(one.as_engine(), own_in_flight=0, own_pending=0).queue_s
     assert first < second < 1
-    now += engine_load.QUEUE_HALF_LIFE_S
+    now += HALF_LIFE_S
     later = loads.load(one.as_engine(), own_in_flight=0, own_pending=0).queue_s
     assert later == pytest.approx(second / 2)
+    await loads.close()
+
+
+async def test_the_queue_of_other_gateways_counts_for_guesses(one: OneEngine) -> None:
+    now = 100.0
+    loads = EngineLoads(pool_of(one), lambda: now)
+    one.queue_s = 4.0
+    await loads.start()
+    load = loads.load(one.as_engine(), own_in_flight=0, own_pending=0)
+    assert load.queue_s == 4.0
+    # A question passes guesses, so it is not expected to wait like them.
+    assert loads.queue_s(one.address) == 0
+    # A longer one of its own requests counts instead.
+    for _ in range(100):
+        loads.observe(one.as_engine(), engine_pb2.RequestRecord(queue_s=6.0))
+    load = loads.load(one.as_engine(), own_in_flight=0, own_pending=0)
+    assert load.queue_s == pytest.approx(6.0)
     await loads.close()

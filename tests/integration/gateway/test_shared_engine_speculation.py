@@ -1,0 +1,165 @@
+"""Gateways that speculate in front of one engine: they see each other's load through it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.cost import queue_time
+from ragcache_gateway.engines import engine_load
+from tests.helpers.gateway_fakes import CONFIG, World, data_of, until_predicted
+from tests.helpers.queueing_engine import DistinctDocuments, QueueingEngine, QueueRecords
+
+NUM_GATEWAYS = 4
+TOKEN_S = 1e-3
+SEARCH_S = 0.8
+FINAL_PROBABILITY = 0.6
+LONG_QUEUE_S = 0.5
+"""No guess is worth a wait of so long: a search ends before."""
+
+
+class Gateways:
+    """Gateways of one engine, each a whole application with a retriever of its own."""
+
+    def __init__(self, engine: QueueingEngine, worlds: list[World]) -> None:
+        self.engine = engine
+        self.worlds = worlds
+
+    async def ask(self, gateway: int, subject: str, **options: Any) -> None:
+        """Ask about a subject of its own, and check the answer."""
+        body = {
+            "messages": [{"role": "user", "content": f"Where is {subject}?"}],
+            "stream": True,
+            "ragcache": options,
+        }
+        reply = await self.worlds[gateway].client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        *events, done = data_of(reply.text)
+        words = [one["choices"][0]["delta"].get("content", "") for one in events if one["choices"]]
+        assert ("".join(words), done) == ("It runs in eu-north.", "[DONE]")
+
+    @asynccontextmanager
+    async def saturated(self) -> AsyncIterator[None]:
+        """Have the first gateway ask without pause, and wait until all gateways know it."""
+
+        async def ask_on(asker: int) -> None:
+            number = 0
+            while True:
+                number += 1
+                subject = f"load {asker} {number} " * 30
+                await self.ask(0, subject, retrieve=False)
+
+        asking = [asyncio.create_task(ask_on(asker)) for asker in range(8)]
+        try:
+            while self.engine.kept.queue_s() < 2 * LONG_QUEUE_S:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await self.refreshed()
+            yield
+        finally:
+            for task in asking:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def refreshed(self) -> None:
+        """Wait until every gateway has heard from the engine again."""
+        before = [one.records.costs_sent for one in self.worlds]
+        for world, sent in zip(self.worlds, before, strict=True):
+            # The second reply was not on its way already.
+            while world.records.costs_sent < sent + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def gateways(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Gateways, None]:
+    monkeypatch.setattr(engine_load, "REFRESH_S", 0.05)
+    monkeypatch.setattr(queue_time, "HALF_LIFE_S", 0.5)
+    engine = QueueingEngine(TOKEN_S)
+    async with AsyncExitStack() as stack:
+        running = asyncio.create_task(engine.run())
+        stack.callback(running.cancel)
+        worlds = []
+        for _ in range(NUM_GATEWAYS):
+            world = World(
+                CONFIG.replace(speculation="auto"),
+                retriever=DistinctDocuments(  # type: ignore[abstract]  # other calls are not served
+                    SEARCH_S, FINAL_PROBABILITY
+                ),
+                records=QueueRecords(engine),
+                engine=engine,
+            )
+            await world.start(stack, tiny_model)
+            worlds.append(world)
+        for world in worlds:
+            await until_predicted(world.client)
+        found = Gateways(engine, worlds)
+        await found.refreshed()
+        yield found
+        assert not running.done()
+
+
+async def test_each_gateway_speculates_while_the_engine_is_free(gateways: Gateways) -> None:
+    for gateway in range(NUM_GATEWAYS):
+        await gateways.ask(gateway, f"town {gateway}")
+        assert gateways.engine.num_guesses == gateway + 1
+
+
+async def test_gateways_do_not_speculate_while_another_one_saturates_the_engine(
+    gateways: Gateways,
+) -> None:
+    async with gateways.saturated():
+        others = range(1, NUM_GATEWAYS)
+        await asyncio.gather(
+            *(gateways.ask(gateway, f"town {gateway} {i}") for gateway in others for i in range(2))
+        )
+        assert gateways.engine.num_guesses == 0
+    while gateways.engine.kept.queue_s() > 0.01:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await gateways.refreshed()
+    for gateway in range(NUM_GATEWAYS):
+        await gateways.ask(gateway, f"village {gateway}")
+    assert gateways.engine.num_guesses == NUM_GATEWAYS
+
+
+async def test_questions_that_come_at_once_start_one_guess_for_each_gateway(
+    gateways: Gateways,
+) -> None:
+    """Before the engine has told of its queue, each gateway knows only its own requests."""
+    each = range(6)
+    await asyncio.gather(
+        *(gateways.ask(g, f"town {g} {i}") for g in range(NUM_GATEWAYS) for i in each)
+    )
+    assert 1 <= gateways.engine.num_guesses <= NUM_GATEWAYS
+    assert gateways.engine.num_guesses_before_questions == 0
+
+
+async def test_a_question_is_answered_before_the_guesses_of_other_gateways_are_computed(
+    gateways: Gateways,
+) -> None:
+    engine = gateways.engine
+    *others, asked = range(NUM_GATEWAYS)
+    engine.free.clear()
+    for gateway in others:
+        gateways.worlds[gateway].retriever.hold = asyncio.Event()
+    searching = [asyncio.create_task(gateways.ask(g, f"town {g}")) for g in others]
+    while engine.num_waiting < len(others):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert engine.num_guesses == len(others)
+    asking = asyncio.create_task(gateways.ask(asked, "the moon", retrieve=False))
+    while engine.num_waiting < NUM_GATEWAYS:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    engine.free.set()
+    await asking
+    assert engine.num_guesses_before_questions == 0
+    for gateway in others:
+        hold = gateways.worlds[gateway].retriever.hold
+        assert hold is not None
+        hold.set()
+    await asyncio.gather(*searching)
