@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -190,6 +191,28 @@ async def test_without_a_majority_no_write_is_acknowledged(
         assert await names(writer, "r") == ["r"]
         await other.start()
         await put(writer, "alone")
+
+
+async def test_a_writer_without_followers_stays_while_others_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def copy(_: follower.Follower) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(change_feed, "DESERTED_S", 0.5)
+    # As while the others copy all documents, which an election would interrupt.
+    monkeypatch.setattr(follower.Follower, "run", copy)
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await until(writer.replica.feed.is_deserted, "no follower is heard")
+        await asyncio.sleep(1)
+        assert writer.replica.is_writer
+        for node in nodes:
+            if node is not writer:
+                await node.stop()
+        await until(lambda: not writer.replica.is_writer, "a writer without a majority")
+        lease = json.loads((tmp_path / "lease.json").read_text())
+        assert (lease["holder"], lease["epoch"]) == ("", 1)
 
 
 async def test_without_the_lease_storage_nobody_writes_and_all_stay_ready(
