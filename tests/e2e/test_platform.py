@@ -23,6 +23,16 @@ import yaml
 from bench.support.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_cli.local.state_file import PartRecord, read_record
+from tests.helpers.browser import needs_chromium
+from tests.helpers.console_view import (
+    begin_to_ask,
+    compare_and_wait,
+    console_page,
+    fill,
+    select_tab,
+    texts,
+    until_answered,
+)
 from tests.helpers.tinyrag_spec import TINYRAG
 
 pytestmark = pytest.mark.timeout(900)
@@ -132,6 +142,53 @@ def test_facts_are_answered_with_citations(platform: Platform) -> None:
         said = answer["choices"][0]["message"]["content"].strip()
         right += said == question.answer and cited.issuperset(question.supports)
     assert right >= 8, f"{right} of {len(asked)}"
+
+
+@needs_chromium
+async def test_the_console_shows_a_miss_then_a_hit_and_both_sides(
+    platform: Platform, tmp_path: Path
+) -> None:
+    # Documents of its own, so that nothing has stored their KV.
+    handbook = make_handbook(SEED + 1, 8, "held_out")
+    async with httpx.AsyncClient(base_url=f"{platform.url}/v1", timeout=60) as client:
+        assert (await client.put("/collections/console", json={})).status_code == 200
+        for document in handbook.documents:
+            body = {"id": f"{document.id}.md", "text": document.text, "collection": "console"}
+            assert (await client.post("/documents", json=body)).status_code == 200
+    question = sample_questions(handbook, 1, "held_out")[0].text
+    async with console_page(platform.url, tmp_path / "profile") as page:
+        await fill(page, "ask-collection", "console")
+        await begin_to_ask(page, question)
+        await until_answered(page)
+        assert await texts(page, "#ask-state") == ["The answer is complete."]
+        said = " ".join(await texts(page, ".stages li"))
+        for stage in ("The search has ended with 4 hits", "The plan is made", "has accepted"):
+            assert stage in said
+        assert "The first token has come" in said
+        steps = " ".join(await texts(page, ".steps td:first-child"))
+        for step in ("Search", "Wait in the engine", "Prefill", "Generate the answer"):
+            assert step in steps
+        first = [row for row in await texts(page, ".parts tbody tr") if ".md#" in row]
+        assert len(first) >= 4
+        assert all("Miss" in row and "It was never stored" in row for row in first), first
+
+        await begin_to_ask(page, question)
+        await until_answered(page)
+        again = [row for row in await texts(page, ".parts tbody tr") if ".md#" in row]
+        assert len(again) == len(first)
+        # The engine's prefix cache has whole blocks, so the last chunk can be a miss.
+        hits = [row for row in again if "Cachedfrom device" in row and "Miss" not in row]
+        assert len(hits) >= len(again) - 1, again
+
+        await select_tab(page, "compare")
+        await fill(page, "compare-collection", "console")
+        await compare_and_wait(page, question)
+        assert "The two answers are equal." in await texts(page, "#compare-result .summary")
+        on = [row for row in await texts(page, "#compare-on .parts tbody tr") if ".md#" in row]
+        off = [row for row in await texts(page, "#compare-off .parts tbody tr") if ".md#" in row]
+        assert sum("Miss" not in row for row in on) >= len(on) - 1, on
+        assert all("The request set reuse to off." in row for row in off), off
+        assert page.errors == []
 
 
 def test_blend_reuses_chunks_after_other_chunks(platform: Platform) -> None:

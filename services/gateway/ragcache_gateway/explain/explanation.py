@@ -225,12 +225,14 @@ def _segment_use(segment: pb.SegmentRecord) -> PartUse:
     cached, loaded = segment.cached_tokens, segment.loaded_tokens
     blended = segment.blended
     computed = segment.end - segment.start - cached - loaded
+    # The engine also calls a chunk recomputed that is missing between loaded ones: it is computed.
+    recomputed = min(segment.recomputed_tokens, loaded)
     return PartUse(
         _outcome(cached, loaded, computed, blended=blended),
         cached,
         loaded,
         computed,
-        segment.recomputed_tokens,
+        recomputed,
         segment.source if segment.HasField("source") else None,
         segment.reason,
         blended,

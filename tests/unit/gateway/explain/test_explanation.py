@@ -102,6 +102,13 @@ def test_each_part_has_its_outcome_and_reason() -> None:
     assert (explanation.miss, explanation.prompt_tokens) == ("evicted", 65)
 
 
+def test_a_missing_chunk_of_a_blend_is_computed_and_not_recomputed_too() -> None:
+    blend = record()
+    blend.segments[3].recomputed_tokens = 30
+    missing = explain(answered(blend)).parts[3]
+    assert (missing.tokens, missing.computed_tokens, missing.recomputed_tokens) == (30, 30, 0)
+
+
 def test_the_plan_and_the_next_best_one_are_shown() -> None:
     explanation = explain(answered(record()))
     assert [(part.planned, part.planned_reason) for part in explanation.parts] == [
