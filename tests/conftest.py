@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.cluster import availability
+from tests.helpers.browser import chromium_path
 from tests.helpers.tiny_model import make_tiny_model
 
 # Timing never decides a test: a busy machine is no counterexample.
@@ -28,3 +30,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with random weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of Chromium's command; skips without one, and fails where CI=true."""
+    try:
+        return chromium_path()
+    except availability.Unavailable as unavailable:
+        availability.skip(unavailable)

@@ -38,7 +38,8 @@ from ragcache_core.errors import RagCacheError
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_retriever.knowledge_base.fusion_tuner import INTERVAL_S
-from tests.helpers.browser import CHROMIUM, Page
+from tests.cluster.availability import Unavailable
+from tests.helpers.browser import Page, chromium_path
 from tests.helpers.console_view import console_page, fill, select_tab, submit
 
 Colors = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -74,8 +75,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="their folder")
     given = parser.parse_args()
     console = make_console()
-    if CHROMIUM is None:
-        console.print("screenshots: Chromium is not installed: apt-get install chromium")
+    try:
+        chromium_path()
+    except Unavailable as error:
+        console.print(f"screenshots: {error}")
         return 1
     given.out.mkdir(parents=True, exist_ok=True)
     cache = load_manifest(ROOT / "examples" / "quickstart.yaml")

@@ -1,11 +1,14 @@
-"""The Debian packages that a cluster is made of."""
+"""The Debian packages that tests need: those of a cluster, of a browser and of a database."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +80,18 @@ def require(packages: Sequence[Package]) -> None:
     if not missing:
         return
     if shutil.which("apt-get", path=SEARCH_PATH) is None:
-        raise Unavailable(f"the cluster is made of Debian's packages {missing}; this is no Debian")
+        raise Unavailable(f"Debian's packages {missing} are missing; this is no Debian")
     advice = f"install them as root: apt-get install {' '.join(missing)}"
     if not (is_ci() and os.geteuid() == 0):
         raise Unavailable(f"missing Debian packages; {advice}")
+    with _only_installer():
+        if missing := _missing(packages):
+            _install(missing, advice)
+    if still := _missing(packages):
+        raise Unavailable(f"apt-get installed {missing}, and yet {still} cannot be found")
+
+
+def _install(missing: Sequence[str], advice: str) -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (
         ["apt-get", "update", "-qq"],
@@ -89,8 +100,14 @@ def require(packages: Sequence[Package]) -> None:
         run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
         if run.returncode != 0:
             raise Unavailable(f"{' '.join(words)} failed: {run.stderr.strip()[-800:]}; {advice}")
-    if still := _missing(packages):
-        raise Unavailable(f"apt-get installed {missing}, and yet {still} cannot be found")
+
+
+@contextmanager
+def _only_installer() -> Iterator[None]:
+    """Wait for other test processes that install: apt-get would fail beside them."""
+    with Path(tempfile.gettempdir(), "ragcache-apt-get.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _missing(packages: Sequence[Package]) -> list[str]:

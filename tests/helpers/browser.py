@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from tests.cluster import packages
+from tests.cluster.packages import Package
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
-)
+needs_chromium = pytest.mark.usefixtures("chromium")
 
 START_S = 60
 ANSWER_S = 60
@@ -179,12 +178,23 @@ class Page:
         return list(found)
 
 
+def chromium_path() -> str:
+    """Return the path of Chromium's command, which is installed first where CI=true.
+
+    Raises:
+        Unavailable: There is none.
+    """
+    if other := shutil.which("chromium-browser"):
+        return other
+    packages.require((Package("chromium", "chromium"),))
+    return packages.command("chromium")
+
+
 @asynccontextmanager
 async def browser_page(folder: Path) -> AsyncGenerator[Page, None]:
     """Run a Chromium with an empty profile in a folder; yields its page."""
-    assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
-        CHROMIUM,
+        chromium_path(),
         "--headless=new",
         "--no-sandbox",
         "--disable-gpu",
