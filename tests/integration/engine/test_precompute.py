@@ -37,6 +37,7 @@ from tests.helpers.gateway_fakes import (
 pytestmark = pytest.mark.timeout(600)
 
 STEP_TOKENS = 256
+NUM_PREFILLS = 40
 MAX_LENGTH = 4096
 LONG = " ".join(f"item {number} of the long list" for number in range(120))
 
@@ -318,9 +319,20 @@ async def test_a_question_overtakes_waiting_prefills(site: Site) -> None:
         ended.append(name)
 
     async with asyncio.TaskGroup() as group:
-        # Six steps each, two at a time, so most of them wait when the question arrives.
-        for seed in range(11, 31):
+        # Six steps each, two at a time, so most of them wait.
+        for seed in range(11, 11 + NUM_PREFILLS):
             group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, priority=LOWEST_PRIORITY))
+        while await num_waiting(site) < NUM_PREFILLS // 2:
+            assert len(ended) < NUM_PREFILLS, "the prefills never waited"
+            await asyncio.sleep(0.01)
         group.create_task(ask("question", 7, STEP_TOKENS))
-    assert len(ended) == 21
-    assert ended.index("question") < 10
+    assert len(ended) == NUM_PREFILLS + 1
+    overtaken = NUM_PREFILLS - ended.index("question")
+    assert overtaken > 4, "in the order of arrival, at most one prefill ends after the question"
+
+
+async def num_waiting(site: Site) -> float:
+    """Return how many requests wait in the engine."""
+    page = (await site.client.get("/metrics")).text
+    lines = [one for one in page.splitlines() if one.startswith("vllm:num_requests_waiting{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
