@@ -89,6 +89,9 @@ def bind_sockets(addresses: Iterable[str]) -> list[socket.socket]:
             host, port = split_address(address)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             sockets.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
+            # Connections inherit it: no part of a stream waits for the next one. Not every event
+            # loop sets it for sockets that it has not made itself.
+            sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         for one in sockets:
             one.close()

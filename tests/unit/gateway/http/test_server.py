@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -47,3 +48,11 @@ def test_a_stop_that_comes_before_the_server_runs_is_not_lost(drain_s: float) ->
     assert server.started
     assert drain.has_begun
     assert app.seen == ["lifespan.startup", "lifespan.shutdown"]
+
+
+def test_parts_of_a_stream_do_not_wait_for_each_other() -> None:
+    (listening,) = bind_sockets(["127.0.0.1:0"])
+    with listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
