@@ -303,8 +303,10 @@ def test_a_client_that_leaves_ends_the_engines_work(platform: Platform, stream: 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=platform.url, timeout=60) as client:
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            await asyncio.to_thread(platform.wait_for_unfinished, 1)
-            assert not asking.done()
+            begun = asyncio.create_task(asyncio.to_thread(platform.wait_for_unfinished, 1))
+            await asyncio.wait((asking, begun), return_when=asyncio.FIRST_COMPLETED)
+            assert not asking.done(), (await asking).text
+            await begun
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
