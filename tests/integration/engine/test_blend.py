@@ -241,7 +241,8 @@ def test_concurrent_requests_get_the_same_answers_as_single_ones(blends: Blends)
         found = list(pool.map(lambda prompt: blends.blend(prompt, 1.0, 2), prompts))
     assert [answer.token_ids for answer, _ in found] == expected
     for _, record in found:
-        assert 0 < record.blended_tokens == record.recomputed_tokens
+        # Fewer where another of these requests has just stored a chunk after a similar prefix.
+        assert 0 < record.recomputed_tokens <= record.blended_tokens
 
 
 def metric(blends: Blends, name: str, **labels: str) -> float:
