@@ -257,7 +257,7 @@ def label_problems(label: Label, scraped: Sequence[dict[str, str]]) -> Iterator[
     """Yield where the values of a label differ from the catalogue.
 
     Args:
-        scraped: Labels of series, of which each pod may have as many as the catalogue allows.
+        scraped: Labels of series. Each pod may have as many of them as the catalogue allows.
     """
     by_pod: dict[str, set[str]] = {}
     for labels in scraped:

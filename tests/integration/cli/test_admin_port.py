@@ -1,7 +1,7 @@
 """The commands and the console through a forwarded admin port, as ``kubectl port-forward`` does.
 
-The gateway has the two ports and the key of a cluster. A relay on loopback stands in for kubectl,
-which passes bytes on as it does.
+The gateway has the two ports and the key of a cluster. A relay on loopback takes the place of
+kubectl, and passes bytes on as it does.
 """
 
 from __future__ import annotations
