@@ -68,7 +68,7 @@ DASHBOARD: Final = Dashboard(
                 ),
                 Panel(
                     "Excess over computing",
-                    "Time by which loads took longer than computing was predicted to take. If it "
+                    "Time of loads beyond the predicted time of computing instead. If it "
                     "exceeds the time saved, the store is too slow: see the cache dashboard.",
                     [Query(total(increase(engine.EXCESS_SECONDS, *RAGCACHES, window=_RANGE)))],
                     unit="s",

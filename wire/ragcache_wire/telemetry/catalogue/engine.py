@@ -29,7 +29,7 @@ SAVED_SECONDS: Final = counter(
 EXCESS_SECONDS: Final = counter(
     "ragcache.engine.excess",
     "s",
-    "Time by which requests with loaded KV took longer than computing was predicted to take.",
+    "Time of requests with loaded KV beyond the predicted time of computing them.",
 )
 LOAD_FAILURES: Final = counter(
     "ragcache.engine.load_failures",
