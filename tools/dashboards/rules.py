@@ -31,6 +31,7 @@ _FREE_SHARE: Final = (
     f"{series(retriever.DISK_FREE)} / "
     f"({series(retriever.DISK_FREE)} + {series(retriever.DISK_USED)})"
 )
+_LAG_SHARE: Final = f"{series(retriever.LAG)} / {series(retriever.LAG_LIMIT)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +220,10 @@ ALERTS: Final[tuple[Alert, ...]] = (
     ),
     Alert(
         "RagCacheRetrieverLags",
-        [Condition(highest(series(retriever.LAG), *BY, "pod"), ">", "30")],
+        [Condition(highest(_LAG_SHARE, *BY, "pod"), ">", "1")],
         "5m",
         "warning",
-        "{{ $labels.pod }} lacks changes of the last 30 s.",
+        "{{ $labels.pod }} lacks changes that are older than maxLagSeconds.",
     ),
     Alert(
         "RagCacheRetrieverHasNoWriter",

@@ -38,11 +38,18 @@ class Metrics:
         self._sizes: tuple[Level, ...] = ()
         registry.observe(lambda: self._sizes)
 
-    def observe_replica(self, lag_s: Callable[[], float], is_writer: Callable[[], bool]) -> None:
-        """Read the lag in seconds, and whether this replica writes, with the other metrics."""
+    def observe_replica(
+        self, lag_s: Callable[[], float], is_writer: Callable[[], bool], max_lag_s: float
+    ) -> None:
+        """Read the lag in seconds, and whether this replica writes, with the other metrics.
+
+        Args:
+            max_lag_s: Lag from which it is not ready.
+        """
 
         def read() -> Iterable[Level]:
             yield rows.LAG, (), lag_s()
+            yield rows.LAG_LIMIT, (), max_lag_s
             yield rows.WRITING, (), float(is_writer())
 
         self._instruments.observe(read)

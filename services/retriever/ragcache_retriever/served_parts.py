@@ -52,6 +52,7 @@ class ServedParts:
         metrics.observe_replica(
             lag_s=lambda: 0.0 if replica is None else replica.lag_s,
             is_writer=lambda: replica is None or replica.is_writer,
+            max_lag_s=settings.max_lag_s,
         )
 
     def wrapped(self, service: Any) -> Any:

@@ -121,6 +121,7 @@ async def test_only_documents_that_changed_count_as_ingested() -> None:
 def test_lag_and_role_are_read_with_the_metrics() -> None:
     metrics = Metrics()
     lag = [7.0]
-    metrics.observe_replica(lambda: lag[0], lambda: True)
+    metrics.observe_replica(lambda: lag[0], lambda: True, max_lag_s=20.0)
     assert metrics.collectors.get_sample_value("ragcache_retriever_lag_seconds") == 7
+    assert metrics.collectors.get_sample_value("ragcache_retriever_lag_limit_seconds") == 20
     assert metrics.collectors.get_sample_value("ragcache_retriever_writing") == 1

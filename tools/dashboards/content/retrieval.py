@@ -7,7 +7,7 @@ from typing import Final
 from ragcache_wire.telemetry.catalogue import gateway, retriever
 from tools.dashboards.dashboard import Dashboard, Section
 from tools.dashboards.panel import Panel, Query
-from tools.dashboards.promql import RAGCACHES, quantile, rate, series, total
+from tools.dashboards.promql import RAGCACHES, highest, quantile, rate, series, total
 
 _answered: Final = total(rate(retriever.SEARCHES, *RAGCACHES, 'outcome="answered"'))
 
@@ -74,9 +74,12 @@ DASHBOARD: Final = Dashboard(
             [
                 Panel(
                     "Lag",
-                    "Age of the oldest change that a replica lacks. Above maxLagSeconds it is not "
-                    "ready.",
-                    [Query(series(retriever.LAG, *RAGCACHES), "{{pod}}")],
+                    "Age of the oldest change that a replica lacks. Above the limit, "
+                    "maxLagSeconds, it is not ready.",
+                    [
+                        Query(series(retriever.LAG, *RAGCACHES), "{{pod}}"),
+                        Query(highest(series(retriever.LAG_LIMIT, *RAGCACHES)), "limit"),
+                    ],
                     unit="s",
                 ),
                 Panel(

@@ -86,6 +86,11 @@ LAG: Final = gauge(
     "Age of the oldest change that this replica lacks or may lack; 0 for the writer and for a "
     "single replica.",
 )
+LAG_LIMIT: Final = gauge(
+    "ragcache.retriever.lag.limit",
+    "s",
+    "Lag from which a replica answers no searches: spec.retriever.maxLagSeconds.",
+)
 WRITING: Final = gauge(
     "ragcache.retriever.writing", "1", "1 if this replica may write documents, else 0."
 )
