@@ -97,7 +97,7 @@ async def connect_services(
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
         tools = _Tools(settings, limits, model, prompts, tokenizing, metrics, tracer, stack)
         removals = RemovalFeed(clients.retriever)
-        deletes = _start_deletes(tools, clients, TenantDomains(keys), is_first=worker_index == 0)
+        deletes = _start_deletes(tools, clients, keys, is_first=worker_index == 0)
         template = prompts.frame(Conversation.asking(None, "?"))
         engines = await _start_engines(tools, template)
         view = _start_cache_view(tools, engines, clients)
@@ -164,8 +164,9 @@ def _connect_clients(settings: GatewaySettings, stack: AsyncExitStack) -> _Clien
 
 
 def _start_deletes(
-    tools: _Tools, clients: _Clients, domains: TenantDomains, *, is_first: bool
+    tools: _Tools, clients: _Clients, keys: ApiKeys | None, *, is_first: bool
 ) -> DeleteSender:
+    domains = TenantDomains(keys, clients.retriever)
     deletes = DeleteSender(
         tools.model,
         domains=domains.current,

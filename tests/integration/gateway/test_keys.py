@@ -48,14 +48,19 @@ class KeyedWorld(World):
     real_store: cachestore_parts.ServedStore
 
 
+def keyed_world(store: cachestore_parts.ServedStore, file: Path) -> KeyedWorld:
+    settings = CONFIG.replace(api_keys_file=file, builtin_keys=BUILTIN)
+    world = KeyedWorld(settings, shards=(store.address,))
+    world.real_store = store
+    return world
+
+
 @pytest_asyncio.fixture
 async def gateway(tmp_path: Path, tiny_model: Path) -> AsyncIterator[KeyedWorld]:
     file = write_keys(tmp_path / "keys.toml", ENTRIES)
-    settings = CONFIG.replace(api_keys_file=file, builtin_keys=BUILTIN)
     with cachestore_parts.serving(tmp_path / "kv") as store:
         async with AsyncExitStack() as stack:
-            world = KeyedWorld(settings, shards=(store.address,))
-            world.real_store = store
+            world = keyed_world(store, file)
             await world.start(stack, tiny_model)
             yield world
 
@@ -307,6 +312,28 @@ async def test_the_domain_of_a_tenant_without_keys_is_deleted(
     await until(lambda: not stored(gateway, found["red"]))
     assert stored(gateway, found["blue"]) == found["blue"]
     assert stored(gateway, found["app"]) == found["app"]
+
+
+async def test_a_tenant_whose_keys_disappear_while_no_gateway_runs_is_deleted_at_the_next_start(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    file = write_keys(tmp_path / "keys.toml", ENTRIES)
+    with cachestore_parts.serving(tmp_path / "kv") as store:
+        first = keyed_world(store, file)
+        reports = first.retriever.reports
+        async with AsyncExitStack() as stack:
+            await first.start(stack, tiny_model)
+            found = await variants_of_all(first)
+            await until(lambda: reports.get("tenants") == b'["blue", "red"]')
+        write_keys(file, {name: entry for name, entry in ENTRIES.items() if name != "red"})
+        second = keyed_world(store, file)
+        second.retriever.reports = reports
+        async with AsyncExitStack() as stack:
+            await second.start(stack, tiny_model)
+            await until(lambda: not stored(second, found["red"]))
+            assert stored(second, found["blue"]) == found["blue"]
+            assert stored(second, found["app"]) == found["app"]
+            await until(lambda: reports["tenants"] == b'["blue"]')
 
 
 async def test_a_changed_file_counts_at_once_and_a_wrong_one_changes_nothing(

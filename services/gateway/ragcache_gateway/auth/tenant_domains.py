@@ -4,24 +4,32 @@ A document belongs to no tenant, but the KV of its chunks is stored once for eac
 about it. So a delete goes to the domain of every tenant. When the last key of a tenant disappears,
 no caller can use its KV, and the whole domain is deleted. Until every shard has acknowledged that,
 the domain still gets the deletes of documents.
+
+The retriever stores the names of the tenants, so that a gateway that starts finds those whose keys
+disappeared while no gateway ran, and those whose deletes another gateway did not complete.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from typing import Final
 
 from ragcache_core.access.caller import tenant_domain
+from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.store_api import ID_BYTES
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_wire.clients.retriever_client import RetrieverClient
 
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
+REPORT_NAME: Final = "tenants"
+"""Report of the retriever: a JSON list of the tenants whose domains may hold KV."""
 
 
 class TenantDomains:
@@ -29,22 +37,26 @@ class TenantDomains:
 
     Args:
         keys: None: requests need no key, so there are no tenants.
+        retriever: Stores the tenants.
     """
 
-    def __init__(self, keys: ApiKeys | None) -> None:
+    def __init__(self, keys: ApiKeys | None, retriever: RetrieverClient) -> None:
         self._keys = keys
+        self._retriever = retriever
         self._tenants: frozenset[str] = frozenset()
-        self._leaving: dict[str, bytes] = {}  # the id of the delete, by domain
+        self._leaving: dict[str, bytes] = {}  # the id of the delete, by tenant
+        self._deleted: set[str] = set()  # tenants that may still be stored
+        self._stored: frozenset[str] | None = None  # None: not read yet
         self._task: asyncio.Task[None] | None = None
 
     def current(self) -> tuple[str, ...]:
         """Return every domain that may hold KV, the public one first."""
         self._update()
-        own = (tenant_domain(tenant) for tenant in sorted(self._tenants))
-        return tuple(dict.fromkeys((PUBLIC_DOMAIN, *own, *self._leaving)))
+        own = map(tenant_domain, (*sorted(self._tenants), *self._leaving))
+        return tuple(dict.fromkeys((PUBLIC_DOMAIN, *own)))
 
     def start(self, deletes: DeleteSender) -> None:
-        """Delete the domains of tenants that disappear from now on."""
+        """Delete the domains of tenants that have disappeared, and of those that will."""
         self._update()
         self._task = asyncio.create_task(self._run(deletes), name="tenant domains")
 
@@ -56,16 +68,48 @@ class TenantDomains:
 
     def _update(self) -> None:
         tenants = frozenset() if self._keys is None else self._keys.tenants()
-        for tenant in self._tenants - tenants:
-            log.info("tenant domains: no key is left tenant=%s", tenant)
-            self._leaving[tenant_domain(tenant)] = secrets.token_bytes(ID_BYTES)
+        self._leave(self._tenants - tenants)
         self._tenants = tenants
+
+    def _leave(self, tenants: frozenset[str]) -> None:
+        for tenant in tenants - self._leaving.keys():
+            log.info("tenant domains: no key is left tenant=%s", tenant)
+            self._leaving[tenant] = secrets.token_bytes(ID_BYTES)
 
     async def _run(self, deletes: DeleteSender) -> None:
         while True:
             self._update()
-            for domain, id_ in list(self._leaving.items()):
-                if await deletes.send_domain(id_, domain):
-                    log.info("tenant domains: deleted domain=%s", domain)
-                    del self._leaving[domain]
+            for tenant, id_ in list(self._leaving.items()):
+                if await deletes.send_domain(id_, tenant_domain(tenant)):
+                    log.info("tenant domains: deleted tenant=%s", tenant)
+                    del self._leaving[tenant]
+                    self._deleted.add(tenant)
+            try:
+                await self._synchronize()
+            except RagCacheError as error:
+                log.info("tenant domains: not stored error=%s", error)
+            except Exception:
+                log.exception("tenant domains: not stored")
             await asyncio.sleep(POLL_S)
+
+    async def _synchronize(self) -> None:
+        """Take over stored tenants at the first call, and store the tenants if they change."""
+        if self._stored is None:
+            stored = await self._read()
+            self._leave(stored - self._tenants)
+            self._stored = stored
+        kept = self._tenants | self._leaving.keys()
+        if kept <= self._stored and not (self._deleted - kept) & self._stored:
+            return
+        # Another gateway may have stored some meanwhile.
+        wanted = (await self._read() - self._deleted) | kept
+        await self._retriever.put_report(REPORT_NAME, json.dumps(sorted(wanted)).encode())
+        self._stored = wanted
+        self._deleted.clear()
+
+    async def _read(self) -> frozenset[str]:
+        try:
+            report = await self._retriever.get_report(REPORT_NAME)
+        except NotFound:
+            return frozenset()
+        return frozenset(json.loads(report.body))
