@@ -250,7 +250,9 @@ def install(
         if error.name != "helm_python":
             raise
         raise InvalidInput(
-            "install", "Helm's library is not installed", "pip install 'ragcache[install]'"
+            "install",
+            "Helm's library is not installed",
+            "run pip install '.[install]' in the folder of the repository",
         ) from error
 
     done = installing.install(

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +52,7 @@ KINDS: Final = {
     "crd",
     "deployment",
     "events",
+    "lease",
     "namespace",
     "node",
     "pod",
@@ -366,6 +368,18 @@ def check_docker(words: Sequence[str]) -> None:
         expect(target in stages, f"no target {target}")
 
 
+def check_pip(words: Sequence[str]) -> None:
+    """The project has the extra that is installed from its folder."""
+    verb, *rest = words
+    expect(verb == "install", f"pip {verb} has no check")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for word in rest:
+        extra = re.fullmatch(r"\.\[(\w+)\]", word)
+        expect(extra and extra[1] in extras, f"no extra {word}")
+
+
 def check_source(words: Sequence[str]) -> None:
     """Only the environment that ``make setup`` makes is activated."""
     expect(list(words) == [".venv/bin/activate"], f"activates {words}")
@@ -381,16 +395,19 @@ CHECKS: Final[dict[str, Callable[[Sequence[str]], None]]] = {
     "ragcache": check_ragcache,
     "make": check_make,
     "python": check_python,
+    "python3": check_python,
     "kubectl": check_kubectl,
     "helm": check_helm,
     "curl": check_curl,
     "docker": check_docker,
+    "pip": check_pip,
     "source": check_source,
     "export": check_export,
 }
 WITHOUT: Final = {
     "ctr": "a command of containerd, which needs a node of a cluster",
     "base64": "a program of every system; its input is checked",
+    "sed": "a program of every system",
 }
 """Programs that no check covers, and why."""
 
