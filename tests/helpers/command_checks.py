@@ -9,7 +9,7 @@ import importlib.util
 import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -190,22 +190,24 @@ def _is_add_argument(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "add_argument"
 
 
+_WITH_VALUE: Final = {
+    *("-f", "-n", "--namespace", "-l", "-o", "-p"),
+    *("--type", "--for", "--timeout", "--raw"),
+}
+"""Options of kubectl that have a value."""
+
+
 def check_kubectl(words: Sequence[str]) -> None:
     """Files validate, kinds are known, and paths in RagCaches exist in the CRD."""
     verb, *rest = words
     if verb == "ragcache":
         check_ragcache(rest)
         return
-    flags, plain = _flags(rest, {"-f", "-n", "-l", "-o", "-p", "--type", "--for", "--timeout"})
-    for file in flags.get("-f", ()):
-        check_manifests(ROOT / file)
-    for json_path in flags.get("-o", ()):
-        if json_path.startswith("jsonpath={.status.") and "ragcache" in plain:
-            field = json_path.removeprefix("jsonpath={.status.").removesuffix("}")
-            expect(field in _status_fields(), f"a RagCache has no status.{field}")
-    for wanted in flags.get("--for", ()):
-        condition = wanted.removeprefix("condition=")
-        expect(condition in CONDITIONS, f"no condition {condition}")
+    flags, plain = _flags(rest, _WITH_VALUE)
+    if flags.get("--raw"):
+        expect(not plain, f"names {plain} besides a path")
+        return
+    _check_options(flags, plain)
     if verb == "port-forward":
         service, *ports = plain
         expect(service.startswith("service/") and service.endswith("-gateway"), f"no {service}")
@@ -217,10 +219,25 @@ def check_kubectl(words: Sequence[str]) -> None:
         kinds = plain[0].partition("/")[0].split(",") if plain else ()
         expect(plain or "-f" in flags, "names nothing")
         expect(set(kinds) <= KINDS, f"unknown kinds in {kinds}")
+    elif verb == "rollout":
+        expect(plain[0] == "restart" and plain[1].partition("/")[0] in KINDS, f"rollout {plain}")
     elif verb == "explain":
         expect(plain[0].partition(".")[0] in KINDS, f"unknown kind in {plain}")
     else:
         expect(verb in {"apply", "create"}, f"kubectl {verb} has no check")
+
+
+def _check_options(flags: Mapping[str, Sequence[str]], plain: Sequence[str]) -> None:
+    """Files and patches are valid; conditions and fields of the status exist."""
+    for file in flags.get("-f", ()):
+        check_manifests(ROOT / file)
+    for json_path in flags.get("-o", ()):
+        if json_path.startswith("jsonpath={.status.") and "ragcache" in plain:
+            field = json_path.removeprefix("jsonpath={.status.").removesuffix("}")
+            expect(field in _status_fields(), f"a RagCache has no status.{field}")
+    for wanted in flags.get("--for", ()):
+        condition = wanted.removeprefix("condition=")
+        expect(condition in CONDITIONS, f"no condition {condition}")
     for patch in flags.get("-p", ()):
         parse_manifest({**minimal(), **json.loads(patch)})
 
