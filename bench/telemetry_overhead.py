@@ -247,8 +247,7 @@ def start_gateways(parts: SimulatedParts, otlp_endpoint: str) -> tuple[dict[str,
         "RAGCACHE_METRICS_LISTEN": f"{HOST}:{metrics_port}",
         "RAGCACHE_LOG_FORMAT": "json",
         "RAGCACHE_OTLP_ENDPOINT": otlp_endpoint,
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": str(TRACED_SHARE),
+        "RAGCACHE_TRACE_SAMPLE_RATIO": str(TRACED_SHARE),
     }
     ports = {name: free_port() for name in ("off", "on", "control")}
     started = {

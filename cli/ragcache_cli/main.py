@@ -90,6 +90,8 @@ class _ErrorEdge(TyperGroup):
 app = typer.Typer(
     cls=_ErrorEdge,
     no_args_is_help=True,
+    # `ragcache completion` is the only way to get it.
+    add_completion=False,
     pretty_exceptions_enable=False,
     help="RAG on vLLM that reuses the KV cache of retrieved chunks.",
 )
@@ -248,7 +250,9 @@ def install(
         if error.name != "helm_python":
             raise
         raise InvalidInput(
-            "install", "Helm's library is not installed", "pip install 'ragcache[install]'"
+            "install",
+            "Helm's library is not installed",
+            "run pip install '.[install]' in the folder of the repository",
         ) from error
 
     done = installing.install(
@@ -364,13 +368,13 @@ def quality_command(
     ] = None,
     collection: CollectionOption = "default",
     count: Annotated[int, typer.Option("--count", min=1, help="Most questions.")] = 20,
-    budgets: Annotated[
-        str, typer.Option("--budgets", help="Recompute shares to measure, with commas.")
+    recompute_shares: Annotated[
+        str, typer.Option("--recompute-shares", help="Shares to measure, with commas.")
     ] = ",".join(f"{share:g}" for share in DEFAULT_SHARES),
-    wanted: Annotated[
+    quality: Annotated[
         float | None,
         typer.Option(
-            "--wanted",
+            "--quality",
             min=0,
             max=1,
             help="ROUGE-L with full computation that blends should keep.",
@@ -390,8 +394,8 @@ def quality_command(
     api_key: ApiKeyOption = None,
 ) -> None:
     """Measure what blended answers keep, and tell the platform."""
-    shares = _shares(budgets)
-    options = Measurement(collection, shares, wanted, top_k, max_tokens)
+    shares = _shares(recompute_shares)
+    options = Measurement(collection, shares, quality, top_k, max_tokens)
     given = None if questions is None else read_questions(questions)[:count]
     progress = make_console(stderr=True)
     report, state = asyncio.run(
@@ -604,7 +608,9 @@ def _shares(text: str) -> tuple[float, ...]:
     except ValueError:
         shares = ()
     if not shares or not all(0 <= share <= 1 for share in shares):
-        raise InvalidInput("--budgets", f"is {text!r}", "write shares from 0 to 1, like 0.1,0.2")
+        raise InvalidInput(
+            "--recompute-shares", f"is {text!r}", "write shares from 0 to 1, like 0.1,0.2"
+        )
     return shares
 
 

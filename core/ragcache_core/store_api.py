@@ -120,7 +120,7 @@ class StoredVariant:
     Attributes:
         load_s: Predicted seconds to load it from its tier to the caller.
         prefix_chunks: Those of its origin. Given where every variant of a chunk was looked up.
-        replicas: Other shards ("host:port") that store it.
+        copies: Other shards ("host:port") that store it.
         wants_higher_precision: It is read often and stored with less precision than the policy
             gives it. The next full computation should be put.
     """
@@ -130,7 +130,7 @@ class StoredVariant:
     tier: Tier
     load_s: float = 0.0
     prefix_chunks: tuple[ChunkKey, ...] = ()
-    replicas: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     wants_higher_precision: bool = False
 
 

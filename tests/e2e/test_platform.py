@@ -217,9 +217,9 @@ def test_a_quality_report_is_measured_and_judges_later_blends(
     questions = tmp_path / "questions.jsonl"
     asked = sample_questions(platform.handbook, 40, "held_out")[-12:]
     questions.write_text("".join(json.dumps({"question": one.text}) + "\n" for one in asked))
-    options = ("--questions", str(questions), "--top-k", "6", "--budgets", "0.1,0.2")
+    options = ("--questions", str(questions), "--top-k", "6", "--recompute-shares", "0.1,0.2")
     said = platform.ragcache(
-        "quality", *options, "--max-tokens", "12", "--wanted", "0.5", "--output", "json"
+        "quality", *options, "--max-tokens", "12", "--quality", "0.5", "--output", "json"
     )
     report = json.loads(said)
     assert report["verdict"] == "passed"

@@ -8,7 +8,8 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -51,6 +52,7 @@ KINDS: Final = {
     "crd",
     "deployment",
     "events",
+    "lease",
     "namespace",
     "node",
     "pod",
@@ -188,22 +190,24 @@ def _is_add_argument(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "add_argument"
 
 
+_WITH_VALUE: Final = {
+    *("-f", "-n", "--namespace", "-l", "-o", "-p"),
+    *("--type", "--for", "--timeout", "--raw"),
+}
+"""Options of kubectl that have a value."""
+
+
 def check_kubectl(words: Sequence[str]) -> None:
     """Files validate, kinds are known, and paths in RagCaches exist in the CRD."""
     verb, *rest = words
     if verb == "ragcache":
         check_ragcache(rest)
         return
-    flags, plain = _flags(rest, {"-f", "-n", "-l", "-o", "-p", "--type", "--for", "--timeout"})
-    for file in flags.get("-f", ()):
-        check_manifests(ROOT / file)
-    for json_path in flags.get("-o", ()):
-        if json_path.startswith("jsonpath={.status.") and "ragcache" in plain:
-            field = json_path.removeprefix("jsonpath={.status.").removesuffix("}")
-            expect(field in _status_fields(), f"a RagCache has no status.{field}")
-    for wanted in flags.get("--for", ()):
-        condition = wanted.removeprefix("condition=")
-        expect(condition in CONDITIONS, f"no condition {condition}")
+    flags, plain = _flags(rest, _WITH_VALUE)
+    if flags.get("--raw"):
+        expect(not plain, f"names {plain} besides a path")
+        return
+    _check_options(flags, plain)
     if verb == "port-forward":
         service, *ports = plain
         expect(service.startswith("service/") and service.endswith("-gateway"), f"no {service}")
@@ -215,10 +219,25 @@ def check_kubectl(words: Sequence[str]) -> None:
         kinds = plain[0].partition("/")[0].split(",") if plain else ()
         expect(plain or "-f" in flags, "names nothing")
         expect(set(kinds) <= KINDS, f"unknown kinds in {kinds}")
+    elif verb == "rollout":
+        expect(plain[0] == "restart" and plain[1].partition("/")[0] in KINDS, f"rollout {plain}")
     elif verb == "explain":
         expect(plain[0].partition(".")[0] in KINDS, f"unknown kind in {plain}")
     else:
         expect(verb in {"apply", "create"}, f"kubectl {verb} has no check")
+
+
+def _check_options(flags: Mapping[str, Sequence[str]], plain: Sequence[str]) -> None:
+    """Files and patches are valid; conditions and fields of the status exist."""
+    for file in flags.get("-f", ()):
+        check_manifests(ROOT / file)
+    for json_path in flags.get("-o", ()):
+        if json_path.startswith("jsonpath={.status.") and "ragcache" in plain:
+            field = json_path.removeprefix("jsonpath={.status.").removesuffix("}")
+            expect(field in _status_fields(), f"a RagCache has no status.{field}")
+    for wanted in flags.get("--for", ()):
+        condition = wanted.removeprefix("condition=")
+        expect(condition in CONDITIONS, f"no condition {condition}")
     for patch in flags.get("-p", ()):
         parse_manifest({**minimal(), **json.loads(patch)})
 
@@ -366,6 +385,18 @@ def check_docker(words: Sequence[str]) -> None:
         expect(target in stages, f"no target {target}")
 
 
+def check_pip(words: Sequence[str]) -> None:
+    """The project has the extra that is installed from its folder."""
+    verb, *rest = words
+    expect(verb == "install", f"pip {verb} has no check")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for word in rest:
+        extra = re.fullmatch(r"\.\[(\w+)\]", word)
+        expect(extra and extra[1] in extras, f"no extra {word}")
+
+
 def check_source(words: Sequence[str]) -> None:
     """Only the environment that ``make setup`` makes is activated."""
     expect(list(words) == [".venv/bin/activate"], f"activates {words}")
@@ -381,16 +412,19 @@ CHECKS: Final[dict[str, Callable[[Sequence[str]], None]]] = {
     "ragcache": check_ragcache,
     "make": check_make,
     "python": check_python,
+    "python3": check_python,
     "kubectl": check_kubectl,
     "helm": check_helm,
     "curl": check_curl,
     "docker": check_docker,
+    "pip": check_pip,
     "source": check_source,
     "export": check_export,
 }
 WITHOUT: Final = {
     "ctr": "a command of containerd, which needs a node of a cluster",
     "base64": "a program of every system; its input is checked",
+    "sed": "a program of every system",
 }
 """Programs that no check covers, and why."""
 

@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ _PARSER: Final = MarkdownIt("commonmark").enable("table")
 _SHELL: Final = {"bash", "sh", "shell", "console"}
 _PROGRAMS: Final = {
     *("ragcache", "make", "kubectl", "helm", "curl", "python", "python3", "pip", "docker", "ctr"),
-    *("skopeo", "git", "source", "export"),
+    *("skopeo", "git", "source", "export", "for"),
 }
 _CONTROL: Final = {";", "&", "&&", "|", "||"}
 _REDIRECTION: Final = re.compile(r"^[0-9]?[<>]+&?$")
@@ -100,10 +100,30 @@ def commands(block: Block) -> list[Command]:
         ValueError: A quotation or a ``$(`` does not end.
     """
     found: list[Command] = []
+    loop: tuple[str, Sequence[str]] | None = None
     console = any(line.startswith("$ ") for line in block.text.splitlines())
     for line in _whole_lines(block.text, console=console):
-        found.extend(_commands_of(block.position, line))
+        for command in _commands_of(block.position, line):
+            match command.words:
+                case ("for", name, "in", *values):
+                    loop = (name, values)
+                case ("done",):
+                    loop = None
+                case words:
+                    found.extend(_repeated(command, words[words[0] == "do" :], loop))
     return found
+
+
+def _repeated(
+    command: Command, words: tuple[str, ...], loop: tuple[str, Sequence[str]] | None
+) -> Iterator[Command]:
+    """Yield a command, inside a loop once for each value of its variable."""
+    if not words:
+        return
+    name, values = loop or ("", [""])
+    for value in values:
+        shown = (word.replace(f"${name}", value) for word in words) if name else words
+        yield Command(command.position, tuple(shown))
 
 
 def _whole_lines(text: str, *, console: bool) -> Iterator[str]:

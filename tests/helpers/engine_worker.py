@@ -33,12 +33,13 @@ from ragcache_engine.protocol.messages import (
 from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.values.buffers import checksummed_parts, matches_checksums
+from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
 from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.value_checksums import matches_checksums
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents

@@ -247,8 +247,12 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         return retriever_pb2.Report(name=request.name, body=self.reports[request.name])
 
     async def PutCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.collections[request.collection.name] = request.collection
-        return _with_defaults(request.collection)
+        name = request.collection.name
+        if request.keep_unset and name in self.collections:
+            self.collections[name].MergeFrom(request.collection)
+        else:
+            self.collections[name] = request.collection
+        return _with_defaults(self.collections[name])
 
     async def GetCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._known(request.name)

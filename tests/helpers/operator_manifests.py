@@ -467,6 +467,7 @@ _CACHES = (
             ("args", _C, ["--seed=1"]),
             ("unsafeArgs", _C, ["--model-impl=vllm"]),
             ("autoscaling", _C, {"maxReplicas": 2}),
+            ("scheduling", _C, {"nodeSelector": {"a": "b"}}),
             ("kvMemory", _W, "4Gi"),
             ("hostTier", _W, "1Gi"),
             ("resources", _W, {"cpu": "2"}),

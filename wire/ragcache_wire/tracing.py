@@ -1,8 +1,7 @@
 """OpenTelemetry spans for every service, exported by OTLP over HTTP.
 
 The API of OpenTelemetry makes no spans without its SDK. Only ``tracer`` with an endpoint imports
-the SDK. OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of
-traces that are sampled (``OTEL_TRACES_SAMPLER``).
+the SDK. OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``).
 """
 
 from __future__ import annotations
@@ -277,6 +276,7 @@ def tracer(
     service: str,
     instance: str,
     *,
+    sample_ratio: float = 1.0,
     exports_errors: bool = False,
     exports_content: bool = False,
 ) -> Tracer:
@@ -286,6 +286,8 @@ def tracer(
         endpoint: Base URL, like http://collector:4318. None: no span is recorded.
         service: Name of the service.
         instance: Name of this process among those of the service.
+        sample_ratio: Share of the traces without a parent that are recorded, 0 to 1. A span with a
+            parent follows the parent's decision.
         exports_errors: See ``Tracer``.
         exports_content: See ``Tracer``.
     """
@@ -296,9 +298,14 @@ def tracer(
     )
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio  # noqa: PLC0415
 
-    # The service calls close itself, within its own deadline.
-    provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
+    provider = TracerProvider(
+        sampler=ParentBasedTraceIdRatio(sample_ratio),
+        resource=resource(service, instance),
+        # The service calls close itself, within its own deadline.
+        shutdown_on_exit=False,
+    )
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(

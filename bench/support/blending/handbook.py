@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from bench.support.blending.focused_chunks import Cut, entropy_cut, largest_gap_cut
 from bench.support.blending.lab import Captured, Lab, divergence
 from bench.support.blending.scores import Figures
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.examples import ask, stage_scene
 from models.tinyrag.handbook import Question
 from models.tinyrag.prompt import chunk_ids, frame
-from ragcache_core.blend.focused_chunks import Cut, entropy_cut, largest_gap_cut
 from ragcache_core.blend.token_selection import share_to_tokens
 from ragcache_core.quality.rouge import rouge_l
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from bench.support.blending.context_attention import ContextAttention
+from bench.support.blending.focused_chunks import Cut, FocusedChunks
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
-from ragcache_core.blend.focused_chunks import Cut, FocusedChunks
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
 from ragcache_core.blend.slices import runs_outside

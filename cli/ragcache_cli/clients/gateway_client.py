@@ -123,8 +123,12 @@ class GatewayApiClient:
     async def put_collection(
         self, name: str, settings: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Create or change a collection; settings left out are the platform's defaults."""
+        """Create a collection or replace its settings; those left out get their defaults."""
         return await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", settings or {})
+
+    async def patch_collection(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a collection or change some settings; those left out stay as they are."""
+        return await self._call("PATCH", f"/v1/collections/{quote(name, safe='')}", settings)
 
     async def delete_collection(self, name: str) -> dict[str, Any]:
         """Delete a collection with all its documents."""

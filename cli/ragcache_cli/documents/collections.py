@@ -23,6 +23,35 @@ _POLL_S: Final = 1.0
 collection_app = typer.Typer(no_args_is_help=True, help="Manage collections of documents.")
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The collection.")]
+ChunkSizeOption = Annotated[
+    int | None,
+    typer.Option("--chunk-size", metavar="TOKENS", min=1, help="Most tokens of a chunk."),
+]
+ChunkOverlapOption = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-overlap",
+        metavar="TOKENS",
+        min=0,
+        help="Tokens repeated from the chunk before; needs a size.",
+    ),
+]
+WindowOption = Annotated[
+    int | None, typer.Option("--window", min=0, help="Neighbouring chunks of a hit, on each side.")
+]
+IndexOption = Annotated[
+    Literal["auto", "flat", "ivf", "hnsw"] | None,
+    typer.Option("--index", help="How chunks are searched."),
+]
+MaxDocumentsOption = Annotated[
+    int | None, typer.Option("--max-documents", metavar="N", min=0, help="Quota; 0: none.")
+]
+MaxTextBytesOption = Annotated[
+    int | None, typer.Option("--max-text-bytes", metavar="BYTES", min=0, help="Quota; 0: none.")
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Wait until all documents are prepared again.")
+]
 
 
 @collection_app.command(name="list")
@@ -66,51 +95,61 @@ def get_command(
 @collection_app.command(name="put")
 def put_command(
     name: NameArgument,
-    chunk_size: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Most tokens of a chunk.")
-    ] = None,
-    chunk_overlap: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS", min=0, help="Tokens repeated from the chunk before; needs a size."
-        ),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=0, help="Neighbouring chunks of a hit, on each side.")
-    ] = None,
-    index: Annotated[
-        Literal["auto", "flat", "ivf", "hnsw"] | None,
-        typer.Option(help="How chunks are searched."),
-    ] = None,
-    max_documents: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Quota; 0: none.")
-    ] = None,
-    max_text_bytes: Annotated[
-        int | None, typer.Option(metavar="BYTES", min=0, help="Quota; 0: none.")
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until all documents are prepared again.")
-    ] = False,
+    chunk_size: ChunkSizeOption = None,
+    chunk_overlap: ChunkOverlapOption = None,
+    window: WindowOption = None,
+    index: IndexOption = None,
+    max_documents: MaxDocumentsOption = None,
+    max_text_bytes: MaxTextBytesOption = None,
+    wait: WaitOption = False,
     output: OutputOption = "text",
     gateway: GatewayOption = None,
     api_key: ApiKeyOption = None,
 ) -> None:
     """Create a collection, or replace its settings: those left out get the platform's defaults."""
-    if chunk_overlap is not None and chunk_size is None:
-        raise InvalidInput("--chunk-overlap", "is given without a size", "add --chunk-size")
-    chunking = {"size_tokens": chunk_size, "overlap_tokens": chunk_overlap or 0}
-    settings = {
-        "chunking": None if chunk_size is None else chunking,
-        "window": window,
-        "index": index,
-        "max_documents": max_documents,
-        "max_text_bytes": max_text_bytes,
-    }
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = _settings(
+        chunk_size,
+        chunk_overlap,
+        window,
+        index,
+        max_documents=max_documents,
+        max_text_bytes=max_text_bytes,
+    )
     put = _call(gateway, api_key, lambda client: client.put_collection(name, given))
     if wait:
         put = _call(gateway, api_key, lambda client: _wait_for_remake(client, name))
     _show(put, output)
+
+
+@collection_app.command(name="patch")
+def patch_command(
+    name: NameArgument,
+    chunk_size: ChunkSizeOption = None,
+    chunk_overlap: ChunkOverlapOption = None,
+    window: WindowOption = None,
+    index: IndexOption = None,
+    max_documents: MaxDocumentsOption = None,
+    max_text_bytes: MaxTextBytesOption = None,
+    wait: WaitOption = False,
+    output: OutputOption = "text",
+    gateway: GatewayOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Create a collection, or change the settings that are given: the others stay."""
+    given = _settings(
+        chunk_size,
+        chunk_overlap,
+        window,
+        index,
+        max_documents=max_documents,
+        max_text_bytes=max_text_bytes,
+    )
+    if not given:
+        raise InvalidInput("SETTINGS", "none is given", "give one, like --window 2")
+    patched = _call(gateway, api_key, lambda client: client.patch_collection(name, given))
+    if wait:
+        patched = _call(gateway, api_key, lambda client: _wait_for_remake(client, name))
+    _show(patched, output)
 
 
 @collection_app.command(name="delete")
@@ -131,6 +170,29 @@ def delete_command(
         print_json(deleted)
     else:
         print(f"deleted collection {name!r} with {deleted['documents']:,} documents")
+
+
+def _settings(
+    chunk_size: int | None,
+    chunk_overlap: int | None,
+    window: int | None,
+    index: str | None,
+    *,
+    max_documents: int | None,
+    max_text_bytes: int | None,
+) -> dict[str, Any]:
+    """Return the settings that are given, as the gateway reads them."""
+    if chunk_overlap is not None and chunk_size is None:
+        raise InvalidInput("--chunk-overlap", "is given without a size", "add --chunk-size")
+    chunking = {"size_tokens": chunk_size, "overlap_tokens": chunk_overlap or 0}
+    settings = {
+        "chunking": None if chunk_size is None else chunking,
+        "window": window,
+        "index": index,
+        "max_documents": max_documents,
+        "max_text_bytes": max_text_bytes,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _call(

@@ -33,7 +33,6 @@ _REPLY_S: Final = 5.0
 
 def top_command(
     once: Annotated[bool, typer.Option("--once", help="Show one frame, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --output json.")] = False,
     output: OutputOption = "text",
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two frames.")
@@ -51,7 +50,7 @@ def top_command(
 ) -> None:
     """Show rates, times, tokens, tiers and engines of a running platform, until Ctrl-C."""
     view = _TopView(gateway_target(gateway, api_key), tuple(metrics or ()), interval)
-    is_json = as_json or output == "json"
+    is_json = output == "json"
     if once:
         asyncio.run(view.show_once(make_console(), is_json=is_json))
         return

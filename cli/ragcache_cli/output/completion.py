@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal
 
 import typer
+from typer._completion_classes import completion_init
 from typer.completion import shell_complete
 
 _PROGRAM: Final = "ragcache"
+
+# Typer knows the shells only after this call. It calls it itself only for its own options.
+completion_init()
 
 
 def completion_command(

@@ -9,7 +9,6 @@
 - ``token_ranking``: the order in which tokens are recomputed.
 - ``token_selection``: the tokens that are recomputed.
 - ``slices``: the passes that recompute them.
-- ``focused_chunks``: the chunks that the question attends to.
 - ``preload_depth``: the number of layers to load ahead.
 
 Source: Cache-Craft section 3 (SIGMOD 2025).

@@ -1,10 +1,10 @@
-"""Which variants of a shard deserve a replica on another shard.
+"""Which variants of a shard deserve a copy on another shard.
 
 Mooncake (sections 4.2, 5.3.3) spreads copies of the hottest blocks by load, so that no node becomes
 a bottleneck and no popularity has to be predicted. Here a shard measures what it serves. A variant
-with more than a share of the shard's recent traffic gets a replica on the next shard in rendezvous
-order. It loses the replica when its share has become small. The two thresholds differ, so that
-replicas are not created and dropped repeatedly.
+with more than a share of the shard's recent traffic gets a copy on the next shard in rendezvous
+order. It loses the copy when its share has become small. The two thresholds differ, so that
+copies are not created and dropped repeatedly.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class ShardLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationThresholds:
-    """When to create and drop replicas, as shares of the load of a shard.
+    """When to create and drop copies, as shares of the load of a shard.
 
     Attributes:
-        copy_share: A variant above it gets a replica.
-        drop_share: A variant below it loses its replica.
-        min_bytes_per_s: A shard below it is not busy and creates no replica.
-        max_replicas: Most replicas that one shard has on others at a time.
+        copy_share: A variant above it gets a copy.
+        drop_share: A variant below it loses its copy.
+        min_bytes_per_s: A shard below it is not busy and creates no copy.
+        max_copies: Most copies that one shard has on others at a time.
     """
 
     copy_share: float = 0.1
     drop_share: float = 0.02
     min_bytes_per_s: float = 64e6
-    max_replicas: int = 64
+    max_copies: int = 64
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop_share < self.copy_share <= 1:
@@ -91,7 +91,7 @@ class ReplicationThresholds:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationChanges:
-    """Variants to copy, most served first, and variants whose replicas are dropped."""
+    """Variants to copy, most served first, and variants whose copies are dropped."""
 
     copy: tuple[VariantKey, ...] = ()
     drop: tuple[VariantKey, ...] = ()
@@ -100,7 +100,7 @@ class ReplicationChanges:
 def decide_replication(
     load: ShardLoad, replicated: frozenset[VariantKey], thresholds: ReplicationThresholds
 ) -> ReplicationChanges:
-    """Decide which replicas to create and drop.
+    """Decide which copies to create and drop.
 
     A variant that is the only one served has a share of 1. It is copied, because another shard can
     help; a shard that is not busy copies nothing.
@@ -112,7 +112,7 @@ def decide_replication(
     """
     min_bytes_per_s = thresholds.min_bytes_per_s
     busy = load.bytes_per_s >= min_bytes_per_s
-    # A replica halves the load of this shard, so the threshold to drop replicas is far lower.
+    # A copy halves the load of this shard, so the threshold to drop copies is far lower.
     calm = load.bytes_per_s < min_bytes_per_s / 4
 
     def share(key: VariantKey) -> float:
@@ -131,6 +131,6 @@ def decide_replication(
         for key in load.by_variant
         if key not in replicated and share(key) > thresholds.copy_share
     )
-    num_free = thresholds.max_replicas - (len(replicated) - len(drop))
+    num_free = thresholds.max_copies - (len(replicated) - len(drop))
     hottest = sorted(hot, key=lambda key: (-load.by_variant[key], key.to_bytes()))
     return ReplicationChanges(copy=tuple(hottest[: max(0, num_free)]), drop=drop)

@@ -38,7 +38,7 @@ class RendezvousHash:
     def ranked(self, chunks: Sequence[ChunkKey], count: int) -> list[tuple[str, ...]]:
         """Return the count members with the greatest weights of each chunk, its owner first.
 
-        Replicas go to the members after the owner. If the owner leaves, the second one becomes the
+        Copies go to the members after the owner. If the owner leaves, the second one becomes the
         owner. With fewer members all are returned.
 
         Raises:

@@ -17,14 +17,14 @@ from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_wire.watched.members import Members
 
 MAX_KNOWN = 1 << 16
-"""Variants whose size and replicas are remembered from lookups."""
+"""Variants whose size and copies are remembered from lookups."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCandidates:
-    """The shards that may store a chunk: its owner, then those that may have a replica."""
+    """The shards that may store a chunk: its owner, then those that may have a copy."""
 
     owner: Shard
     others: tuple[Shard, ...]
@@ -43,7 +43,7 @@ class _VariantHint:
     """What the last lookup found of a variant."""
 
     num_bytes: int
-    replicas: tuple[str, ...]
+    copies: tuple[str, ...]
 
 
 class ShardRouter:
@@ -91,7 +91,7 @@ class ShardRouter:
 
         Args:
             chunks: Keys of the chunks.
-            keys: One variant for each chunk, or none. With them, the replicas that lookups found
+            keys: One variant for each chunk, or none. With them, the copies that lookups found
                 are among the candidates.
 
         Yields:
@@ -130,8 +130,8 @@ class ShardRouter:
             for key, one in zip(keys, candidates, strict=True):
                 hint = self._hints.get(key)
                 size = hint.num_bytes if hint else 0
-                # Without a known replica the other shards are a guess, for a lost owner only.
-                sure = one.all() if hint and hint.replicas else (one.owner,)
+                # Without a known copy the other shards are a guess, for a lost owner only.
+                sure = one.all() if hint and hint.copies else (one.owner,)
                 available = [shard for shard in sure if shard.is_available] or [
                     shard for shard in one.others if shard.is_available
                 ]
@@ -149,10 +149,10 @@ class ShardRouter:
                         shard.outstanding_bytes -= size
 
     def remember(self, lookup: ShardedLookup) -> None:
-        """Keep the sizes and the replicas of the variants that a lookup found."""
+        """Keep the sizes and the copies of the variants that a lookup found."""
         with self._lock:
             for key, stored in lookup.by_key().items():
-                self._hints[key] = _VariantHint(stored.info.num_bytes, stored.replicas)
+                self._hints[key] = _VariantHint(stored.info.num_bytes, stored.copies)
                 self._hints.move_to_end(key)
             while len(self._hints) > MAX_KNOWN:
                 self._hints.popitem(last=False)
@@ -164,7 +164,7 @@ class ShardRouter:
 
     def _candidates(self, names: Sequence[str], hint: _VariantHint | None) -> ShardCandidates:
         owner, *others = names
-        others = list(hint.replicas) if hint and hint.replicas else others
+        others = list(hint.copies) if hint and hint.copies else others
         present = [self._shards[name] for name in others if name in self._shards and name != owner]
         return ShardCandidates(self._shards[owner], tuple(present))
 
@@ -193,7 +193,7 @@ class ShardRouter:
         self._rendezvous = RendezvousHash(addresses)
         before = self._shards
         self._shards = {name: before.get(name) or Shard(name) for name in addresses}
-        # The owners have changed, and replicas with them.
+        # The owners have changed, and copies with them.
         self._hints.clear()
         for name in before.keys() - self._shards.keys():
             before[name].is_removed = True

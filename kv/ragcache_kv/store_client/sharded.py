@@ -1,7 +1,7 @@
 """Blocking client of all shards of the cache store.
 
 The shard that owns a chunk stores its variants (``ragcache_core.cluster.sharding``). Hot variants
-also have a replica on the next shard in the same order. While a shard is lost, the chunks that it
+also have a copy on the next shard in the same order. While a shard is lost, the chunks that it
 owns are misses, unless they are hot. Answers of other shards neither fail nor wait for it.
 
 A delete goes to every shard, since a chunk has other owners after shards join or leave. A shard
@@ -123,7 +123,7 @@ class ShardedStore:
     ) -> Iterator[KeyedValue]:
         """Yield values in the order of keys, each when it is complete; a Miss where there is none.
 
-        All shards are read concurrently. A value with replicas comes from the shard that has the
+        All shards are read concurrently. A value with copies comes from the shard that has the
         fewest bytes left to send. If that shard misses it, its owner is asked. A value of a lost
         shard is a miss. A shard that stops to answer also uses up the time of the values after its
         own, which are then misses. A caller that stops early ends the calls.

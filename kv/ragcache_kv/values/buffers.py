@@ -181,16 +181,6 @@ def scatter(value: memoryview, targets: Iterable[memoryview]) -> None:
             position += end - start
 
 
-def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
-    """Return whether sources, one after another, match the checksums of parts."""
-    verifier = Verifier(parts)
-    for source in sources:
-        verifier.add(source)
-        if not verifier.good:
-            return False
-    return verifier.complete and verifier.good
-
-
 def slice_views(views: Sequence[memoryview], start: int, num_bytes: int) -> list[memoryview]:
     """Return num_bytes from start on, of the bytes that views form together."""
     pieces = []

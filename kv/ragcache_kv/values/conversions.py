@@ -516,7 +516,7 @@ def to_stored_variant(stored: StoredVariant, value_format: int) -> pb.StoredVari
         tier=stored.tier,
         load_s=stored.load_s,
         prefix_chunks=stored.prefix_chunks,
-        replicas=stored.replicas,
+        copies=stored.copies,
         wants_higher_precision=stored.wants_higher_precision,
     )
 
@@ -529,7 +529,7 @@ def from_stored_variant(field: str, message: pb.StoredVariant) -> StoredVariant:
         tier=from_tier(f"{field}.tier", message.tier),
         load_s=message.load_s,
         prefix_chunks=tuple(message.prefix_chunks),
-        replicas=tuple(message.replicas),
+        copies=tuple(message.copies),
         wants_higher_precision=message.wants_higher_precision,
     )
 

@@ -42,10 +42,10 @@ class PullSecret(ManifestModel):
 
 
 class SchedulingSpec(ManifestModel):
-    """SchedulingSpec sets where the pods of all components run and how they start."""
+    """SchedulingSpec sets where pods run and how they start."""
 
     priority_class_name: ForeignName | None = None
-    """Priority class of every pod. If unset, the cluster's default applies."""
+    """Priority class of each pod. If unset, the cluster's default applies."""
     node_selector: Annotated[
         Mapping[LabelKey, LabelValue],
         Field(max_length=32),
@@ -57,13 +57,20 @@ class SchedulingSpec(ManifestModel):
         Field(strict=False, max_length=32),
         ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
-    """Tolerations of every pod."""
+    """Tolerations of each pod."""
     image_pull_secrets: Annotated[
         tuple[PullSecret, ...],
         Field(strict=False, max_length=16),
         ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = ()
     """Secrets with the credentials of the image registry."""
+
+    def overridden_by(self, other: SchedulingSpec | None) -> SchedulingSpec:
+        """Return a copy with the fields that the other value gives, even if they are empty."""
+        if other is None:
+            return self
+        given = {name: getattr(other, name) for name in other.model_fields_set}
+        return self.model_copy(update=given)
 
 
 class LabelRequirement(ManifestModel):
@@ -149,6 +156,10 @@ class OtlpSpec(ManifestModel):
     ]
     """Base URL of the collector, like http://collector:4318. Components send OTLP over HTTP to
     /v1/metrics and /v1/traces below it."""
+    sample_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    """Share of the traces that start in the gateway and are recorded, like 0.1. The gateway decides
+    once for each trace, and the other components follow. A request with a trace context follows the
+    decision of its caller instead."""
 
 
 class PodMonitorSpec(ManifestModel):
@@ -179,6 +190,9 @@ class TelemetrySpec(ManifestModel):
     logs: Literal["text", "json"] = "text"
     """Format of the logs of gateway, retriever and cache store: lines of text, or one JSON object
     in each line, with the trace's id."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that components log. For engines it is the level of vLLM's log. A change
+    restarts all pods."""
     content: Literal["off", "on"] = "off"
     """Whether spans of gateway and retriever have the text of questions, answers and retrieved
     chunks. The collector must be trusted with all documents then."""

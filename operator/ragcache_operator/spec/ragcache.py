@@ -385,6 +385,9 @@ class EngineSpec(ManifestModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each engine pod. By default they follow from the model's
     weights, kvMemory and hostTier."""
+    scheduling: SchedulingSpec | None = None
+    """Where the pods of this group run and how they start, such as the labels of nodes with much
+    memory. Each field that is given, even an empty one, replaces that of spec.scheduling."""
     autoscaling: EngineAutoscalingSpec | None = None
     """Scales the engines between replicas and maxReplicas by queue length. It needs a custom
     metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""
@@ -506,7 +509,8 @@ class RagCacheSpec(ManifestModel):
     reuse: ReuseSpec = ReuseSpec()
     """How engines reuse stored KV."""
     scheduling: SchedulingSpec = SchedulingSpec()
-    """Where the pods of all components run and how they start."""
+    """Where the pods of all components run and how they start. A group of engines can override
+    it."""
     data_policy: Literal["Retain", "Delete"] = "Retain"
     """Whether deletion of this object keeps the volumes with documents and variants. With Retain
     the claims stay, and a new object of the same name uses them. Delete deletes them."""

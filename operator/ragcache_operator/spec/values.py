@@ -266,12 +266,12 @@ class StorageSpec(ManifestModel):
 
 
 class ResourcesSpec(ManifestModel):
-    """ResourcesSpec overrides the resources that the operator derives from the cache sizes."""
+    """ResourcesSpec overrides the resources that the operator derives."""
 
     cpu: CpuQuantity | None = None
     """CPU request in cores, like 250m or 2. If unset, the component's default applies."""
     memory: ByteQuantity | None = None
-    """Memory request, like 4Gi. If unset, the operator derives it from the cache sizes."""
+    """Memory request, like 4Gi. If unset, the operator derives it; see docs/sizing.md."""
     memory_limit: ByteQuantity | None = None
     """Memory limit. If unset, a component that bounds its own memory gets its request as the
     limit. Other components get no limit."""

@@ -288,9 +288,9 @@ class Store:
         """Set whether lookups report that a variant wants a higher precision."""
         self._variants.set_wants_higher_precision(key, wanted)
 
-    def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
+    def set_copies(self, key: VariantKey, shards: tuple[str, ...]) -> None:
         """Set the other shards that lookups report, until the variant is dropped."""
-        self._variants.set_replicas(key, shards)
+        self._variants.set_copies(key, shards)
 
     def sweep(self) -> None:
         """End expired leases, and evict down to the low watermarks. See Housekeeping.sweep."""

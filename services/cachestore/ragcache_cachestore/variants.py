@@ -76,10 +76,10 @@ class VariantAccess:
             if variant is not None:
                 variant.wants_higher_precision = wanted
 
-    def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
+    def set_copies(self, key: VariantKey, shards: tuple[str, ...]) -> None:
         """Set the other shards that lookups report, until the variant is dropped."""
         with self._state.lock:
             if shards and self._state.catalog.get(key) is not None:
-                self._state.replicas[key] = shards
+                self._state.copies[key] = shards
             else:
-                self._state.replicas.pop(key, None)
+                self._state.copies.pop(key, None)

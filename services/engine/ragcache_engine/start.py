@@ -77,7 +77,8 @@ def _limits_bytes(settings: EngineSettings) -> dict[str, int]:
 def main() -> NoReturn:
     """Run the command."""
     arguments = sys.argv[1:]
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s %(message)s")
     try:
         check_memory(arguments, EngineSettings())
     except InvalidInput as error:

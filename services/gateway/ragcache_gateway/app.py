@@ -107,7 +107,11 @@ def create_app(
     keys = api_keys(settings)
     instance = platform.node()
     spans = tracer(
-        settings.otlp_endpoint, "gateway", instance, exports_content=settings.trace_content
+        settings.otlp_endpoint,
+        "gateway",
+        instance,
+        sample_ratio=settings.trace_sample_ratio,
+        exports_content=settings.trace_content,
     )
     # The parent of several workers serves and exports the metrics of all of them.
     shared = workers_folder() is not None

@@ -1,4 +1,5 @@
 """The retriever owns documents: it splits, stores and embeds them, and searches their chunks.
 
-SQLite holds documents, chunks and embeddings. The faiss index is rebuilt from it at each start.
+SQLite or PostgreSQL holds documents, chunks, embeddings and words. Vectors are searched in an index
+of this process, in pgvector or in Milvus. Words are searched by the store.
 """

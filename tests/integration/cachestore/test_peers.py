@@ -354,7 +354,7 @@ def test_a_single_shard_asks_no_peers(shards: tuple[ServedStore, ServedStore]) -
 
 
 class TwoShards:
-    """Two shards. The first one owns KEY and makes replicas of hot variants."""
+    """Two shards. The first one owns KEY and makes copies of hot variants."""
 
     def __init__(self, shards: tuple[ServedStore, ServedStore]) -> None:
         names = tuple(shard.address for shard in shards)
@@ -381,27 +381,27 @@ def pair(shards: tuple[ServedStore, ServedStore]) -> TwoShards:
     return TwoShards(shards)
 
 
-def replicas(pair: TwoShards) -> tuple[str, ...]:
-    """Return the replicas that a lookup at the owner tells."""
+def copies(pair: TwoShards) -> tuple[str, ...]:
+    """Return the copies that a lookup at the owner tells."""
     (found,) = pair.owner.client.lookup([LookupKey.for_variant(KEY)]).variants
-    return found.stored[0].replicas if found.stored else ()
+    return found.stored[0].copies if found.stored else ()
 
 
 def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: TwoShards) -> None:
     put(pair.owner.store, KEY, RAW)
     pair.replicator.check()
-    assert replicas(pair) == ()
+    assert copies(pair) == ()
     for _ in range(3):
         get(pair.owner.store, KEY)
     pair.replicator.check()
-    assert replicas(pair) == (pair.second.address,)
+    assert copies(pair) == (pair.second.address,)
     assert get(pair.second.store, KEY) == RAW
-    # A replica is not copied further, even if it is hot there.
+    # A copy is not copied further, even if it is hot there.
     pair.second_replicator.check()
     assert pair.second.client.stats().variants == 1
     pair.now += 100 * HALF_LIFE_S
     pair.replicator.check()
-    assert replicas(pair) == ()
+    assert copies(pair) == ()
     assert get(pair.second.store, KEY) is Miss.EVICTED
     assert get(pair.owner.store, KEY) == RAW
     # It is dropped without a tombstone, so that it may come back.
@@ -425,10 +425,10 @@ def test_a_copy_is_refused_after_a_delete(pair: TwoShards) -> None:
     pair.second.store.delete(deletion())
     assert not pair.replicator.change(KEY, pair.second.address, drop=False)
     assert get(pair.second.store, KEY) is Miss.DELETED
-    assert replicas(pair) == ()
+    assert copies(pair) == ()
 
 
-def test_only_members_store_replicas_and_an_owner_keeps_its_variant(pair: TwoShards) -> None:
+def test_only_members_store_copies_and_an_owner_keeps_its_variant(pair: TwoShards) -> None:
     put(pair.owner.store, KEY, RAW)
     assert not pair.replicator.change(KEY, "127.0.0.1:9", drop=False)
     assert not pair.replicator.change(KEY, pair.owner.address, drop=True)

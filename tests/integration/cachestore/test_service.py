@@ -191,10 +191,10 @@ def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
         assert os.path.exists(reply.data_socket)
 
 
-def test_a_single_shard_has_no_replicas(served: ServedStore) -> None:
-    assert not served.client.change_replica(key(1), "other:1", drop=False)
+def test_a_single_shard_has_no_copies(served: ServedStore) -> None:
+    assert not served.client.change_copy(key(1), "other:1", drop=False)
     with pytest.raises(InvalidInput, match="shard"):
-        served.client.change_replica(key(1), "nowhere", drop=False)
+        served.client.change_copy(key(1), "nowhere", drop=False)
 
 
 def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:

@@ -69,7 +69,7 @@ async def test_ask_explain_and_top_work_with_the_key(
     explained = await ragcache("explain", request, "--output", "json", *target)
     assert explained.exit_code == 0, explained.output
     assert json.loads(explained.stdout)["id"] == request
-    top = await ragcache("top", "--once", "--interval", "0.1", "--json", *target)
+    top = await ragcache("top", "--once", "--interval", "0.1", "--output", "json", *target)
     assert (top.exit_code, top.stderr) == (0, "")
     frame = json.loads(top.stdout)
     assert frame["status"] == {"answering": True, "problem": None}

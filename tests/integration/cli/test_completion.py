@@ -48,7 +48,7 @@ def bash(text: str) -> str:
     ("words", "index", "proposed"),
     [
         ("ragcache co", 1, {"collection", "completion"}),
-        ("ragcache collection ", 2, {"list", "get", "put", "delete"}),
+        ("ragcache collection ", 2, {"list", "get", "put", "patch", "delete"}),
         ("ragcache top --on", 2, {"--once"}),
     ],
 )

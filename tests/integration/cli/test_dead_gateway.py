@@ -27,6 +27,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("collection", "list"): (),
     ("collection", "get"): ("docs",),
     ("collection", "put"): ("docs",),
+    ("collection", "patch"): ("docs", "--window", "2"),
     ("collection", "delete"): ("docs", "--yes"),
 }
 

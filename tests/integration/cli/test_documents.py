@@ -86,6 +86,18 @@ async def test_collections_are_managed(platform: World) -> None:
     assert (found["max_documents"], found["remake"]["documents"]) == (10, 4)
 
 
+async def test_a_patch_changes_only_the_settings_that_are_given(platform: World) -> None:
+    await ragcache("collection", "put", "docs", "--chunk-size", 64, "--max-documents", 10)
+    patched = await ragcache("collection", "patch", "docs", "--window", 3)
+    assert patched.exit_code == 0, patched.output
+    stored = platform.retriever.collections["docs"]
+    found = (stored.chunking.size_tokens, stored.max_documents, stored.window)
+    assert found == (64, 10, 3)
+    nothing = await ragcache("collection", "patch", "docs")
+    assert nothing.exit_code == 2
+    assert "SETTINGS: none is given" in nothing.stderr
+
+
 async def test_the_status_of_this_machine_shows_remakes(platform: World, tmp_path: Path) -> None:
     record = PlatformRecord(
         name="docs",

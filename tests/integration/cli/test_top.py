@@ -33,7 +33,7 @@ async def top(*words: str) -> Result:
 
 
 async def test_one_frame_is_one_json_object(platform: World) -> None:
-    for form in (("--json",), ("--output", "json")):
+    for form in (("-o", "json"), ("--output", "json")):
         result = await top(*form)
         assert (result.exit_code, result.stderr) == (0, "")
         [line] = result.stdout.splitlines()
@@ -58,7 +58,7 @@ async def test_the_retrievers_lag_comes_from_the_gateway(platform: World) -> Non
     async with asyncio.timeout(30):
         while await reported() != 3.25:
             pass
-    frame = json.loads((await top("--json")).stdout)
+    frame = json.loads((await top("--output", "json")).stdout)
     assert frame["retriever"] == {"ready": True, "problem": None, "lag_s": 3.25}
 
 

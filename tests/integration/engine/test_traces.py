@@ -149,7 +149,7 @@ def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) ->
     assert parents(list(by_name.values())) == {CALLER}
     assert attributes_of(by_name["lookup"]) == {
         "segments": SEGMENTS,
-        "held": SEGMENTS,
+        "stored": SEGMENTS,
         "blend": False,
     }
     assert attributes_of(by_name["load"])["tokens"] == PROMPT.chunk_ends[-1]

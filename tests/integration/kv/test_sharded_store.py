@@ -397,7 +397,7 @@ def replicated(
     owner, second = RendezvousHash(by_name).ranked([wanted.chunk], 2)[0]
     for name in (owner, second):
         assert put_value(by_name[name].client, wanted, raw) is PutOutcome.STORED
-    by_name[owner].store.set_replicas(wanted, (second,))
+    by_name[owner].store.set_copies(wanted, (second,))
     return by_name[owner], by_name[second]
 
 
@@ -405,7 +405,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[ServedStore]) -> Non
     raw = value(4 * MIB)
     owner, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
-        assert store.lookup(WANTS[:1]).by_key()[KEYS[0]].replicas == (second.address,)
+        assert store.lookup(WANTS[:1]).by_key()[KEYS[0]].copies == (second.address,)
         # Of two that read at once, one asks the other shard: that has less to send.
         first, other = store.get(KEYS[:1], TIMEOUT_S), store.get(KEYS[:1], TIMEOUT_S)
         for reading in (first, other):
@@ -417,7 +417,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[ServedStore]) -> Non
         eventually(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
 
 
-def test_the_owner_serves_a_variant_whose_replica_is_gone(shards: list[ServedStore]) -> None:
+def test_the_owner_serves_a_variant_whose_copy_is_gone(shards: list[ServedStore]) -> None:
     raw = value(MIB)
     _, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
@@ -592,17 +592,17 @@ def test_a_shard_that_was_frozen_during_a_delete_learns_of_it_without_a_restart(
         alone.close()
 
 
-def test_a_hot_variant_gets_a_replica_that_serves_for_its_owner(tmp_path: Path) -> None:
+def test_a_hot_variant_gets_a_copy_that_serves_for_its_owner(tmp_path: Path) -> None:
     with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
         hot, raw = KEYS[0], value(8 * MIB)
         assert put(store, hot, raw) is PutOutcome.STORED
         owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
         deadline = time.monotonic() + 60
-        while not store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas:
+        while not store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].copies:
             assert time.monotonic() < deadline, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
-        assert store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas == (second,)
+        assert store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].copies == (second,)
         shards.kill(owner)
         eventually(lambda: values(store, [hot], 5.0) == [raw])
         assert hot in store.lookup([LookupKey.for_variant(hot)]).by_key()

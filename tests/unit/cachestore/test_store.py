@@ -882,7 +882,7 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.ALREADY_STORED
 
 
-# Events, replicas and swaps
+# Events, copies and swaps
 
 
 def test_changes_are_numbered_and_say_where_a_variant_is(tmp_path: Path) -> None:
@@ -931,12 +931,12 @@ def test_variants_of_requests_without_a_plan_are_not_told(store: Store) -> None:
     assert list(store.node_batches()) == []
 
 
-def test_lookups_tell_replicas_until_the_variant_is_dropped(store: Store) -> None:
+def test_lookups_tell_copies_until_the_variant_is_dropped(store: Store) -> None:
     put(store, key(1), b"x")
-    store.set_replicas(key(1), ("b:1",))
-    store.set_replicas(key(2), ("b:1",))
+    store.set_copies(key(1), ("b:1",))
+    store.set_copies(key(2), ("b:1",))
     (found,) = store.lookup([LookupKey.for_variant(key(1))]).variants
-    assert found.stored[0].replicas == ("b:1",)
+    assert found.stored[0].copies == ("b:1",)
     assert store.discard(key(1))
     assert not store.discard(key(1))
     put(store, key(1), b"x")
@@ -944,7 +944,7 @@ def test_lookups_tell_replicas_until_the_variant_is_dropped(store: Store) -> Non
     for answer in store.lookup(
         [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2))]
     ).variants:
-        assert answer.stored[0].replicas == ()
+        assert answer.stored[0].copies == ()
 
 
 def test_served_bytes_are_taken_once(store: Store) -> None:

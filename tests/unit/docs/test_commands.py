@@ -165,6 +165,8 @@ def test_make_help_lists_the_targets() -> None:
         "curl -X PUT localhost:8080/v1/search",
         """curl localhost:8080/v1/search -H 'Content-Type: application/json' -d '{"quary": 1}'""",
         "docker build --target no-such-target .",
+        "for image in gateway nothing; do docker build --target $image .; done",
+        "pip install '.[nothing]'",
         'export RAGCACHE_API_KEY="$(kubectl get sekret x)"',
         "unknown-program",
     ],

@@ -224,7 +224,7 @@ def test_a_lookup_is_traced_and_jobs_carry_the_trace_context(kept: Kept) -> None
     store = TracedLookupStore()
     scheduler = make_scheduler(kept, store)
     assert arrive(scheduler, "traced", CALLER) == 0
-    assert attributes_of(kept, "lookup") == {"segments": 4, "held": 0, "blend": False}
+    assert attributes_of(kept, "lookup") == {"segments": 4, "stored": 0, "blend": False}
     assert store.trace_context.split("-")[2] == ids(kept.spans()["lookup"])[2]
     scheduler.on_allocated("traced", engine_scheduler.BLOCKS, 0)
     jobs = scheduler.step(

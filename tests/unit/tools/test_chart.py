@@ -22,10 +22,12 @@ from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_wire.telemetry.catalogue import gateway
 from tests.helpers.chart import CHART, NAMESPACE, RELEASE, Object, of, render
 from tools.dashboards.check import all_queries
 from tools.dashboards.content import DASHBOARDS
 from tools.dashboards.files import RULES
+from tools.dashboards.rules import FIRST_TOKEN_OBJECTIVE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -186,6 +188,26 @@ def test_dashboards_and_rules_are_those_of_the_files() -> None:
         assert found["metadata"]["labels"]["grafana"] == "yes"
         assert found["metadata"]["annotations"] == {"folder": "RagCache"}
         assert json.loads(found["data"][f"ragcache-{dashboard.name}.json"]) == dashboard.json()
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(0.5, "0.5"), (5, "5.0"), (30.0, "30.0")])
+def test_the_objective_of_the_first_token_is_a_value(seconds: float, bound: str) -> None:
+    values: Object = {"metrics": {"rules": {"enabled": True, "firstTokenSeconds": seconds}}}
+    found = of(render(values), "PrometheusRule", RELEASE)["spec"]
+    kept = re.sub(r"\b2\.5 s:", f"{seconds:g} s:", RULES.read_text())
+    expected = yaml.safe_load(kept.replace('le="2.5"', f'le="{bound}"'))
+    assert found == expected
+    assert found != yaml.safe_load(RULES.read_text())
+
+
+def test_every_objective_of_the_first_token_is_a_bucket() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    rules = schema["properties"]["metrics"]["properties"]["rules"]["properties"]
+    choices = rules["firstTokenSeconds"]["enum"]
+    assert rules["firstTokenSeconds"]["default"] == FIRST_TOKEN_OBJECTIVE_S
+    assert set(choices) <= set(gateway.TIME_TO_FIRST_TOKEN.buckets)
+    with pytest.raises(HelmError):
+        render({"metrics": {"rules": {"firstTokenSeconds": 3}}})
 
 
 def test_the_monitor_sets_the_label_that_dashboards_select_the_operator_by() -> None:

@@ -108,6 +108,16 @@ def test_a_span_of_an_unsampled_trace_is_not_recorded(kept: Kept) -> None:
     assert kept.spans() == {}
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_ratio_decides_about_traces_without_a_parent_only(ratio: float) -> None:
+    # No span ends, so the port is never connected to.
+    spans = tracer("http://127.0.0.1:9", "test", "one", sample_ratio=ratio)
+    assert spans.start_request("GET", ()).is_recording == (ratio == 1)
+    assert spans.start_request("GET", TRACED).is_recording
+    assert not spans.start_request("GET", UNSAMPLED).is_recording
+    spans.close()
+
+
 @given(nonsense=st.text(max_size=80))
 def test_an_invalid_context_is_ignored(nonsense: str) -> None:
     kept = Kept()

@@ -115,7 +115,7 @@ class CacheStoreSettings(ServiceSettings):
     """Whether the shard copies its busiest variants to another shard."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no telemetry is sent."""
-    log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
+    log_level: LogLevel = setting("info", spec="spec.telemetry.logLevel")
     """Least severe level that is logged."""
     log_format: LogForm = setting("text", spec="spec.telemetry.logs")
     """Format of log lines: text, or one JSON object in each line."""

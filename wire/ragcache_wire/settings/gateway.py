@@ -162,11 +162,14 @@ class GatewaySettings(ServiceSettings):
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""
+    trace_sample_ratio: Share = setting(1.0, spec="spec.telemetry.otlp.sampleRatio")
+    """Share of the traces that start in the gateway and are recorded. A request with a trace
+    context follows the decision of its caller."""
     trace_content: OnOff = setting(False, spec="spec.telemetry.content")
     """Whether spans have the text of questions, answers and retrieved chunks."""
     metrics_listen: Address | None = setting(None, internal="The operator chooses the port.")
     """Address of a port that serves /metrics alone. The REST server serves it too."""
-    log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
+    log_level: LogLevel = setting("info", spec="spec.telemetry.logLevel")
     """Least severe level that is logged."""
     log_format: LogForm = setting("text", spec="spec.telemetry.logs")
     """Format of log lines: text, or one JSON object in each line."""

@@ -165,7 +165,7 @@ class RetrieverSettings(ServiceSettings):
     none are sent."""
     trace_content: OnOff = setting(False, spec="spec.telemetry.content")
     """Whether spans have the text of questions, answers and retrieved chunks."""
-    log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
+    log_level: LogLevel = setting("info", spec="spec.telemetry.logLevel")
     """Least severe level that is logged."""
     log_format: LogForm = setting("text", spec="spec.telemetry.logs")
     """Format of log lines: text, or one JSON object in each line."""

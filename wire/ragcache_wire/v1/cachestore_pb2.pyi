@@ -562,7 +562,7 @@ class StoredVariant(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     WANTS_HIGHER_PRECISION_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     load_s: _builtins.float
@@ -578,7 +578,7 @@ class StoredVariant(_message.Message):
         """of its origin; set if every variant of the chunk was asked for"""
 
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def copies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """other shards that store it too"""
 
     def __init__(
@@ -589,12 +589,12 @@ class StoredVariant(_message.Message):
         tier: _builtins.str = ...,
         load_s: _builtins.float = ...,
         prefix_chunks: _abc.Iterable[_builtins.bytes] | None = ...,
-        replicas: _abc.Iterable[_builtins.str] | None = ...,
+        copies: _abc.Iterable[_builtins.str] | None = ...,
         wants_higher_precision: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "replicas", b"replicas", "tier", b"tier", "wants_higher_precision", b"wants_higher_precision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "tier", b"tier", "wants_higher_precision", b"wants_higher_precision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -965,7 +965,7 @@ class DeletionBatch(_message.Message):
 Global___DeletionBatch: _TypeAlias = DeletionBatch  # noqa: Y015
 
 @_typing.final
-class ChangeReplicaRequest(_message.Message):
+class ChangeCopyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -989,10 +989,10 @@ class ChangeReplicaRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChangeReplicaRequest: _TypeAlias = ChangeReplicaRequest  # noqa: Y015
+Global___ChangeCopyRequest: _TypeAlias = ChangeCopyRequest  # noqa: Y015
 
 @_typing.final
-class ChangeReplicaReply(_message.Message):
+class ChangeCopyReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGED_FIELD_NUMBER: _builtins.int
@@ -1008,7 +1008,7 @@ class ChangeReplicaReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChangeReplicaReply: _TypeAlias = ChangeReplicaReply  # noqa: Y015
+Global___ChangeCopyReply: _TypeAlias = ChangeCopyReply  # noqa: Y015
 
 @_typing.final
 class HelloRequest(_message.Message):

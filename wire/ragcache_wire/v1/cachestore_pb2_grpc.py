@@ -85,10 +85,10 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.FromString,
                 _registered_method=True)
-        self.ChangeReplica = channel.unary_unary(
-                '/ragcache.v1.CacheStore/ChangeReplica',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.FromString,
+        self.ChangeCopy = channel.unary_unary(
+                '/ragcache.v1.CacheStore/ChangeCopy',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/ragcache.v1.CacheStore/Watch',
@@ -176,7 +176,7 @@ class CacheStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ChangeReplica(self, request, context):
+    def ChangeCopy(self, request, context):
         """Makes or drops a copy of a variant on another shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -244,10 +244,10 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.SerializeToString,
             ),
-            'ChangeReplica': grpc.unary_unary_rpc_method_handler(
-                    servicer.ChangeReplica,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.SerializeToString,
+            'ChangeCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeCopy,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -519,7 +519,7 @@ class CacheStore:
             _registered_method=True)
 
     @staticmethod
-    def ChangeReplica(request,
+    def ChangeCopy(request,
             target,
             options=(),
             channel_credentials=None,
@@ -532,9 +532,9 @@ class CacheStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ragcache.v1.CacheStore/ChangeReplica',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.FromString,
+            '/ragcache.v1.CacheStore/ChangeCopy',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.FromString,
             options,
             channel_credentials,
             insecure,

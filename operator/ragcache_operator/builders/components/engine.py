@@ -102,6 +102,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         # A single engine would be missing while its successor loads the model. With several, a
         # surge would need a spare device for each rollout.
         surge=engine.replicas == 1 and replica_range is None,
+        scheduling=cache.spec.scheduling.overridden_by(engine.scheduling),
     )
     meta = workloads.metadata(cache, workload)
     children = [
@@ -175,6 +176,7 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, E
         # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": cache.spec.telemetry.log_level.upper(),
         "DO_NOT_TRACK": "1",
         **vllm_environment(cache),
     }

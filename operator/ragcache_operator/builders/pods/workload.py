@@ -16,7 +16,7 @@ from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.pods.pod import SCRATCH, Container, Mount, pod_template
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.site import Endpoint, Site
-from ragcache_operator.spec import RagCache, StorageSpec
+from ragcache_operator.spec import RagCache, SchedulingSpec, StorageSpec
 
 _PROGRESS_DEADLINE_S = 3600
 """After this time a rollout counts as failed. Loading a large model takes half of it."""
@@ -37,6 +37,7 @@ class Workload:
         drain: Command of the preStop hook.
         surge: Whether a rolling update may run one pod more than desired.
         calls_api: Whether its pods call the API server, with a token of their ServiceAccount.
+        scheduling: Where its pods run, if not where those of the RagCache run.
     """
 
     component: str
@@ -56,6 +57,7 @@ class Workload:
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
     calls_api: bool = False
+    scheduling: SchedulingSpec | None = None
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
@@ -138,7 +140,7 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
     mounts = [SCRATCH, *workload.mounts]
     if workload.storage is not None:
         mounts.append(Mount(DATA_VOLUME, site.data_dir(workload.name), None))
-    common = {**site.env(), "PYTHONUNBUFFERED": "1", "RAGCACHE_LOG_LEVEL": "info"}
+    common = {**site.env(), "PYTHONUNBUFFERED": "1"}
     container = Container(
         name=workload.component,
         image=site.image(workload.component),
@@ -158,7 +160,7 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         container,
         metadata(cache, workload)["labels"],
         object_name(cache, workload.name),
-        cache.spec.scheduling,
+        workload.scheduling or cache.spec.scheduling,
         selector(cache, workload),
         has_token=workload.calls_api,
     )

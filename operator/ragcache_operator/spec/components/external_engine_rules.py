@@ -22,6 +22,7 @@ _CONDITIONS: Final = {
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafe_args": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
+    "scheduling": "!has(self.scheduling)",
     "autoscaling": "!has(self.autoscaling)",
 }
 """In CEL: the field has its default. The API server adds defaults before it evaluates a rule."""

@@ -170,10 +170,10 @@ class CacheStoreService:
                 pb.TombstonesRequest.FromString,
                 pb.DeletionBatch.SerializeToString,
             ),
-            "ChangeReplica": unary(
-                self._change_replica,
-                pb.ChangeReplicaRequest.FromString,
-                pb.ChangeReplicaReply.SerializeToString,
+            "ChangeCopy": unary(
+                self._change_copy,
+                pb.ChangeCopyRequest.FromString,
+                pb.ChangeCopyReply.SerializeToString,
             ),
             "Watch": stream(
                 self._watch, feed_pb.WatchRequest.FromString, feed_pb.NodeChanges.SerializeToString
@@ -378,9 +378,9 @@ class CacheStoreService:
             batch = await self._run_in(self._slow, partial(self._store.deletes_after, sequence))
             yield to_deletion_batch(batch)
 
-    async def _change_replica(
-        self, request: pb.ChangeReplicaRequest, context: Context
-    ) -> pb.ChangeReplicaReply:
+    async def _change_copy(
+        self, request: pb.ChangeCopyRequest, context: Context
+    ) -> pb.ChangeCopyReply:
         """Make or drop a copy on another shard."""
         self._check_open()
         _require_deadline(context)
@@ -390,8 +390,8 @@ class CacheStoreService:
             raise InvalidInput("shard", f"is {request.shard!r}", "send host:port of a shard")
         replicator = self._replicator
         if replicator is None:
-            return pb.ChangeReplicaReply(changed=False)
-        return pb.ChangeReplicaReply(
+            return pb.ChangeCopyReply(changed=False)
+        return pb.ChangeCopyReply(
             changed=await self._run_in(
                 self._slow, lambda: replicator.change(key, request.shard, drop=request.drop)
             )

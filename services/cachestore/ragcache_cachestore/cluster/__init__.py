@@ -1,1 +1,1 @@
-"""The work of a shard with its peers: deletes that it missed, and replicas of hot variants."""
+"""The work of a shard with its peers: deletes that it missed, and copies of hot variants."""

@@ -7,7 +7,7 @@ A thread checks every few seconds what this shard has served, and
     replicator.start()  # when it serves
     replicator.close()  # before the store is closed
 
-The gRPC service answers ChangeReplica with ``replicator.change`` in a thread.
+The gRPC service answers ChangeCopy with ``replicator.change`` in a thread.
 
 A copy is an ordinary put. It has seen the deletes of the other shard that this shard has pulled.
 The other shard refuses it if a later delete covers the variant. So a delete that is under way
@@ -55,7 +55,7 @@ class ReplicatedStore(Protocol):
     def pull_positions(self) -> Mapping[bytes, int]:
         """Return up to which sequence the deletes of other stores are applied here."""
 
-    def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
+    def set_copies(self, key: VariantKey, shards: tuple[str, ...]) -> None:
         """Set the other shards that lookups report, until the variant is dropped."""
 
     def discard(self, key: VariantKey) -> bool:
@@ -63,7 +63,7 @@ class ReplicatedStore(Protocol):
 
 
 class Replicator:
-    """Manages the replicas that this shard has made.
+    """Manages the copies that this shard has made.
 
     Args:
         clock: Returns monotonic seconds.
@@ -88,7 +88,7 @@ class Replicator:
         self._served = ServedBytes(HALF_LIFE_S)
         self._addresses: tuple[str, ...] = ()
         self._rendezvous = RendezvousHash(())
-        self._replicas: dict[VariantKey, str] = {}
+        self._copies: dict[VariantKey, str] = {}
         # Guards the three above. A copy is made while it is held, because copies are rare.
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -117,7 +117,7 @@ class Replicator:
         if shard not in addresses:
             return False
         if shard == self._own:
-            # Without the lock, or two shards that drop replicas of each other would deadlock.
+            # Without the lock, or two shards that drop copies of each other would deadlock.
             owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
             return drop and not owned and self._store.discard(key)
         with self._lock:
@@ -125,7 +125,7 @@ class Replicator:
             return self._drop(key, shard) if drop else self._copy(key, shard)
 
     def check(self) -> None:
-        """Decide once which replicas to make and drop, and do it."""
+        """Decide once which copies to make and drop, and do it."""
         for key, num_bytes in self._store.take_served().items():
             self._served.add(key, num_bytes, self._clock())
         load = self._served.measure_load(self._clock())
@@ -133,12 +133,12 @@ class Replicator:
             self._update_members()
             if self._own not in self._addresses or len(self._addresses) < 2:
                 return
-            changes = decide_replication(load, frozenset(self._replicas), self._thresholds)
+            changes = decide_replication(load, frozenset(self._copies), self._thresholds)
             for key in changes.drop:
-                self._try(self._drop, key, self._replicas[key])
+                self._try(self._drop, key, self._copies[key])
             for key in changes.copy:
                 owner, second = self._rendezvous.ranked([key.chunk], 2)[0]
-                # A variant of which this shard has a replica itself is not copied.
+                # A variant of which this shard has a copy itself is not copied.
                 if owner == self._own and not self._stop.is_set():
                     self._try(self._copy, key, second)
 
@@ -154,7 +154,7 @@ class Replicator:
         addresses = () if self._members is None else self._members.current()
         if addresses is not self._addresses:
             self._addresses, self._rendezvous = addresses, RendezvousHash(addresses)
-            for key, shard in [*self._replicas.items()]:
+            for key, shard in [*self._copies.items()]:
                 if shard not in addresses:
                     self._forget(key)
 
@@ -174,13 +174,11 @@ class Replicator:
         finally:
             client.close()
         if outcome not in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:
-            log.info(
-                "replicator: shard refused a replica shard=%s outcome=%s", shard, outcome.value
-            )
+            log.info("replicator: shard refused a copy shard=%s outcome=%s", shard, outcome.value)
             return False
-        self._replicas[key] = shard
-        self._store.set_replicas(key, (shard,))
-        log.info("replicator: made a replica num_bytes=%d shard=%s", variant.info.num_bytes, shard)
+        self._copies[key] = shard
+        self._store.set_copies(key, (shard,))
+        log.info("replicator: made a copy num_bytes=%d shard=%s", variant.info.num_bytes, shard)
         return True
 
     def _drop(self, key: VariantKey, shard: str) -> bool:
@@ -188,13 +186,13 @@ class Replicator:
         self._forget(key)
         client = StoreClient(shard)
         try:
-            return client.change_replica(key, shard, drop=True, timeout_s=CALL_TIMEOUT_S)
+            return client.change_copy(key, shard, drop=True, timeout_s=CALL_TIMEOUT_S)
         finally:
             client.close()
 
     def _forget(self, key: VariantKey) -> None:
-        self._replicas.pop(key, None)
-        self._store.set_replicas(key, ())
+        self._copies.pop(key, None)
+        self._store.set_copies(key, ())
 
     @staticmethod
     def _try(act: Callable[[VariantKey, str], bool], key: VariantKey, shard: str) -> None:

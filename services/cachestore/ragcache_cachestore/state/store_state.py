@@ -91,7 +91,7 @@ class StoreState:
         self.dropped_copies: list[DroppedCopy] = []
         self._dropped_pages = 0
         self.quarantined: list[tuple[float, TierCopy]] = []
-        self.replicas: dict[VariantKey, tuple[str, ...]] = {}
+        self.copies: dict[VariantKey, tuple[str, ...]] = {}
         self.served: dict[VariantKey, int] = {}
 
     def tier(self, tier: Tier) -> TierSpace:
@@ -128,7 +128,7 @@ class StoreState:
             tier=variant.tier,
             load_s=self.load_models[variant.tier].predict(variant.info.num_bytes),
             prefix_chunks=variant.origin.prefix_chunks if with_prefix else (),
-            replicas=self.replicas.get(variant.key, ()),
+            copies=self.copies.get(variant.key, ()),
             wants_higher_precision=variant.wants_higher_precision,
         )
 
@@ -259,7 +259,7 @@ class StoreState:
             self.drop_disk_copy(key, variant.disk)
             variant.disk = None
         self.drop_superseded(variant)
-        self.replicas.pop(key, None)
+        self.copies.pop(key, None)
         self.misses.note(key, reason)
         self.feed.publish(variant)
 

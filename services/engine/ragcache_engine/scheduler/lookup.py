@@ -122,10 +122,10 @@ class LookupExecutor:
                 span.current(),
             ):
                 result = self._query_store(make_segments(), plan)
-                num_held = sum(1 for variants in result.answer.variants if variants.stored)
+                num_stored = sum(1 for variants in result.answer.variants if variants.stored)
                 span.set(
                     segments=len(result.segments),
-                    held=num_held,
+                    stored=num_stored,
                     blend=result.blend is not None,
                 )
                 return result

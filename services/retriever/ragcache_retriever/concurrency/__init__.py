@@ -1,1 +1,1 @@
-"""Threads and locks that the knowledge base uses."""
+"""Threads, queues and limits that the knowledge base uses."""

@@ -15,9 +15,7 @@ from ragcache_core.cluster.replication import (
 )
 from ragcache_core.identity.keys import VariantKey
 
-BUSY = ReplicationThresholds(
-    copy_share=0.2, drop_share=0.05, min_bytes_per_s=1000.0, max_replicas=2
-)
+BUSY = ReplicationThresholds(copy_share=0.2, drop_share=0.05, min_bytes_per_s=1000.0, max_copies=2)
 
 
 def key(number: int) -> VariantKey:
@@ -39,7 +37,7 @@ def test_a_shard_that_is_not_busy_copies_nothing() -> None:
     assert decide_replication(load(), frozenset(), BUSY) == ReplicationChanges()
 
 
-def test_between_the_thresholds_a_replica_stays() -> None:
+def test_between_the_thresholds_a_copy_stays() -> None:
     replicated = frozenset({key(1)})
     assert (
         decide_replication(load(v1=100, v2=190, v3=190, v4=190, v5=190, v6=190), replicated, BUSY)
@@ -47,12 +45,12 @@ def test_between_the_thresholds_a_replica_stays() -> None:
     )
 
 
-def test_a_variant_with_a_small_share_loses_its_replica() -> None:
+def test_a_variant_with_a_small_share_loses_its_copy() -> None:
     assert decide_replication(load(v1=10, v2=990), frozenset({key(1)}), BUSY).drop == (key(1),)
     assert decide_replication(load(), frozenset({key(1)}), BUSY).drop == (key(1),)
 
 
-def test_there_are_never_more_replicas_than_allowed() -> None:
+def test_there_are_never_more_copies_than_allowed() -> None:
     hot = load(v1=500, v2=500, v3=500)
     assert (
         len(decide_replication(hot, frozenset({key(9)}), BUSY).copy) == 2

@@ -105,7 +105,7 @@ held = st.builds(
     tier=st.sampled_from(Tier),
     load_s=seconds,
     prefix_chunks=st.lists(ids, max_size=3).map(tuple),
-    replicas=st.lists(names, max_size=3).map(tuple),
+    copies=st.lists(names, max_size=3).map(tuple),
     wants_higher_precision=st.booleans(),
 )
 told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.TIMED_OUT, Miss.LOST}])

@@ -19,12 +19,12 @@ from ragcache_kv.values.buffers import (
     blocks,
     checksummed_parts,
     copy_verified,
-    matches_checksums,
     read_verified,
     scatter,
     slice_views,
     write_from,
 )
+from tests.helpers.value_checksums import matches_checksums
 
 
 def pieces_of(value: bytes | bytearray, cuts: Sequence[int]) -> list[memoryview]:

@@ -662,6 +662,33 @@ def test_scheduling_reaches_every_pod() -> None:
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
+def test_a_group_of_engines_overrides_the_scheduling_it_gives() -> None:
+    children = build(
+        scheduling={
+            "nodeSelector": {"pool": "rag"},
+            "tolerations": [{"key": "rag", "operator": "Exists"}],
+            "imagePullSecrets": [{"name": "registry"}],
+        },
+        engines=[
+            {"name": "big", "scheduling": {"nodeSelector": {"pool": "big"}, "tolerations": []}},
+            {"name": "small"},
+        ],
+    )
+    big = pod_of(children, "engine-big")
+    assert big["nodeSelector"] == {"pool": "big"}
+    assert "tolerations" not in big
+    assert big["imagePullSecrets"] == [{"name": "registry"}]
+    for part in ("engine-small", "gateway", "cachestore", "retriever"):
+        assert pod_of(children, part)["nodeSelector"] == {"pool": "rag"}
+
+
+def test_every_component_logs_at_the_level_of_the_spec() -> None:
+    children = build(telemetry={"logLevel": "debug"})
+    for part in ("gateway", "retriever", "cachestore"):
+        assert env_of(children, part)["RAGCACHE_LOG_LEVEL"] == "debug"
+    assert env_of(children, "engine-main")["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
 def test_replicas_spread_over_nodes_and_zones_if_possible() -> None:
     children = build()
     for part in ("gateway", "retriever", "engine-main", "cachestore"):

@@ -27,7 +27,9 @@ from tests.helpers.children_parts import (
 )
 from tests.helpers.network import Outside, Peer, Pod, may_talk
 
-KEDA = Path(__file__).parents[4] / "examples" / "kubernetes" / "keda-scaledobject.yaml"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "kubernetes"
+KEDA = EXAMPLES / "keda-scaledobject.yaml"
+ADAPTER = EXAMPLES / "prometheus-adapter-values.yaml"
 PORTS = (8000, 8001, 50051, 50052, 8081, 9464, 53, 443, 80, 22)
 OPERATOR = Pod("operator", OPERATOR_NAMESPACE, {"app.kubernetes.io/name": "ragcache-operator"})
 IMPOSTOR = Pod("impostor", "elsewhere", OPERATOR.labels)
@@ -306,6 +308,22 @@ def test_the_spec_names_the_readers_of_metrics() -> None:
     assert not may_talk(named, PROMETHEUS, pod, 9464)
     chosen = Pod("own", "x", {"app": "scraper"}, {"team": "x"})
     assert may_talk(named, chosen, pod, 9464)
+
+
+def test_the_rule_of_the_prometheus_adapter_has_the_metric_of_autoscalers() -> None:
+    values = yaml.safe_load(ADAPTER.read_text())
+    [rule] = values["rules"]["custom"]
+    bounds = {"replicas": 1, "autoscaling": {"maxReplicas": 4}}
+    [autoscaler] = kinds_of(build(engines=[bounds]), "HorizontalPodAutoscaler")
+    [metric] = autoscaler["spec"]["metrics"]
+    assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
+    [trigger] = yaml.safe_load(KEDA.read_text())["spec"]["triggers"]
+    series = rule["seriesQuery"].partition("{")[0]
+    assert series in trigger["metadata"]["query"]
+    assert rule["resources"]["overrides"] == {
+        "namespace": {"resource": "namespace"},
+        "pod": {"resource": "pod"},
+    }
 
 
 def test_the_keda_example_scales_engines_whose_metrics_are_scraped() -> None:

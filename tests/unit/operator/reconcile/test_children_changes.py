@@ -132,6 +132,10 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.resources.cpu": ("2", ENGINE, ""),
     "engines.resources.memory": ("4Gi", ENGINE, ""),
     "engines.resources.memoryLimit": ("8Gi", ENGINE, ""),
+    "engines.scheduling.priorityClassName": ("two", ENGINE, ""),
+    "engines.scheduling.nodeSelector": ({"a": "b"}, ENGINE, ""),
+    "engines.scheduling.tolerations": ([{"operator": "Exists"}], ENGINE, ""),
+    "engines.scheduling.imagePullSecrets": ([{"name": "two"}], ENGINE, ""),
     "engines.autoscaling.maxReplicas": (5, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.autoscaling.queueDepth": (5, "", ENGINE_SCALER),
     "cacheStore.shards": (2, "", f"{STORE} ConfigMap/members"),
@@ -165,10 +169,12 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     ),
     "telemetry.logs": ("json", f"{STORE} {RETRIEVER} {GATEWAY}", ""),
     "telemetry.content": ("on", f"{RETRIEVER} {GATEWAY}", ""),
+    "telemetry.logLevel": ("debug", WORKLOADS, ""),
     "telemetry.podMonitor.enabled": (False, "", MONITOR),
     "telemetry.podMonitor.interval": ("1m", "", MONITOR),
     "telemetry.podMonitor.labels": ({"release": "other"}, "", MONITOR),
     "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", WORKLOADS, PART_POLICIES),
+    "telemetry.otlp.sampleRatio": (0.1, GATEWAY, ""),
 }
 ONLY_ONE_VALUE = {"engines.device"}
 

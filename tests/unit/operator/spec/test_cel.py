@@ -336,7 +336,7 @@ def samples(schema: Schema) -> list[Any]:
         return list(schema["enum"])
     match schema["type"]:
         case "object":
-            fields = schema["properties"]
+            fields = schema.get("properties", {})  # a map of labels has none
             required = {name: samples(fields[name])[0] for name in schema.get("required", ())}
             optional = [
                 {name: value}

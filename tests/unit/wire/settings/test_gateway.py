@@ -109,6 +109,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_QUALITY", "nan"),
         ("RAGCACHE_PRECOMPUTE", "yes"),
         ("RAGCACHE_OTLP_ENDPOINT", "collector:4317"),
+        ("RAGCACHE_TRACE_SAMPLE_RATIO", "1.5"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
     ],
 )

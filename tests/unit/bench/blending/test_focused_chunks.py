@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.focused_chunks import (
+from bench.support.blending.focused_chunks import (
     Cut,
     FocusedChunks,
     entropy_cut,
