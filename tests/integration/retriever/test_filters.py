@@ -104,7 +104,7 @@ def test_searches_that_wait_for_one_filter_share_its_evaluation(
 ) -> None:
     store.may_go_on.clear()
     # The same conditions in other words are the same filter.
-    filters = [ODD, And((ODD, ODD)), Or((ODD,)), In("parity", ("odd", "odd"))]
+    filters: list[Filter] = [ODD, And((ODD, ODD)), Or((ODD,)), In("parity", ("odd", "odd"))]
     waiting = [pool.submit(cache.allowed_rows, generation, wanted) for wanted in filters]
     wait_for(lambda: num_waiting(cache) == 4)
     store.may_go_on.set()
@@ -207,7 +207,7 @@ def test_the_store_ends_a_cancelled_evaluation(store: HeldStore, generation: int
         num_asked += 1
         return num_asked == 3
 
-    wanted = And(tuple(Not(Exists(f"field {i}")) for i in range(20)))
+    wanted: Filter = And(tuple(Not(Exists(f"field {i}")) for i in range(20)))
     with pytest.raises(Unavailable, match="interrupted"):
         store.allowed_rows(generation, wanted, cancelled)
     assert num_asked == 3
