@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import And, Exists, Filter, In, Not, Or
 from ragcache_retriever.knowledge_base import filter_cache
-from ragcache_retriever.knowledge_base.filter_cache import FilterCache, FilterCancelled
+from ragcache_retriever.knowledge_base.filter_cache import NUM_THREADS, FilterCache, FilterCancelled
 from ragcache_retriever.knowledge_base.results import SearchQuery
 from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
 from ragcache_retriever.store.records import Document, Rows
@@ -78,8 +78,10 @@ def changes() -> Changes:
 
 
 @pytest.fixture
-def cache(store: HeldStore, changes: Changes) -> FilterCache:
-    return FilterCache(store, changes)  # type: ignore[arg-type]
+def cache(store: HeldStore, changes: Changes) -> Iterator[FilterCache]:
+    cache = FilterCache(store, changes)  # type: ignore[arg-type]
+    yield cache
+    cache.close()
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def num_waiting(cache: FilterCache) -> int:
-    return sum(len(one.waiting) for one in list(cache._running.values()))
+    evaluations = [*cache._current.values(), *cache._next.values()]
+    return sum(len(one.waiting) for one in evaluations)
 
 
 def test_searches_that_wait_for_one_filter_share_its_evaluation(
@@ -122,7 +125,6 @@ def test_only_changes_of_its_collection_outdate_a_filter(
     assert cache.allowed_rows(generation, ODD) is first
     put(store, "new", ["text"], metadata={"parity": "odd"})
     changes.of[generation] += 1
-    assert cache.cached(generation, ODD) is None
     assert len(cache.allowed_rows(generation, ODD)) == len(first) + 1
 
 
@@ -155,14 +157,67 @@ def test_an_evaluation_ends_when_all_that_wait_are_cancelled(
         pool.submit(cache.allowed_rows, generation, ODD, event.is_set) for event in cancelled
     ]
     wait_for(lambda: num_waiting(cache) == 2)
-    for event in cancelled:
-        assert num_waiting(cache) == 2, "the other search still wants the rows"
+    for event, one in zip(cancelled, waiting, strict=True):
+        assert cache._current, "the other search still wants the rows"
         event.set()
-    for one in waiting:
         with pytest.raises(FilterCancelled):
             one.result(30)
+    wait_for(lambda: not cache._current)
     store.may_go_on.set()
     assert len(cache.allowed_rows(generation, ODD)) == NUM_DOCUMENTS // 2
+
+
+def test_many_searches_wait_without_threads(
+    cache: FilterCache, store: HeldStore, changes: Changes, generation: int
+) -> None:
+    store.may_go_on.clear()
+    waiting = []
+    for _ in range(20):
+        waiting += [cache.request(generation, ODD) for _ in range(5)]
+        wait_for(lambda: store.num_evaluations == 1)
+        changes.of[generation] += 1  # as under ingestion
+    other = cache.request(generation, Exists("parity"))
+    wait_for(lambda: store.num_evaluations == 2)
+    store.may_go_on.set()
+    assert {len(one.result(30)) for one in waiting} == {NUM_DOCUMENTS // 2}
+    assert len(other.result(30)) == NUM_DOCUMENTS
+    assert store.num_evaluations == 3, "two for those that wait, and one for the other filter"
+
+
+def test_a_search_that_joins_an_ending_evaluation_gets_its_rows(
+    cache: FilterCache, store: HeldStore, generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[Future[Rows]] = []
+    is_cancelled = threading.Event()
+
+    def ended(generation: int, wanted: Filter, cancelled: Callable[[], bool]) -> Rows:
+        if joined:
+            return SqliteDocumentStore.allowed_rows(store, generation, wanted, cancelled)
+        is_cancelled.set()
+        assert cancelled()
+        joined.append(cache.request(generation, wanted))
+        raise Unavailable("retriever", "documents cannot be read: interrupted")
+
+    monkeypatch.setattr(store, "allowed_rows", ended)
+    first = cache.request(generation, ODD, is_cancelled.is_set)
+    assert len(first.result(30)) == NUM_DOCUMENTS // 2
+    assert joined == [first]
+
+
+def test_closing_ends_evaluations_that_run_and_that_wait(
+    store: HeldStore, changes: Changes, generation: int
+) -> None:
+    cache = FilterCache(store, changes)  # type: ignore[arg-type]
+    store.may_go_on.clear()
+    waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(NUM_THREADS + 1)]
+    wait_for(lambda: store.num_evaluations == NUM_THREADS)
+    changes.of[generation] += 1
+    waiting.append(cache.request(generation, Exists("field 0")))
+    cache.close()
+    assert all(isinstance(one.exception(30), FilterCancelled) for one in waiting)
+    with pytest.raises(Unavailable, match="stopping"):
+        cache.request(generation, ODD)
+    store.may_go_on.set()
 
 
 def test_a_filter_that_takes_too_long_is_refused(

@@ -232,6 +232,7 @@ def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
     delete(store, "d1")
     changes.of[generation] += 1
     assert cache.allowed_rows(generation, In("n", ("1", "2"))).tolist() == first[1:].tolist()
+    cache.close()
     store.close()
 
 

@@ -1,4 +1,9 @@
-"""Remembers which rows pass a filter, until documents of its collection change."""
+"""Evaluates filters in threads of its own, and remembers which rows pass them.
+
+The filters of access by key recur in every search, and a broad one passes most rows. Rows stay
+known until documents of their generation change. Searches that want the same rows at the same time
+share one evaluation: under ingestion no rows stay known for long.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,17 +24,19 @@ from ragcache_retriever.store.records import Rows
 
 MAX_BYTES = 64 << 20
 """Most bytes of rows. A million rows take 8 MiB."""
+NUM_THREADS = 2
+"""Filters that are evaluated at once. Searches without a filter never wait for them."""
 LIMIT_S = 5.0
 """Longest evaluation of a filter. One condition takes about 0.3 s for each million documents."""
 _POLL_S = 0.05
-"""Time between two questions of a search that waits for another one whether it is cancelled."""
+"""Time between two questions of a waiting search whether it is cancelled."""
 
 _Key: TypeAlias = tuple[int, Filter]
 _Cancelled: TypeAlias = Callable[[], bool]
 
 
 class FilterCancelled(Exception):
-    """The search that wanted the rows was cancelled."""
+    """All searches that wanted the rows were cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +49,20 @@ class _KnownRows:
 
 @dataclass(slots=True)
 class _Evaluation:
-    """A filter that one search evaluates for all that wait for it. It ends if all are cancelled.
+    """A filter that is evaluated once for all searches that wait for it.
 
     Attributes:
-        num_changes: Of the generation when it began.
-        rows: None until it ends, and if it failed or was cancelled.
+        num_changes: Of the generation when it began. None: it has not begun.
     """
 
-    num_changes: int
-    waiting: list[_Cancelled]
-    has_ended: threading.Event = field(default_factory=threading.Event)
-    rows: Rows | None = None
-    error: Exception | None = None
+    key: _Key
+    waiting: list[_Cancelled] = field(default_factory=list)
+    num_changes: int | None = None
+    rows: Future[Rows] = field(default_factory=Future)
 
 
 class FilterCache:
-    """Rows by generation and filter. Any thread may call it.
-
-    The filters of access by key recur in every search, and a broad one passes most rows. Under
-    ingestion none of them stays, so searches that want the same rows share one evaluation.
-    """
+    """Rows by generation and filter. Any thread may call it."""
 
     def __init__(
         self, store: DocumentStore, indexes: GenerationIndexes, max_bytes: int = MAX_BYTES
@@ -67,16 +70,42 @@ class FilterCache:
         self._store = store
         self._indexes = indexes
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()  # guards the three below
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "filter")
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards the four below
         self._known: OrderedDict[_Key, _KnownRows] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[_Key, _Evaluation] = {}
+        self._current: dict[_Key, _Evaluation] = {}
+        self._next: dict[_Key, _Evaluation] = {}
+        """Evaluations that begin after the current ones, for searches that came after a change."""
 
-    def cached(self, generation: int, wanted: Filter) -> Rows | None:
-        """Return what ``allowed_rows`` returns if it is known. None: it has to be evaluated."""
-        return self._current(
-            (generation, simplified(wanted)), self._indexes.num_changes(generation)
-        )
+    def request(
+        self, generation: int, wanted: Filter, cancelled: _Cancelled = lambda: False
+    ) -> Future[Rows]:
+        """Return the rows of ``allowed_rows`` when they are known, without waiting for them.
+
+        The caller must not cancel the future, which others share. It raises what ``allowed_rows``
+        raises.
+        """
+        key = (generation, simplified(wanted))
+        num_changes = self._indexes.num_changes(generation)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and known.num_changes >= num_changes:
+                self._known.move_to_end(key)
+                found: Future[Rows] = Future()
+                found.set_result(known.rows)
+                return found
+            if self._is_closed:
+                raise Unavailable("retriever", "it is stopping")
+            evaluation = self._current.get(key)
+            if evaluation is None:
+                evaluation = self._current[key] = _Evaluation(key)
+                self._threads.submit(self._evaluate, evaluation)
+            elif evaluation.num_changes is not None and evaluation.num_changes < num_changes:
+                evaluation = self._next.setdefault(key, _Evaluation(key))
+            evaluation.waiting.append(cancelled)
+            return evaluation.rows
 
     def allowed_rows(
         self, generation: int, wanted: Filter, cancelled: _Cancelled = lambda: False
@@ -93,68 +122,69 @@ class FilterCache:
             InvalidInput: The evaluation takes longer than LIMIT_S.
             Unavailable: The store does not answer.
         """
-        key = (generation, simplified(wanted))
-        num_changes = self._indexes.num_changes(generation)
+        rows = self.request(generation, wanted, cancelled)
         while not cancelled():
-            rows = self._current(key, num_changes)
-            if rows is not None:
-                return rows
-            evaluation, is_own = self._joined(key, cancelled)
-            if is_own:
-                self._evaluate(key, evaluation)
-            while not evaluation.has_ended.wait(_POLL_S):
-                if cancelled():
-                    raise FilterCancelled
-            if evaluation.error is not None:
-                raise evaluation.error
-            if evaluation.rows is not None and evaluation.num_changes >= num_changes:
-                return evaluation.rows
-            # It began before a change that this search has to see.
+            try:
+                return rows.result(_POLL_S)
+            except FutureTimeout:
+                continue
         raise FilterCancelled
 
-    def _current(self, key: _Key, num_changes: int) -> Rows | None:
-        """Return known rows that reflect a number of changes."""
+    def close(self) -> None:
+        """End all evaluations."""
         with self._lock:
-            known = self._known.get(key)
-            if known is None or known.num_changes < num_changes:
-                return None
-            self._known.move_to_end(key)
-            return known.rows
+            self._is_closed = True
+        self._threads.shutdown(wait=True)
 
-    def _joined(self, key: _Key, cancelled: _Cancelled) -> tuple[_Evaluation, bool]:
-        """Return the running evaluation, or a new one and True."""
-        with self._lock:
-            running = self._running.get(key)
-            if running is not None:
-                running.waiting.append(cancelled)
-                return running, False
-            started = _Evaluation(self._indexes.num_changes(key[0]), [cancelled])
-            self._running[key] = started
-            return started, True
-
-    def _evaluate(self, key: _Key, evaluation: _Evaluation) -> None:
-        end_s = time.monotonic() + LIMIT_S
-
-        def is_unwanted() -> bool:
-            return all(cancelled() for cancelled in evaluation.waiting)
-
-        try:
-            evaluation.rows = self._store.allowed_rows(
-                *key, lambda: time.monotonic() > end_s or is_unwanted()
-            )
-        except Unavailable as error:
-            if time.monotonic() > end_s:
-                evaluation.error = _too_slow()
-            elif not is_unwanted():
-                evaluation.error = error
-        except Exception as error:
-            evaluation.error = error
-        finally:
+    def _evaluate(self, evaluation: _Evaluation) -> None:
+        """Evaluate a filter and tell all that wait. It raises no error."""
+        key = evaluation.key
+        while True:
+            found = self._attempt(evaluation)
             with self._lock:
-                del self._running[key]
-                if evaluation.rows is not None:
-                    self._keep(key, _KnownRows(evaluation.rows, evaluation.num_changes))
-            evaluation.has_ended.set()
+                if isinstance(found, FilterCancelled) and self._is_wanted(evaluation):
+                    continue  # another search has joined since
+                following = self._next.pop(key, None)
+                if following is None:
+                    del self._current[key]
+                else:
+                    self._current[key] = following
+                if not isinstance(found, Exception):
+                    self._keep(key, _KnownRows(found, evaluation.num_changes or 0))
+                break
+        if isinstance(found, Exception):
+            evaluation.rows.set_exception(found)
+        else:
+            evaluation.rows.set_result(found)
+        if following is not None:
+            try:
+                self._threads.submit(self._evaluate, following)
+            except RuntimeError:  # closed, so that it ends at once
+                self._evaluate(following)
+
+    def _attempt(self, evaluation: _Evaluation) -> Rows | Exception:
+        evaluation.num_changes = self._indexes.num_changes(evaluation.key[0])
+        end_s = time.monotonic() + LIMIT_S
+        is_wanted = self._is_wanted(evaluation)
+
+        def has_ended() -> bool:
+            nonlocal is_wanted
+            is_wanted = self._is_wanted(evaluation)
+            return not is_wanted or time.monotonic() > end_s
+
+        if not is_wanted:
+            return FilterCancelled()
+        try:
+            return self._store.allowed_rows(*evaluation.key, has_ended)
+        except Unavailable as error:
+            if not is_wanted:
+                return FilterCancelled()
+            return _too_slow() if time.monotonic() > end_s else error
+        except Exception as error:
+            return error
+
+    def _is_wanted(self, evaluation: _Evaluation) -> bool:
+        return not self._is_closed and any(not cancelled() for cancelled in evaluation.waiting)
 
     def _keep(self, key: _Key, known: _KnownRows) -> None:
         before = self._known.pop(key, None)

@@ -130,6 +130,10 @@ class Searching:
         finally:
             cancelled.set()
 
+    def close(self) -> None:
+        """End the evaluation of filters. No search may run any more."""
+        self._filters.close()
+
     async def similar_chunks(
         self, name: str, document_id: str, top_k: int
     ) -> list[list[SimilarChunk]]:
@@ -169,21 +173,20 @@ class Searching:
     ) -> tuple[int, Rows] | None:
         """Return the serving generation and its rows that pass the filter, if there is one.
 
-        A filter may take seconds, so it is not evaluated in a thread that other searches need.
+        A filter may take seconds, so no thread that other searches need waits for it.
         """
         if query.filter is None:
             return None
         generation = self._collections.serving(query.collection).row
-        rows = self._filters.cached(generation, query.filter)
-        if rows is None:
+        rows = self._filters.request(generation, query.filter, cancelled.is_set)
+        if not rows.done():
             try:
-                rows = await self._threads.filter(
-                    self._filters.allowed_rows, generation, query.filter, cancelled.is_set
-                )
+                # Other searches may wait for the same rows.
+                await asyncio.shield(asyncio.wrap_future(rows))
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
-        return generation, rows
+        return generation, rows.result()
 
     def _run(self, search: _RunningSearch) -> None:
         for attempt in range(1, MAX_ATTEMPTS + 1):

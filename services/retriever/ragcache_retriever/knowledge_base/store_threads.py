@@ -13,8 +13,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_READERS = 4
-NUM_FILTERS = 2
-"""Filters that are evaluated at once. Searches without one never wait for them."""
 
 
 class StoreThreads:
@@ -28,7 +26,6 @@ class StoreThreads:
         self._clock = clock
         self._writer = ThreadPoolExecutor(1, "writer")
         self.readers = ThreadPoolExecutor(NUM_READERS, "reader")
-        self._filters = ThreadPoolExecutor(NUM_FILTERS, "filter")
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in the writer's thread. It alone changes documents and indexes."""
@@ -37,10 +34,6 @@ class StoreThreads:
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in a thread that reads."""
         return await run(self.readers, function, *args, **kwargs)
-
-    async def filter(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function in a thread that evaluates filters, which may take seconds."""
-        return await run(self._filters, function, *args, **kwargs)
 
     async def finish_writes(self) -> None:
         """Wait until the writer's thread has run everything that came before."""
@@ -52,6 +45,5 @@ class StoreThreads:
 
     async def close(self) -> None:
         """Wait for the functions that run, and drop those that have not begun."""
-        await finish(self._filters)
         await finish(self.readers)
         await finish(self._writer)

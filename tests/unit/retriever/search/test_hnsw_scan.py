@@ -15,6 +15,7 @@ from ragcache_retriever.search import hnsw_scan, segmented_index
 from ragcache_retriever.search.files.stored_vectors import Precision
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from ragcache_retriever.search.vector_index import Rows
 from tests.helpers.vectors import (
     DIMENSION,
     NONE,
@@ -105,7 +106,8 @@ def test_a_walk_that_costs_more_than_direct_comparison_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With removed rows, the walk is in a region where all rows were removed."""
-    rows, index, allowed = FAR_ROWS, far, FAR_ROWS
+    rows, index = FAR_ROWS, far
+    allowed: Rows | None = FAR_ROWS
     if are_removed:
         index = opened(threads)
         index.load([(np.arange(len(FAR)), FAR)])
