@@ -1,4 +1,4 @@
-"""Deleted collections and old chunks are removed, whatever happens to other collections."""
+"""Deleted collections and old chunks are removed, also while other collections fail."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.bounded import for_each
-from ragcache_retriever.knowledge_base.collection_task import CollectionTask
+from ragcache_retriever.concurrency.item_task import ItemTask
 from ragcache_retriever.knowledge_base.collections import REMOVED_AT_ONCE, CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
@@ -60,9 +60,9 @@ class Remake:
         self._indexes = indexes
         self._threads = threads
         self._ingestion = ingestion
-        self._remaking = CollectionTask("remake", collections, self._remake)
-        self._removing = CollectionTask("removal", collections, self._remove_retired)
-        self._deleting = CollectionTask("deletion", collections, self._delete)
+        self._remaking = ItemTask("remake", self._names, self._remake)
+        self._removing = ItemTask("removal", self._names, self._remove_retired)
+        self._deleting = ItemTask("deletion", self._names, self._delete)
         self._tasks = (self._remaking, self._removing, self._deleting)
 
     def start(self) -> None:
@@ -80,6 +80,9 @@ class Remake:
         while not all(task.is_idle for task in self._tasks):
             for task in self._tasks:
                 await task.wait_until_idle()
+
+    def _names(self) -> list[str]:
+        return [stored.name for stored in self._collections.all()]
 
     # Documents that are prepared again
 

@@ -17,7 +17,6 @@ from ragcache_core.retrieval.finality.features import NO_SCORE, StageFeatures
 from ragcache_core.retrieval.finality.running_search import RunningSearch
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_retriever.search.cell_scan import SPARE_HITS, STAGE_SHARES, Query
-from ragcache_retriever.search.direct_comparison import best_of
 from ragcache_retriever.search.files.stored_vectors import Positions, blocks
 from ragcache_retriever.search.hnsw_graph import STEPS_PER_EFFORT, HnswGraph, Mask, WalkSlice
 from ragcache_retriever.search.index_view import IndexView
@@ -109,7 +108,7 @@ class HnswScan:
         """Yield the final stage of a search whose walk has cost more than comparing all rows."""
         query = self._query
         positions = np.flatnonzero(live) if query.allowed is None else query.allowed
-        found = best_of(self._view, query.vector, query.top_k, positions, query.cancelled)
+        found = self._view.best_at(positions, query.vector, query.top_k, query.cancelled)
         if found is None:
             return
         rows, scores = found

@@ -35,7 +35,6 @@ from ragcache_retriever.search.cell_build import (
     build_cell_base,
 )
 from ragcache_retriever.search.cell_scan import CellScan, Query
-from ragcache_retriever.search.direct_comparison import best_of
 from ragcache_retriever.search.files.base_files import (
     BaseWriter,
     DamagedIndex,
@@ -367,7 +366,7 @@ def _compared(
     is_cancelled: Callable[[], bool],
 ) -> Iterator[IndexStage]:
     """Yield the only stage of a search that compares the query with each allowed row."""
-    found = best_of(view, vector, top_k, positions, is_cancelled)
+    found = view.best_at(positions, vector, top_k, is_cancelled)
     if found is not None:
         yield IndexStage(*found, 1.0, True, 1.0, len(positions))
 

@@ -315,7 +315,7 @@ class CountingIndex(StagesIndex):
 
 
 @pytest.mark.parametrize("top_k", [5, 10, 20, 30, 50])
-def test_copies_take_no_places_of_other_hits(
+def test_copies_displace_no_other_hits(
     ranking: HybridRanking, store: SqliteDocumentStore, top_k: int
 ) -> None:
     pages = versioned_pages(store, NUM_PAGES, NUM_VERSIONS)

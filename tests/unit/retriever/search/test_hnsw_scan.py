@@ -92,7 +92,7 @@ def far(threads: IndexThreads) -> SegmentedIndex:
     return index
 
 
-def test_rows_that_a_walk_finds_late_are_compared_directly(far: SegmentedIndex) -> None:
+def test_a_few_allowed_rows_are_compared_directly(far: SegmentedIndex) -> None:
     found = final(far, FAR[0], 10, FAR_ROWS)
     assert found.num_scored == len(FAR_ROWS)
     assert found.rows == nearest(FAR_ROWS, FAR[FAR_ROWS], FAR[0], 10)
