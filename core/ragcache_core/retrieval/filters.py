@@ -97,6 +97,33 @@ def matches(wanted: Filter, fields: Mapping[str, str]) -> bool:
             return wanted.field in fields and _passes(wanted, fields[wanted.field])
 
 
+def simplified(wanted: Filter) -> Filter:
+    """Return a filter of the same meaning without repeated conditions.
+
+    And within And becomes one list, and so does Or within Or. Filters that differ in such ways only
+    become equal.
+    """
+    match wanted:
+        case And(filters):
+            return _joined(And, filters)
+        case Or(filters):
+            return _joined(Or, filters)
+        case Not(inner):
+            plain = simplified(inner)
+            return plain.filter if isinstance(plain, Not) else Not(plain)
+        case In(field, values):
+            return In(field, tuple(sorted(set(values))))
+        case _:
+            return wanted
+
+
+def _joined(kind: type[And] | type[Or], filters: tuple[Filter, ...]) -> Filter:
+    found: dict[Filter, None] = {}
+    for one in map(simplified, filters):
+        found |= dict.fromkeys(one.filters if isinstance(one, kind) else (one,))
+    return next(iter(found)) if len(found) == 1 else kind(tuple(found))
+
+
 def check_size(wanted: Filter) -> None:
     """Refuse filters whose evaluation would be expensive. Raises InvalidInput."""
     num_nodes = _count(wanted, depth=1)

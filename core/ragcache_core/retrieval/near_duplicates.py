@@ -10,7 +10,7 @@ Source: Broder, On the resemblance and containment of documents (1997).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SHINGLE_WORDS = 3
@@ -61,7 +61,9 @@ def contained_share(part: Shingles, whole: Shingles) -> float:
 
 
 def without_duplicates(
-    candidates: Sequence[DuplicateCandidate], limit: int | None = None
+    candidates: Iterable[DuplicateCandidate],
+    limit: int | None = None,
+    num_spare: int | None = None,
 ) -> list[KeptHit]:
     """Return the kept hits, in the order of the candidates.
 
@@ -71,16 +73,25 @@ def without_duplicates(
     Args:
         candidates: Best first.
         limit: Most hits to keep. Later candidates are compared with these only.
+        num_spare: Candidates that are compared with the kept hits after ``limit`` of them were
+            found. The rest is not asked for. None: all are compared.
     """
     groups: list[list[int]] = []
+    compared: list[DuplicateCandidate] = []
+    num_left = num_spare
     for i, candidate in enumerate(candidates):
-        group = _group_of(candidate, groups, candidates)
+        compared.append(candidate)
+        if limit == len(groups) and num_left is not None:
+            num_left -= 1
+        group = _group_of(candidate, groups, compared)
         if group is not None:
             group.append(i)
-            if _replaces(candidate, candidates[group[0]]):
+            if _replaces(candidate, compared[group[0]]):
                 group[0], group[-1] = i, group[0]
         elif limit is None or len(groups) < limit:
             groups.append([i])
+        if limit == len(groups) and num_left == 0:
+            break
     return [KeptHit(kept, tuple(sorted(others))) for kept, *others in groups]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -209,8 +210,12 @@ async def test_a_hit_that_never_comes_back_is_left_out(
     assert await found(knowledge_base, "fruit") == []
 
 
-class CountedPublications:
-    num_published = 0
+class CountedChanges:
+    def __init__(self) -> None:
+        self.of: Counter[int] = Counter()
+
+    def num_changes(self, generation: int) -> int:
+        return self.of[generation]
 
 
 def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
@@ -218,15 +223,16 @@ def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
     generation = add_collection(store, "c")
     for i in range(4):
         put(store, f"d{i}", ["text"], metadata={"n": str(i)})
-    published = CountedPublications()
-    cache = FilterCache(store, published, max_bytes=16)  # type: ignore[arg-type]
+    changes = CountedChanges()
+    cache = FilterCache(store, changes, max_bytes=16)  # type: ignore[arg-type]
     first = cache.allowed_rows(generation, In("n", ("1", "2")))
     assert cache.allowed_rows(generation, In("n", ("1", "2"))) is first
     cache.allowed_rows(generation, In("n", ("3",)))  # exceeds the bound
     assert cache.allowed_rows(generation, In("n", ("1", "2"))) is not first
     delete(store, "d1")
-    published.num_published += 1
+    changes.of[generation] += 1
     assert cache.allowed_rows(generation, In("n", ("1", "2"))).tolist() == first[1:].tolist()
+    cache.close()
     store.close()
 
 

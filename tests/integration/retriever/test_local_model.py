@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Vectors
+from ragcache_retriever.embedding.first_tokens import FirstTokens
 from ragcache_retriever.embedding.local_model import MAX_URGENT_TEXTS, LocalModel
 from tests.helpers.embedding_models import POOLING, write_model_files
 
@@ -115,6 +117,28 @@ async def test_many_queries_of_one_call_pause_no_documents(tmp_path: Path) -> No
         many = await made.embed([*few, "one more"], urgent=True)
         assert gate.num_held == 1
     assert np.abs(many[:-1] - alone).max() < 1e-5
+
+
+async def test_long_queries_are_tokenized_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model_files(tmp_path)
+    threads: list[str] = []
+    ids = FirstTokens.ids
+
+    def recorded(tokens: FirstTokens, text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return ids(tokens, text)
+
+    async with embedder(folder) as made:
+        monkeypatch.setattr(FirstTokens, "ids", recorded)
+        long = ["the moon " * 20_000, "lava"]
+        vectors = await made.embed(long, urgent=True)
+        assert set(threads) == {"embedder-query-tokenizer_0"}
+        threads.clear()
+        await made.embed(["lava"], urgent=True)
+        assert threads == [threading.current_thread().name]
+    assert np.abs(vectors - reference(folder, long, "query")).max() < 1e-4
 
 
 async def test_texts_are_cut_and_lowered_as_the_model_wants(tmp_path: Path) -> None:

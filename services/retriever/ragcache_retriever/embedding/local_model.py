@@ -14,6 +14,7 @@ from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.embedding.batch_threads import BatchThreads
 from ragcache_retriever.embedding.embedder import Vectors, normalised
+from ragcache_retriever.embedding.first_tokens import LONG_CHARS, FirstTokens
 from ragcache_retriever.embedding.model_files import ModelFiles, read_model_files
 from ragcache_retriever.embedding.text_encoder import (
     Precision,
@@ -70,8 +71,9 @@ class LocalModel:
         self._max_tokens = max_tokens
         self._dimension = 0
         self._tokenizing = ThreadPoolExecutor(1, "embedder-tokenizer")
+        self._tokenizing_queries = ThreadPoolExecutor(1, "embedder-query-tokenizer")
         self._files: ModelFiles | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: FirstTokens | None = None
         self._threads: BatchThreads | None = None
 
     @property
@@ -99,9 +101,7 @@ class LocalModel:
         vectors = [np.empty((0, self._dimension), np.float32)]
         if urgent and len(texts) <= MAX_URGENT_TEXTS:
             with self._gate.query():
-                # Tokenized here: in the other thread, documents may be ahead.
-                queries = [self._tokens(text, is_query=True) for text in texts]
-                vectors.append(await self._threads.embed_queries(queries))
+                vectors.append(await self._threads.embed_queries(await self._queries(texts)))
         else:
             for i in range(0, len(texts), _TOKENIZED_TEXTS):
                 part = texts[i : i + _TOKENIZED_TEXTS]
@@ -112,6 +112,7 @@ class LocalModel:
     async def close(self) -> None:
         """See Embedder.close."""
         await finish(self._tokenizing)
+        await finish(self._tokenizing_queries)
         if self._threads is not None:
             await self._threads.stop()
 
@@ -161,8 +162,18 @@ class LocalModel:
         if self._threads is not None:
             self._threads.wait_for_queries()
 
+    async def _queries(self, texts: Sequence[str]) -> list[Tokens]:
+        """Tokenize queries. In the thread of documents, many of these may be ahead."""
+
+        def tokens() -> list[Tokens]:
+            return [self._tokens(text, is_query=True) for text in texts]
+
+        if sum(map(len, texts)) <= LONG_CHARS:
+            return tokens()  # sooner than another thread begins
+        return await run(self._tokenizing_queries, tokens)
+
     def _all_tokens(self, texts: Sequence[str], are_queries: bool) -> list[Tokens]:
-        # One by one: encode_batch would take all cores, also from a query.
+        # One by one: a batch would take all cores, also from a query.
         tokens = []
         for text in texts:
             self._gate.wait()
@@ -174,19 +185,14 @@ class LocalModel:
         assert self._files is not None
         prompt = self._files.query_prompt if is_query else self._files.document_prompt
         text = prompt + text
-        ids: list[int] = self._tokenizer.encode(
-            text.lower() if self._files.lower_case else text
-        ).ids
-        return ids
+        return self._tokenizer.ids(text.lower() if self._files.lower_case else text)
 
 
-def _load_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
+def _load_tokenizer(folder: Path, max_tokens: int) -> FirstTokens:
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise InvalidInput(
             "RAGCACHE_EMBEDDER", f"has no usable tokenizer: {error}", "restore the model's folder"
         ) from error
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens)
-    return tokenizer
+    return FirstTokens(tokenizer, max_tokens)

@@ -162,6 +162,7 @@ class KnowledgeBase:
         await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
+        await asyncio.to_thread(self._searching.close)
         await self.threads.close()
         await asyncio.to_thread(self._ranking.close)
         self._indexes.close()

@@ -1,24 +1,68 @@
-"""Remembers which rows pass a filter, until the documents change."""
+"""Evaluates filters in threads of its own, and remembers which rows pass them.
+
+The filters of access by key recur in every search, and a broad one passes most rows. Rows stay
+known until documents of their generation change. Searches that want the same rows at the same time
+share one evaluation: under ingestion no rows stay known for long.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from ragcache_core.retrieval.filters import Filter
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.retrieval.filters import Filter, simplified
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Rows
 
 MAX_BYTES = 64 << 20
 """Most bytes of rows. A million rows take 8 MiB."""
+NUM_THREADS = 2
+"""Filters that are evaluated at once. Searches without a filter never wait for them."""
+LIMIT_S = 5.0
+"""Longest evaluation of a filter. One condition takes about 0.3 s for each million documents."""
+_POLL_S = 0.05
+"""Time between two questions of a waiting search whether it is cancelled."""
+
+_Key: TypeAlias = tuple[int, Filter]
+_Cancelled: TypeAlias = Callable[[], bool]
+
+
+class FilterCancelled(Exception):
+    """All searches that wanted the rows were cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownRows:
+    """Rows that passed a filter after a number of changes of the generation."""
+
+    rows: Rows
+    num_changes: int
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """A filter that is evaluated once for all searches that wait for it.
+
+    Attributes:
+        num_changes: Of the generation when it began. None: it has not begun.
+    """
+
+    key: _Key
+    waiting: list[_Cancelled] = field(default_factory=list)
+    num_changes: int | None = None
+    rows: Future[Rows] = field(default_factory=Future)
 
 
 class FilterCache:
-    """Rows by generation and filter. Any thread may call it.
-
-    The filters of access by key recur in every search, and a broad one passes most rows.
-    """
+    """Rows by generation and filter. Any thread may call it."""
 
     def __init__(
         self, store: DocumentStore, indexes: GenerationIndexes, max_bytes: int = MAX_BYTES
@@ -26,28 +70,133 @@ class FilterCache:
         self._store = store
         self._indexes = indexes
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()  # guards the three below
-        self._rows: OrderedDict[tuple[int, Filter], Rows] = OrderedDict()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "filter")
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards the four below
+        self._known: OrderedDict[_Key, _KnownRows] = OrderedDict()
         self._num_bytes = 0
-        self._num_published = 0
+        self._current: dict[_Key, _Evaluation] = {}
+        self._next: dict[_Key, _Evaluation] = {}
+        """Evaluations that begin after the current ones, for searches that came after a change."""
 
-    def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
-        """Return the sorted rows of a generation whose documents pass a filter."""
-        key = (generation, wanted)
-        num_published = self._indexes.num_published
+    def request(
+        self, generation: int, wanted: Filter, cancelled: _Cancelled = lambda: False
+    ) -> Future[Rows]:
+        """Return the rows of ``allowed_rows`` when they are known, without waiting for them.
+
+        The caller must not cancel the future, which others share. It raises what ``allowed_rows``
+        raises.
+        """
+        key = (generation, simplified(wanted))
+        num_changes = self._indexes.num_changes(generation)
         with self._lock:
-            if self._num_published != num_published:
-                self._rows.clear()
-                self._num_bytes, self._num_published = 0, num_published
-            elif key in self._rows:
-                self._rows.move_to_end(key)
-                return self._rows[key]
-        rows = self._store.allowed_rows(generation, wanted)
+            known = self._known.get(key)
+            if known is not None and known.num_changes >= num_changes:
+                self._known.move_to_end(key)
+                found: Future[Rows] = Future()
+                found.set_result(known.rows)
+                return found
+            if self._is_closed:
+                raise Unavailable("retriever", "it is stopping")
+            evaluation = self._current.get(key)
+            if evaluation is None:
+                evaluation = self._current[key] = _Evaluation(key)
+                self._threads.submit(self._evaluate, evaluation)
+            elif evaluation.num_changes is not None and evaluation.num_changes < num_changes:
+                evaluation = self._next.setdefault(key, _Evaluation(key))
+            evaluation.waiting.append(cancelled)
+            return evaluation.rows
+
+    def allowed_rows(
+        self, generation: int, wanted: Filter, cancelled: _Cancelled = lambda: False
+    ) -> Rows:
+        """Return the sorted rows of a generation whose documents pass a filter.
+
+        All changes before the call are seen.
+
+        Args:
+            cancelled: Asked every few milliseconds whether the rows are no longer wanted.
+
+        Raises:
+            FilterCancelled: ``cancelled`` has returned True.
+            InvalidInput: The evaluation takes longer than LIMIT_S.
+            Unavailable: The store does not answer.
+        """
+        rows = self.request(generation, wanted, cancelled)
+        while not cancelled():
+            try:
+                return rows.result(_POLL_S)
+            except FutureTimeout:
+                continue
+        raise FilterCancelled
+
+    def close(self) -> None:
+        """End all evaluations."""
         with self._lock:
-            # A write since then may have changed what passes.
-            if self._num_published == num_published and key not in self._rows:
-                self._rows[key] = rows
-                self._num_bytes += rows.nbytes
-                while self._num_bytes > self._max_bytes:
-                    self._num_bytes -= self._rows.popitem(last=False)[1].nbytes
-        return rows
+            self._is_closed = True
+        self._threads.shutdown(wait=True)
+
+    def _evaluate(self, evaluation: _Evaluation) -> None:
+        """Evaluate a filter and tell all that wait. It raises no error."""
+        key = evaluation.key
+        while True:
+            found = self._attempt(evaluation)
+            with self._lock:
+                if isinstance(found, FilterCancelled) and self._is_wanted(evaluation):
+                    continue  # another search has joined since
+                following = self._next.pop(key, None)
+                if following is None:
+                    del self._current[key]
+                else:
+                    self._current[key] = following
+                if not isinstance(found, Exception):
+                    self._keep(key, _KnownRows(found, evaluation.num_changes or 0))
+                break
+        if isinstance(found, Exception):
+            evaluation.rows.set_exception(found)
+        else:
+            evaluation.rows.set_result(found)
+        if following is not None:
+            try:
+                self._threads.submit(self._evaluate, following)
+            except RuntimeError:  # closed, so that it ends at once
+                self._evaluate(following)
+
+    def _attempt(self, evaluation: _Evaluation) -> Rows | Exception:
+        evaluation.num_changes = self._indexes.num_changes(evaluation.key[0])
+        end_s = time.monotonic() + LIMIT_S
+        is_wanted = self._is_wanted(evaluation)
+
+        def has_ended() -> bool:
+            nonlocal is_wanted
+            is_wanted = self._is_wanted(evaluation)
+            return not is_wanted or time.monotonic() > end_s
+
+        if not is_wanted:
+            return FilterCancelled()
+        try:
+            return self._store.allowed_rows(*evaluation.key, has_ended)
+        except Unavailable as error:
+            if not is_wanted:
+                return FilterCancelled()
+            return _too_slow() if time.monotonic() > end_s else error
+        except Exception as error:
+            return error
+
+    def _is_wanted(self, evaluation: _Evaluation) -> bool:
+        return not self._is_closed and any(not cancelled() for cancelled in evaluation.waiting)
+
+    def _keep(self, key: _Key, known: _KnownRows) -> None:
+        before = self._known.pop(key, None)
+        self._num_bytes += known.rows.nbytes - (0 if before is None else before.rows.nbytes)
+        self._known[key] = known
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._known.popitem(last=False)[1].rows.nbytes
+
+
+def _too_slow() -> InvalidInput:
+    return InvalidInput(
+        "filter",
+        f"takes longer than {LIMIT_S:g} s on the documents of this collection",
+        "use fewer conditions, or fields and values that fewer documents have",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -42,6 +43,7 @@ class GenerationIndexes:
         self._open: dict[int, _OpenIndex] = {}
         self._changed = threading.Condition()
         self._num_published = 0
+        self._num_changes: Counter[int] = Counter()
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> None:
         """Open the index of a generation and complete it from the document store."""
@@ -68,6 +70,7 @@ class GenerationIndexes:
     def apply(self, changes: Iterable[IndexChange]) -> None:
         """Make committed changes visible to searches."""
         for change in changes:
+            self._num_changes[change.generation] += 1
             opened = self._open.get(change.generation)
             if opened is not None and (change.removed or change.added):
                 opened.index.apply(change.removed, change.added, change.vectors)
@@ -82,6 +85,10 @@ class GenerationIndexes:
     def num_published(self) -> int:
         """Number of committed changes that searches see."""
         return self._num_published
+
+    def num_changes(self, generation: int) -> int:
+        """Return the number of committed changes of a generation."""
+        return self._num_changes[generation]
 
     def wait_for_change(self, after: int, timeout_s: float) -> None:
         """Wait until more than a number of changes are published, for a time at most."""

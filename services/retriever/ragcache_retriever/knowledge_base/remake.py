@@ -1,28 +1,32 @@
 """Prepares documents again in the background, and removes what is no longer used.
 
 After a change of the chunking, the tokenizer or the embedder, the old generation of chunks serves
-while this task fills the next one. Documents that are prepared stay so, so a restarted process
-continues. When all are, the collection switches in one transaction, and the old chunks are removed
-in steps, each with its deletes in the outbox.
+while a task fills the next one. Documents that are prepared stay so, so a restarted process
+continues. When all are, the collection switches in one transaction.
+
+Two more tasks remove deleted collections and old chunks in steps, each with its deletes in the
+outbox. They never wait for the first one: a removal frees space on a full disk, and needs no
+embedder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
+from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_retriever.concurrency.item_task import ItemTask
 from ragcache_retriever.knowledge_base.collections import REMOVED_AT_ONCE, CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import (
-    BatchRemoval,
     ChunkSet,
     Generation,
     StoredCollection,
@@ -36,13 +40,12 @@ PAGE_SIZE = 256
 """Documents that are listed at a time."""
 RETIRED_AT_ONCE = 512
 """Chunks that one transaction removes. Writes wait for it meanwhile."""
-FAILURE_PAUSE_S = 10.0
 PAUSE_S = 0.01
 """Time between two of these transactions, in which the writes that wait go first."""
 
 
 class Remake:
-    """The background task of one knowledge base that writes."""
+    """The background tasks of one knowledge base that writes."""
 
     def __init__(
         self,
@@ -57,68 +60,48 @@ class Remake:
         self._indexes = indexes
         self._threads = threads
         self._ingestion = ingestion
-        self._has_work = asyncio.Event()
-        self._is_idle = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._remaking = ItemTask("remake", self._names, self._remake)
+        self._removing = ItemTask("removal", self._names, self._remove_retired)
+        self._deleting = ItemTask("deletion", self._names, self._delete)
+        self._tasks = (self._remaking, self._removing, self._deleting)
 
     def start(self) -> None:
         """Begin, or look for work again."""
-        self._is_idle.clear()
-        self._has_work.set()
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="remake")
+        for task in self._tasks:
+            task.start()
 
     async def stop(self) -> None:
-        """End after the transaction that is running."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        """End after the transactions that are running."""
+        for task in self._tasks:
+            await task.stop()
 
     async def wait_until_idle(self) -> None:
         """Wait until there is no work."""
-        await self._is_idle.wait()
+        while not all(task.is_idle for task in self._tasks):
+            for task in self._tasks:
+                await task.wait_until_idle()
 
-    async def _run(self) -> None:
-        while True:
-            self._has_work.clear()
-            try:
-                for stored in self._collections.all():
-                    await self._work_on(stored.name)
-            except NotFound:  # a collection was deleted meanwhile
-                await asyncio.sleep(PAUSE_S)
-                continue
-            except RagCacheError as error:
-                retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else 10.0
-                log.warning("remake: interrupted error=%s", error)
-                await asyncio.sleep(retry_after_s)
-                continue
-            except Exception:
-                # A defect must not end the task for the life of the process.
-                log.exception("remake: failed")
-                await asyncio.sleep(FAILURE_PAUSE_S)
-                continue
-            if not self._has_work.is_set():
-                self._is_idle.set()
-                await self._has_work.wait()
+    def _names(self) -> list[str]:
+        return [stored.name for stored in self._collections.all()]
 
-    async def _work_on(self, name: str) -> None:
+    # Documents that are prepared again
+
+    async def _remake(self, name: str) -> None:
+        """Let the documents of a collection have the wanted recipe."""
         stored = await self._threads.read(self._store.collection, name)
-        if stored is None:
-            return
-        if stored.is_deleting:
-            await self._delete(name)
+        if stored is None or stored.is_deleting:
             return
         stored = await self._threads.write(self._choose_generations, name)
+        if stored.retired:
+            self._removing.start()
         for generation in stored.generations:
             await self._fill(name, generation)
-        if stored.building is not None and not await self._threads.write(self._switch, name):
-            self._has_work.set()  # a document came between
+        if stored.building is None:
             return
-        stored = await self._threads.read(self._store.collection, name)
-        for retired in () if stored is None else stored.retired:
-            await self._remove_retired(retired)
+        if await self._threads.write(self._switch, name):
+            self._removing.start()
+        else:
+            self._remaking.start()  # a document came between
 
     def _choose_generations(self, name: str) -> StoredCollection:
         """Start or abandon the building generation, as the wanted recipe says."""
@@ -195,6 +178,7 @@ class Remake:
             self._indexes.apply([change])
 
     def _switch(self, name: str) -> bool:
+        self._collections.get(name)  # raises NotFound if it is being deleted
         with self._store.transaction():
             has_switched = self._store.switch_generation(name)
             self._store.commit()
@@ -203,25 +187,31 @@ class Remake:
             log.info("remake: switched collection=%s", name)
         return has_switched
 
-    async def _remove_retired(self, generation: int) -> None:
-        while True:
-            step = await self._threads.write(self._remove_step, generation)
-            if step.is_done:
-                break
-            await asyncio.sleep(PAUSE_S)
-        await self._threads.write(self._collections.reload)
+    # What is no longer used
 
-    def _remove_step(self, generation: int) -> BatchRemoval:
+    async def _remove_retired(self, name: str) -> None:
+        """Remove the old chunks of a collection."""
+        stored = await self._threads.read(self._store.collection, name)
+        if stored is None or stored.is_deleting:
+            return
+        for generation in stored.retired:
+            await self._in_steps(functools.partial(self._remove_step, generation))
+            await self._threads.write(self._collections.reload)
+
+    def _remove_step(self, generation: int) -> bool:
         with self._store.transaction(frees_space=True):
             step = self._store.remove_retired(generation, RETIRED_AT_ONCE, self._threads.now_ms())
             self._store.commit()
-        return step
+        return step.is_done
 
     async def _delete(self, name: str) -> None:
-        while True:
-            if await self._threads.write(self._delete_step, name):
-                break
-            await asyncio.sleep(PAUSE_S)
+        """Remove a deleted collection, and create the default one again if it was that."""
+        stored = await self._threads.read(self._store.collection, name)
+        if stored is not None:
+            if not stored.is_deleting:
+                return
+            await self._in_steps(functools.partial(self._delete_step, name))
+        # Also if an earlier attempt has removed the collection and failed then.
         await self._threads.write(self._collections.add_missing)
 
     def _delete_step(self, name: str) -> bool:
@@ -232,6 +222,13 @@ class Remake:
                 log.info("collections: deleted collection=%s", name)
             self._store.commit()
         return step.is_done
+
+    async def _in_steps(self, step: Callable[[], bool]) -> None:
+        """Repeat a transaction until it returns True. Other writes go in between."""
+        while True:
+            if await self._threads.write(step):
+                return
+            await asyncio.sleep(PAUSE_S)
 
 
 def _is_complete(stored: StoredCollection, generation: int) -> bool:

@@ -12,13 +12,13 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
-from ragcache_retriever.knowledge_base.filter_cache import FilterCache
+from ragcache_retriever.knowledge_base.filter_cache import FilterCache, FilterCancelled
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import document_not_found
 from ragcache_retriever.knowledge_base.results import (
@@ -31,7 +31,7 @@ from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, Ranking, SearchMode
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.records import Neighbourhood, Vectors
+from ragcache_retriever.store.records import Neighbourhood, Rows, Vectors
 
 MAX_ATTEMPTS = 3
 CHANGE_WAIT_S = 1.0
@@ -40,14 +40,22 @@ CHANGE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _RunningSearch:
-    """A search in its thread. ``vector`` is None if only words are compared."""
+    """A search in its thread.
+
+    Attributes:
+        vector: None if only words are compared.
+        allowed: Generation and rows that pass the filter, as they were before the thread began.
+            None: there is no filter.
+        began_s: When it began, without waits for a thread.
+    """
 
     query: SearchQuery
     vector: Vectors | None
+    allowed: tuple[int, Rows] | None
     embed_s: float
     emit: Callable[[SearchStage], None]
     cancelled: threading.Event
-    began_s: float = field(default_factory=time.perf_counter)
+    began_s: float
 
 
 class Searching:
@@ -77,17 +85,19 @@ class Searching:
     async def search(self, query: SearchQuery) -> AsyncIterator[SearchStage]:
         """Yield the stages of a search; the last one is final. See KnowledgeBase.search."""
         began = time.perf_counter()
+        cancelled = threading.Event()
         with contextlib.ExitStack() as stack:
             # From the first step to the last: documents would resume in between, and a step of
             # theirs takes the cores for milliseconds.
             stack.enter_context(self._gate.query())
             vector = await self._embed(query)
+            embed_s = time.perf_counter() - began
+            allowed = await self._allowed(query, cancelled)
             counted = stack.pop_all()
-        embed_s = time.perf_counter() - began
+        filter_s = time.perf_counter() - began - embed_s
 
         loop = asyncio.get_running_loop()
         stages: asyncio.Queue[SearchStage | None] = asyncio.Queue()
-        cancelled = threading.Event()
 
         def emit(stage: SearchStage | None) -> None:
             # The loop is closed if the service stopped during a search.
@@ -99,7 +109,10 @@ class Searching:
                 with counted:
                     if cancelled.is_set():
                         return  # its caller left while other searches held the threads
-                    self._run(_RunningSearch(query, vector, embed_s, emit, cancelled))
+                    began_s = time.perf_counter() - filter_s
+                    self._run(
+                        _RunningSearch(query, vector, allowed, embed_s, emit, cancelled, began_s)
+                    )
             finally:
                 emit(None)
 
@@ -116,6 +129,10 @@ class Searching:
             await searching
         finally:
             cancelled.set()
+
+    def close(self) -> None:
+        """End the evaluation of filters. No search may run any more."""
+        self._filters.close()
 
     async def similar_chunks(
         self, name: str, document_id: str, top_k: int
@@ -151,6 +168,26 @@ class Searching:
         vector: Vectors = vectors[0]
         return vector
 
+    async def _allowed(
+        self, query: SearchQuery, cancelled: threading.Event
+    ) -> tuple[int, Rows] | None:
+        """Return the serving generation and its rows that pass the filter, if there is one.
+
+        A filter may take seconds, so no thread that other searches need waits for it.
+        """
+        if query.filter is None:
+            return None
+        generation = self._collections.serving(query.collection).row
+        rows = self._filters.request(generation, query.filter, cancelled.is_set)
+        if not rows.done():
+            try:
+                # Other searches may wait for the same rows.
+                await asyncio.shield(asyncio.wrap_future(rows))
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return generation, rows.result()
+
     def _run(self, search: _RunningSearch) -> None:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             num_published = self._indexes.num_published
@@ -158,6 +195,8 @@ class Searching:
             try:
                 if self._attempt(search, is_first=attempt == 1, is_last=is_last):
                     return
+            except FilterCancelled:
+                return
             except Unavailable:
                 # The generation may have been replaced since.
                 if is_last:
@@ -172,7 +211,12 @@ class Searching:
         window = self._collections.window(query.collection)
         allowed = None
         if query.filter is not None:
-            allowed = self._filters.allowed_rows(generation, query.filter)
+            if is_first and search.allowed is not None and search.allowed[0] == generation:
+                allowed = search.allowed[1]
+            else:
+                allowed = self._filters.allowed_rows(
+                    generation, query.filter, search.cancelled.is_set
+                )
         known: dict[int, Neighbourhood] = {}
         with contextlib.ExitStack() as stack:
             index = None

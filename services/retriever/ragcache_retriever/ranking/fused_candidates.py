@@ -37,7 +37,7 @@ def fuse_legs(
     dense_hits: tuple[Sequence[int], Sequence[float]],
     lexical_hits: Sequence[LexicalHit],
     weights: FusionWeights,
-    limit: int,
+    limit: int | None = None,
     *,
     query: Vectors | None = None,
     pool: CandidatePool | None = None,
@@ -46,7 +46,7 @@ def fuse_legs(
 
     Args:
         dense_hits: Rows and cosine similarities, best first.
-        limit: Most candidates to return.
+        limit: Most candidates to return. None: all.
         query: Embedding of the question. With it, hits of the lexical leg alone get a similarity.
         pool: Where their embeddings are read.
     """

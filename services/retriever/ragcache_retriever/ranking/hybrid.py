@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 
 LEG_HITS = 100
 """Hits that each leg contributes at least."""
+MAX_LEG_HITS = 1600
+"""Hits up to which the legs are asked for more, while too few are left without duplicates."""
 LEXICAL_THREADS = 2
 LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
@@ -67,26 +70,46 @@ EARLY_WAIT_S = 0.02
 """Longest wait for the lexical leg before an early stage, which is then left out."""
 SAVED_SEARCHES = 256
 """Searches after which what was learned of early stages is saved, besides at the end."""
+_LEG_GROWTH = 4
+"""Each further request is for so many times the hits of the one before."""
 _SPARE_HITS = 8
+"""Candidates after the last hit that may be newer versions of one, besides half as many as hits."""
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
+
+_Dense: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
+"""Rows and scores of the dense leg, best first."""
 
 _parsed_weights = lru_cache(maxsize=1024)(weights_from_text)
 
 
 @dataclass(slots=True)
 class _HybridSearch:
-    """The state of one search."""
+    """The state of one search.
+
+    Attributes:
+        reranked: The reranker's scores of the latest candidates, by row.
+        is_short: Whether the latest rows are fewer than wanted, for lack of candidates.
+    """
 
     search: RankedSearch
+    store: DocumentStore
     weights: FusionWeights
     pool: CandidatePool
     words: list[str]
     reranker: Reranker | None
     lexical: Future[list[LexicalHit]] | None
     stages: list[FusedStage] = field(default_factory=list)
+    reranked: dict[int, float] = field(default_factory=dict)
     last_hits: tuple[tuple[int, ...], tuple[float, ...], bool] | None = None
     last_rows: tuple[RankedRow, ...] = ()
+    is_short: bool = False
+
+    def find_words(self, num_hits: int) -> list[LexicalHit]:
+        """Return the hits of the lexical leg. Any thread may call it."""
+        return self.store.lexical_hits(
+            self.search.generation, self.words, num_hits, allowed=self.search.allowed
+        )
 
 
 class HybridRanking:
@@ -124,6 +147,7 @@ class HybridRanking:
         weights = _weights(search)
         running = _HybridSearch(
             search,
+            store,
             weights,
             CandidatePool(store, search.generation, dimension),
             question_words(search.query),
@@ -131,13 +155,7 @@ class HybridRanking:
             None,
         )
         if weights.lexical > 0.0:
-            running.lexical = self._threads.submit(
-                store.lexical_hits,
-                search.generation,
-                running.words,
-                _num_leg_hits(search),
-                allowed=search.allowed,
-            )
+            running.lexical = self._threads.submit(running.find_words, _num_leg_hits(search))
         try:
             if weights.lexical == 1.0 or search.vector is None or search.index is None:
                 yield RankedStage(self._ranked(running, None, is_final=True), 1.0, True, 1.0)
@@ -219,27 +237,41 @@ class HybridRanking:
         self, running: _HybridSearch, stage: IndexStage | None, *, is_final: bool
     ) -> tuple[RankedRow, ...]:
         lexical = _lexical_hits(running) if is_final or stage is None else _done(running.lexical)
-        dense: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+        dense: _Dense = ((), ())
         if stage is not None:
             dense = (stage.rows, stage.scores)
         reranks = running.reranker is not None and (is_final or running.reranker.is_fast)
-        if (*dense, reranks) == running.last_hits:
-            return running.last_rows
-        weights = running.weights
-        if stage is not None and lexical is None:
-            weights = weights.only_dense()
-        fused = fuse_legs(
-            dense,
-            lexical or (),
-            weights,
-            max(MAX_RERANKED, 2 * running.search.top_k),
-            query=running.search.vector,
-            pool=running.pool,
-        )
-        reranked = _reranked(running, fused) if reranks else None
-        rows = _chosen_rows(running, fused, reranked)
-        running.last_hits, running.last_rows = (*dense, reranks), rows
-        return rows
+        if (*dense, reranks) != running.last_hits:
+            fused = _fused(running, dense, lexical)
+            running.reranked = _reranked(running, fused) if reranks else {}
+            running.last_hits = (*dense, reranks)
+            _choose_rows(running, fused)
+        if is_final and running.is_short:
+            self._add_hits(running, dense, lexical)
+        return running.last_rows
+
+    def _add_hits(
+        self, running: _HybridSearch, dense: _Dense, lexical: list[LexicalHit] | None
+    ) -> None:
+        """Ask the legs for more hits while too few are left without duplicates."""
+        num_asked = _num_leg_hits(running.search)
+        while running.is_short and num_asked < MAX_LEG_HITS:
+            has_more_dense = len(dense[0]) >= num_asked
+            has_more_lexical = lexical is not None and len(lexical) >= num_asked
+            if not (has_more_dense or has_more_lexical):
+                return
+            num_asked = min(_LEG_GROWTH * num_asked, MAX_LEG_HITS)
+            try:
+                if has_more_dense:
+                    dense = _more_dense_hits(running.search, num_asked)
+                if has_more_lexical:
+                    lexical = running.find_words(num_asked)
+            except RagCacheError as error:
+                log.warning("search: too few hits without duplicates error=%s", error)
+                return
+            if running.search.cancelled():
+                return
+            _choose_rows(running, _fused(running, dense, lexical))
 
 
 def _weights(search: RankedSearch) -> FusionWeights:
@@ -290,14 +322,39 @@ def _lexical_hits(running: _HybridSearch) -> list[LexicalHit] | None:
     return None
 
 
-def _reranked(running: _HybridSearch, fused: FusedCandidates) -> Scores | None:
-    """Return the reranker's scores of the first MAX_RERANKED candidates."""
+def _more_dense_hits(search: RankedSearch, num_hits: int) -> _Dense:
+    """Search the index again. Without a final stage, because it was cancelled, there are none."""
+    assert search.index is not None
+    assert search.vector is not None
+    found: _Dense = ((), ())
+    for stage in search.index.search(
+        search.vector,
+        num_hits,
+        allowed=search.allowed,
+        recall=search.recall,
+        cancelled=search.cancelled,
+    ):
+        found = stage.rows, stage.scores
+    return found
+
+
+def _fused(
+    running: _HybridSearch, dense: _Dense, lexical: list[LexicalHit] | None
+) -> FusedCandidates:
+    weights = running.weights
+    if lexical is None:
+        weights = weights.only_dense()
+    return fuse_legs(dense, lexical or (), weights, query=running.search.vector, pool=running.pool)
+
+
+def _reranked(running: _HybridSearch, fused: FusedCandidates) -> dict[int, float]:
+    """Return the reranker's scores of the first MAX_RERANKED candidates, by row."""
     assert running.reranker is not None
     first = fused.ordered(np.arange(min(MAX_RERANKED, len(fused.scores))), fused.scores)
-    rows = first.candidates.rows.tolist()
+    rows: list[int] = first.candidates.rows.tolist()
     if not rows:
-        return None
-    return running.reranker.scores(
+        return {}
+    scores = running.reranker.scores(
         RerankRequest(
             running.search.query,
             running.words,
@@ -307,31 +364,38 @@ def _reranked(running: _HybridSearch, fused: FusedCandidates) -> Scores | None:
             running.pool.vectors(rows),
         )
     )
+    return {} if scores is None else dict(zip(rows, scores.tolist(), strict=True))
 
 
-def _chosen_rows(
-    running: _HybridSearch, fused: FusedCandidates, reranked: Scores | None
-) -> tuple[RankedRow, ...]:
-    """Return the hits of a stage: without duplicates, diverse, and above the least score."""
+def _choose_rows(running: _HybridSearch, fused: FusedCandidates) -> None:
+    """Set the rows of a stage: without duplicates, diverse, and above the least score."""
     search = running.search
     scores = _shown_scores(running, fused)
-    if reranked is not None:
-        # Candidates that were not reranked are worse than all that were.
+    reranked = np.array(
+        [running.reranked.get(row, np.nan) for row in fused.candidates.rows.tolist()]
+    )
+    num_comparable = len(scores)
+    if running.reranked:
+        # Candidates that were not reranked are worse than all that were. NaN is sorted to the end.
         order = np.argsort(-reranked, kind="stable")
-        fused = fused.ordered(order, fused.scores)
-        reranked = scores = reranked[order]
+        fused, reranked = fused.ordered(order, fused.scores), reranked[order]
+        num_comparable = int(np.count_nonzero(~np.isnan(reranked)))
+        scores = np.where(np.isnan(reranked), np.nanmin(reranked), reranked)
+    is_complete = True
     if search.min_score is not None:
-        count = int(np.count_nonzero(scores >= search.min_score))
+        # The score of a candidate that was not reranked is not known.
+        count = int(np.count_nonzero(scores[:num_comparable] >= search.min_score))
+        is_complete = count == len(scores)
         fused = fused.ordered(np.arange(count), fused.scores)
         scores = scores[:count]
-    wanted = search.top_k if search.diversity == 0.0 else _DIVERSE_HITS * search.top_k
-    kept = _without_duplicates(running.pool, fused.candidates.rows.tolist(), scores, wanted)
+    kept = _without_duplicates(running, fused.candidates.rows.tolist(), scores)
+    running.is_short = len(kept) < search.top_k and is_complete
     if search.diversity > 0.0:
         indexes = [one.index for one in kept]
         vectors = running.pool.vectors(fused.candidates.rows[indexes].tolist())
         order_of = diverse_order(scores[indexes], vectors, search.diversity, search.top_k)
         kept = [kept[i] for i in order_of]
-    return tuple(_row(fused, scores, reranked, one) for one in kept)
+    running.last_rows = tuple(_row(fused, scores, reranked, one) for one in kept)
 
 
 def _shown_scores(running: _HybridSearch, fused: FusedCandidates) -> Scores:
@@ -344,22 +408,32 @@ def _shown_scores(running: _HybridSearch, fused: FusedCandidates) -> Scores:
 
 
 def _without_duplicates(
-    pool: CandidatePool, rows: Sequence[int], scores: Scores, wanted: int
+    running: _HybridSearch, rows: Sequence[int], scores: Scores
 ) -> list[KeptHit]:
-    examined = rows[: wanted + wanted // 2 + _SPARE_HITS]
-    pool.read_texts(examined)
-    return without_duplicates(
-        [
-            DuplicateCandidate(pool.shingles(row), score, pool.version(row))
-            for row, score in zip(examined, scores.tolist(), strict=False)
-        ],
-        wanted,
-    )
+    search = running.search
+    wanted = search.top_k
+    if search.diversity > 0.0:
+        limit = MAX_RERANKED if running.reranked else max(MAX_RERANKED, 2 * wanted)
+        wanted = max(wanted, min(_DIVERSE_HITS * wanted, limit))
+    num_spare = wanted // 2 + _SPARE_HITS
+    candidates = _examined(running, rows, scores.tolist(), wanted + num_spare)
+    return without_duplicates(candidates, wanted, num_spare)
 
 
-def _row(
-    fused: FusedCandidates, scores: Scores, reranked: Scores | None, kept: KeptHit
-) -> RankedRow:
+def _examined(
+    running: _HybridSearch, rows: Sequence[int], scores: Sequence[float], page: int
+) -> Iterator[DuplicateCandidate]:
+    """Yield candidates with their texts, which are read one page at a time."""
+    pool = running.pool
+    for begin in range(0, len(rows), page):
+        if begin and running.search.cancelled():
+            return
+        pool.read_texts(rows[begin : begin + page])
+        for row, score in zip(rows[begin : begin + page], scores[begin:], strict=False):
+            yield DuplicateCandidate(pool.shingles(row), score, pool.version(row))
+
+
+def _row(fused: FusedCandidates, scores: Scores, reranked: Scores, kept: KeptHit) -> RankedRow:
     candidates, i = fused.candidates, kept.index
     dense, lexical = float(candidates.dense[i]), float(candidates.lexical[i])
     return RankedRow(
@@ -370,7 +444,7 @@ def _row(
             int(candidates.dense_ranks[i]),
             None if np.isnan(lexical) else lexical,
             int(candidates.lexical_ranks[i]),
-            None if reranked is None else float(reranked[i]),
+            None if np.isnan(reranked[i]) else float(reranked[i]),
         ),
         tuple(int(candidates.rows[other]) for other in kept.duplicates),
     )

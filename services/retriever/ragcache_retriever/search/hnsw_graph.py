@@ -29,7 +29,7 @@ DEFAULT_BUILD_EFFORT: Final = 80
 
 _FIRST_SLICE_STEPS: Final = 8
 _SLICE_GROWTH: Final = 1.25
-_STEPS_PER_EFFORT: Final = 1.1
+STEPS_PER_EFFORT: Final = 1.1
 """A walk takes about this many steps per kept candidate."""
 
 
@@ -48,6 +48,7 @@ class WalkSlice:
         positions: The best ones, best first; ties by position.
         scores: Their inner products with the query.
         progress: Estimated finished share of the walk, in (0, 1]. It is 1 in the last slice only.
+        num_steps: Vectors whose neighbours were compared with the query.
         num_scored: Vectors that were compared with the query. None is compared twice.
         next_score: Score of the vector whose neighbours come next, -1 in the last slice.
     """
@@ -55,6 +56,7 @@ class WalkSlice:
     positions: Positions
     scores: npt.NDArray[np.float32]
     progress: float
+    num_steps: int
     num_scored: int
     next_score: float
 
@@ -167,7 +169,7 @@ class HnswGraph:
             cancelled: Asked after each step. The walk then ends without a last slice.
         """
         if self._entry < 0:
-            yield WalkSlice(np.empty(0, np.int64), np.empty(0, np.float32), 1.0, 0, -1.0)
+            yield WalkSlice(np.empty(0, np.int64), np.empty(0, np.float32), 1.0, 0, 0, -1.0)
             return
         walk = _Walk(self, query, vectors, max(effort, wanted), live)
         walk.descend()
@@ -248,12 +250,13 @@ class _Walk:
     def slice(self, wanted: int, *, is_last: bool) -> WalkSlice:
         """Return the best vectors so far."""
         best = heapq.nlargest(wanted, self._best)
-        expected = self._effort * _STEPS_PER_EFFORT
+        expected = self._effort * STEPS_PER_EFFORT
         next_score = -self._candidates[0][0] if self._candidates and not is_last else -1.0
         return WalkSlice(
             np.array([-position for _, position in best], np.int64),
             np.array([score for score, _ in best], np.float32),
             1.0 if is_last else min(self.num_steps / expected, 0.99),
+            self.num_steps,
             self._num_scored,
             next_score,
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ragcache_retriever.search.cell_base import CellBase
-from ragcache_retriever.search.files.stored_vectors import Positions, exact_scores
+from ragcache_retriever.search.files.stored_vectors import Positions, blocks, exact_scores
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 Mask = npt.NDArray[np.bool_]
 
 _FIRST_TAIL = 256
+_COMPARED_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,26 @@ class IndexView:
         tail = positions[in_tail] - len(self.base)
         scores[in_tail] = exact_scores(self.tail.vectors[tail], query)
         return scores
+
+    def best_at(
+        self, positions: Positions, query: Vectors, top_k: int, cancelled: Callable[[], bool]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        """Compare a query with all vectors at positions.
+
+        Args:
+            cancelled: Asked between blocks of vectors.
+
+        Returns:
+            The best rows and their scores, best first; ties by row. None: it was cancelled.
+        """
+        scores = np.empty(len(positions), np.float32)
+        for begin, end in blocks(len(positions), _COMPARED_BLOCK):
+            if cancelled():
+                return None
+            scores[begin:end] = self.scores_at(positions[begin:end], query)
+        rows = self.rows_at(positions)
+        best = np.lexsort((rows, -scores))[:top_k]
+        return tuple(rows[best].tolist()), tuple(scores[best].tolist())
 
     def allowed_positions(self, allowed: Rows) -> Positions:
         """Return the live positions of sorted rows. Rows that are not here are left out."""

@@ -46,8 +46,8 @@ from ragcache_retriever.search.files.base_files import (
 )
 from ragcache_retriever.search.files.learned_file import read_learned, write_learned
 from ragcache_retriever.search.files.spool import Spool
-from ragcache_retriever.search.files.stored_vectors import Positions, Precision, blocks
-from ragcache_retriever.search.hnsw_scan import HnswScan
+from ragcache_retriever.search.files.stored_vectors import Positions, Precision
+from ragcache_retriever.search.hnsw_scan import HnswScan, few_for_a_walk
 from ragcache_retriever.search.index_view import IndexView, LiveSource, Tail
 from ragcache_retriever.search.scan_pool import IndexThreads, StageQueue
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
@@ -67,9 +67,8 @@ twice their intended size."""
 
 FEW_ALLOWED: Final = 4096
 FEW_ALLOWED_SHARE: Final = 1 / 50
-"""Up to so many allowed rows are compared with the query without a scan."""
-
-_COMPARED_BLOCK: Final = 1024
+"""Up to so many allowed rows are compared with the query without a scan. A walk over a graph has a
+limit of its own."""
 
 MAX_BACKOFF: Final = 8
 """After each failed merge the next one waits for twice the changes, up to this factor."""
@@ -217,13 +216,13 @@ class SegmentedIndex:
         vector = np.ascontiguousarray(query, np.float32)
         positions = None if allowed is None else view.allowed_positions(allowed)
         is_cancelled = cancelled or _never
-        if positions is not None and len(positions) <= _few(view):
+        effort = self._options.effort
+        if positions is not None and len(positions) <= _few(view, effort):
             yield from _compared(view, vector, top_k, positions, is_cancelled)
             return
         wanted = Query(vector, top_k, positions, recall or self._options.recall, is_cancelled)
         graph = view.base.graph
         if graph is not None:
-            effort = self._options.effort
             yield from HnswScan(view, graph, wanted, effort, self._estimator).stages()
             return
         stages = StageQueue()
@@ -352,7 +351,10 @@ def _opened(
     return opened, base
 
 
-def _few(view: IndexView) -> int:
+def _few(view: IndexView, effort: int) -> int:
+    """Return the most allowed rows that are compared with the query directly."""
+    if view.base.graph is not None:
+        return max(FEW_ALLOWED, few_for_a_walk(len(view.base), effort))
     return max(FEW_ALLOWED, int(FEW_ALLOWED_SHARE * len(view.base)))
 
 
@@ -364,15 +366,9 @@ def _compared(
     is_cancelled: Callable[[], bool],
 ) -> Iterator[IndexStage]:
     """Yield the only stage of a search that compares the query with each allowed row."""
-    scores = np.empty(len(positions), np.float32)
-    for begin, end in blocks(len(positions), _COMPARED_BLOCK):
-        if is_cancelled():
-            return
-        scores[begin:end] = view.scores_at(positions[begin:end], vector)
-    rows = view.rows_at(positions)
-    best = np.lexsort((rows, -scores))[:top_k]
-    found, found_scores = tuple(rows[best].tolist()), tuple(scores[best].tolist())
-    yield IndexStage(found, found_scores, 1.0, True, 1.0, len(positions))
+    found = view.best_at(positions, vector, top_k, is_cancelled)
+    if found is not None:
+        yield IndexStage(*found, 1.0, True, 1.0, len(positions))
 
 
 def _never() -> bool:

@@ -6,7 +6,7 @@ Every method raises Unavailable if the backend fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -205,8 +205,15 @@ class DocumentStore(Protocol):
     def vectors(self, generation: int, rows: Sequence[int]) -> tuple[Rows, Vectors]:
         """Return the embeddings of rows, sorted by row. Rows that do not exist are left out."""
 
-    def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
-        """Return the sorted rows of a generation whose documents pass a filter."""
+    def allowed_rows(
+        self, generation: int, wanted: Filter, cancelled: Callable[[], bool] | None = None
+    ) -> Rows:
+        """Return the sorted rows of a generation whose documents pass a filter.
+
+        Args:
+            cancelled: Asked every few milliseconds. Once it returns True, the query is ended and
+                Unavailable raised.
+        """
 
     def lexical_hits(
         self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None

@@ -23,6 +23,7 @@ from ragcache_core.retrieval.filters import (
     check_size,
     matches,
     number_of,
+    simplified,
 )
 
 names = st.sampled_from(["team", "year", "path"])
@@ -44,6 +45,21 @@ filters: st.SearchStrategy[Filter] = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+@given(filters, documents)
+def test_a_simplified_filter_means_the_same(one: Filter, fields: dict[str, str]) -> None:
+    plain = simplified(one)
+    assert matches(plain, fields) == matches(one, fields)
+    assert simplified(plain) == plain
+
+
+def test_repeated_conditions_are_dropped() -> None:
+    a, b = Exists("a"), In("b", ("x", "y"))
+    repeated = In("b", ("y", "x", "y"))
+    assert simplified(And((a, And((a, repeated)), b, a))) == And((a, b))
+    assert simplified(Or((a, Or((a,)), Not(Not(a))))) == a
+    assert simplified(And((Or((a, b)), a))) == And((Or((a, b)), a))
 
 
 @given(filters, documents)

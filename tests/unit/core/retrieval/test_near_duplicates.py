@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +100,20 @@ def test_a_newer_version_with_a_lower_score_is_not_kept() -> None:
 
 def test_texts_without_words_are_no_duplicates() -> None:
     assert len(without_duplicates([hit("..."), hit("---")])) == 2
+
+
+def test_candidates_after_enough_hits_are_not_asked_for() -> None:
+    asked = []
+
+    def candidates() -> Iterator[DuplicateCandidate]:
+        for i in range(12):
+            asked.append(i)
+            yield hit(f"text {i // 2}")  # each text twice
+
+    kept = without_duplicates(candidates(), limit=3, num_spare=0)
+    assert [one.index for one in kept] == [0, 2, 4]
+    assert asked == [0, 1, 2, 3, 4]
+    asked.clear()
+    kept = without_duplicates(candidates(), limit=3, num_spare=3)
+    assert [one.duplicates for one in kept] == [(1,), (3,), (5,)]
+    assert asked == [0, 1, 2, 3, 4, 5, 6, 7]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.fusion import FusionWeights, Scores
 from ragcache_retriever.ranking import hybrid
-from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
 from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
-from ragcache_retriever.ranking.rerankers.reranker import RerankRequest
+from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, RerankRequest
 from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.search.vector_index import IndexStage, Vectors
+from ragcache_retriever.store.records import Neighbourhood
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.helpers.ranked_collection import (
@@ -278,3 +280,143 @@ def test_early_stages_do_not_wait_for_slow_words(
     released.set()
     assert [stage.final for stage in stages] == [True]
     assert pages.indexes(stages[0]) == [0, 1, 2, 3]
+
+
+NUM_PAGES, NUM_VERSIONS = 30, 4
+
+
+def versioned_pages(
+    store: SqliteDocumentStore, num_pages: int, num_versions: int
+) -> RankedCollection:
+    """Pages whose versions differ by one word. Earlier pages are nearer to ``ALONG``."""
+    texts, vectors = [], []
+    for page in range(num_pages):
+        for version in range(num_versions):
+            words = [f"p{page}w{i}" for i in range(40)]
+            texts.append(" ".join([*words, f"version{version}"]))
+            angle = (page + version / 100) / num_pages
+            vectors.append(unit(np.cos(angle), np.sin(angle), 0, 0))
+    return ranked_collection(store, texts, vectors)
+
+
+ALONG = unit(1, 0, 0, 0)
+
+
+class CountingIndex(StagesIndex):
+    """An index that remembers how many hits searches have asked for."""
+
+    def __init__(self, exact: StagesIndex) -> None:
+        super().__init__(exact.stages)
+        self.asked: list[int] = []
+
+    def search(self, query: Vectors, top_k: int, **options: object) -> Iterator[IndexStage]:
+        self.asked.append(top_k)
+        yield from super().search(query, top_k, **options)
+
+
+@pytest.mark.parametrize("top_k", [5, 10, 20, 30, 50])
+def test_copies_displace_no_other_hits(
+    ranking: HybridRanking, store: SqliteDocumentStore, top_k: int
+) -> None:
+    pages = versioned_pages(store, NUM_PAGES, NUM_VERSIONS)
+    *_, final = pages.search(ranking, "-", ALONG, top_k=top_k)
+    found = [i // NUM_VERSIONS for i in pages.indexes(final)]
+    assert found == list(range(min(top_k, NUM_PAGES)))
+    newest = [i % NUM_VERSIONS for i in pages.indexes(final)]
+    assert newest == [NUM_VERSIONS - 1] * len(found)
+
+
+def test_the_legs_are_asked_for_more_until_there_are_enough_hits(
+    ranking: HybridRanking, store: SqliteDocumentStore
+) -> None:
+    pages = versioned_pages(store, 12, 30)
+    index = CountingIndex(pages.exact_index(ALONG))
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=3)
+    assert [i // 30 for i in pages.indexes(final)] == [0, 1, 2]
+    assert index.asked == [LEG_HITS]
+    index.asked.clear()
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=10)
+    assert [i // 30 for i in pages.indexes(final)] == list(range(10))
+    assert index.asked == [LEG_HITS, 4 * LEG_HITS]
+    index.asked.clear()
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=20)
+    assert [i // 30 for i in pages.indexes(final)] == list(range(12))
+    assert index.asked == [LEG_HITS, 4 * LEG_HITS], "the index has no more"
+
+
+def test_words_alone_are_searched_for_more(
+    ranking: HybridRanking, store: SqliteDocumentStore
+) -> None:
+    texts = [
+        f"apple p{i // 40} " + " ".join(f"p{i // 40}w{j}" for j in range(40)) for i in range(160)
+    ]
+    pages = ranked_collection(store, texts, [ALONG] * len(texts))
+    (only,) = pages.search(ranking, "apple", top_k=4)
+    assert sorted(i // 40 for i in pages.indexes(only)) == [0, 1, 2, 3]
+
+
+def test_the_number_of_hits_that_are_asked_for_is_bounded(
+    ranking: HybridRanking, store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "MAX_LEG_HITS", 150)
+    pages = versioned_pages(store, 2, 160)
+    index = CountingIndex(pages.exact_index(ALONG))
+    mode = SearchMode.DENSE
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=5, mode=mode)
+    assert len(final.rows) == 2
+    assert index.asked == [LEG_HITS, 150]
+
+
+def test_a_least_score_asks_for_no_more_hits(
+    ranking: HybridRanking, store: SqliteDocumentStore
+) -> None:
+    pages = versioned_pages(store, 12, 30)
+    index = CountingIndex(pages.exact_index(ALONG))
+    mode = SearchMode.DENSE
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=10, mode=mode, min_score=0.99)
+    assert [i // 30 for i in pages.indexes(final)] == [0, 1]
+    assert index.asked == [LEG_HITS]
+
+
+def test_searches_without_copies_read_no_more_texts(
+    ranking: HybridRanking, store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = versioned_pages(store, 150, 1)
+    index = CountingIndex(pages.exact_index(ALONG))
+    read: list[int] = []
+    neighbourhoods = store.neighbourhoods
+
+    def counted(rows: Sequence[int], window: int) -> dict[int, Neighbourhood]:
+        read.extend(rows)
+        return neighbourhoods(rows, window)
+
+    monkeypatch.setattr(store, "neighbourhoods", counted)
+    *_, final = pages.search(ranking, "-", ALONG, index, top_k=10)
+    assert pages.indexes(final) == list(range(10))
+    assert len(read) == 10 + 5 + 8
+    assert index.asked == [LEG_HITS]
+
+
+def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStore) -> None:
+    pages = versioned_pages(store, 70, 1)
+    reranker = ReversingReranker(is_fast=True)
+    ranking = HybridRanking(reranker)
+    *_, final = pages.search(ranking, "-", ALONG, top_k=60)
+    assert pages.indexes(final) == [*reversed(range(MAX_RERANKED)), *range(MAX_RERANKED, 60)]
+    scores = [one.score for one in final.rows]
+    assert scores == sorted(scores, reverse=True)
+    assert [one.legs.reranked is None for one in final.rows] == [False] * 50 + [True] * 10
+    # Their score is not known, so they pass no least score.
+    *_, final = pages.search(ranking, "-", ALONG, top_k=60, min_score=-1.0)
+    assert len(final.rows) == MAX_RERANKED
+    ranking.close()
+
+
+def test_further_hits_are_not_reranked(store: SqliteDocumentStore) -> None:
+    pages = versioned_pages(store, 12, 30)
+    reranker = ReversingReranker(is_fast=False)
+    ranking = HybridRanking(reranker)
+    *_, final = pages.search(ranking, "-", ALONG, top_k=10)
+    assert [i // 30 for i in pages.indexes(final)] == [1, 0, *range(2, 10)]
+    assert reranker.num_calls == 1
+    ranking.close()

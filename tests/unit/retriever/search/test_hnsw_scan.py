@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search import segmented_index
+from ragcache_retriever.search import hnsw_scan, segmented_index
 from ragcache_retriever.search.files.stored_vectors import Precision
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from ragcache_retriever.search.vector_index import Rows
 from tests.helpers.vectors import (
     DIMENSION,
     NONE,
@@ -71,9 +72,55 @@ def test_nearly_all_hits_are_found_in_base_and_tail(changed: SegmentedIndex) -> 
 def test_only_allowed_rows_are_found(
     changed: SegmentedIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segmented_index, "FEW_ALLOWED", 100)
+    monkeypatch.setattr(segmented_index, "FEW_ALLOWED", 0)
+    monkeypatch.setattr(hnsw_scan, "ROWS_PER_STEP", 0.25)  # so that a walk is cheaper
     allowed = LIVE[LIVE % 5 == 0]
     assert recall(changed, allowed, allowed) >= 0.99
+    num_scored = [final(changed, query, 10, allowed).num_scored for query in QUERIES]
+    assert max(num_scored) < NUM_VECTORS
+
+
+FAR = clustered(6000, seed=4)
+FAR_ROWS = np.sort(np.argsort(FAR @ FAR[0])[:300])
+"""The twentieth of the vectors that is farthest from the query."""
+
+
+@pytest.fixture(scope="module")
+def far(threads: IndexThreads) -> SegmentedIndex:
+    index = opened(threads)
+    index.load([(np.arange(len(FAR)), FAR)])
+    return index
+
+
+def test_a_few_allowed_rows_are_compared_directly(far: SegmentedIndex) -> None:
+    found = final(far, FAR[0], 10, FAR_ROWS)
+    assert found.num_scored == len(FAR_ROWS)
+    assert found.rows == nearest(FAR_ROWS, FAR[FAR_ROWS], FAR[0], 10)
+
+
+@pytest.mark.parametrize("are_removed", [False, True])
+def test_a_walk_that_costs_more_than_direct_comparison_ends(
+    far: SegmentedIndex,
+    threads: IndexThreads,
+    are_removed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With removed rows, the walk is in a region where all rows were removed."""
+    rows, index = FAR_ROWS, far
+    allowed: Rows | None = FAR_ROWS
+    if are_removed:
+        index = opened(threads)
+        index.load([(np.arange(len(FAR)), FAR)])
+        monkeypatch.setattr(segmented_index, "MIN_TAIL", len(FAR))  # no merge meanwhile
+        index.apply(np.setdiff1d(np.arange(len(FAR)), rows).tolist(), (), NONE)
+        allowed = None
+    monkeypatch.setattr(segmented_index, "_few", lambda *_: 0)
+    stages = list(index.search(FAR[0], 10, allowed=allowed))
+    assert [one.final for one in stages] == [False] * (len(stages) - 1) + [True]
+    assert stages[-1].rows == nearest(rows, FAR[rows], FAR[0], 10)
+    usual = final(far, FAR[0], 10).num_scored
+    assert stages[-1].num_scored < 3.5 * usual + len(rows)
+    assert stages[-1].num_scored < len(FAR) / 2
 
 
 def test_stages_advance_and_score_a_small_part(changed: SegmentedIndex) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ragcache_core.retrieval.filters import Filter
@@ -204,9 +204,11 @@ class PostgresDocumentStore:
         """See DocumentStore."""
         return self._reads.vectors(generation, rows)
 
-    def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
+    def allowed_rows(
+        self, generation: int, wanted: Filter, cancelled: Callable[[], bool] | None = None
+    ) -> Rows:
         """See DocumentStore."""
-        return self._reads.allowed_rows(generation, wanted)
+        return self._reads.allowed_rows(generation, wanted, cancelled)
 
     def lexical_hits(
         self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None

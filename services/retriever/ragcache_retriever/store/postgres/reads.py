@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import psycopg
@@ -163,7 +163,9 @@ class PostgresReads:
 
     # Searches
 
-    def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
+    def allowed_rows(
+        self, generation: int, wanted: Filter, cancelled: Callable[[], bool] | None = None
+    ) -> Rows:
         """See DocumentStore.allowed_rows."""
         home = self._database.read_one(
             "SELECT collection FROM generations WHERE row = %s", (generation,)
@@ -171,13 +173,15 @@ class PostgresReads:
         if home is None:
             return np.empty(0, np.int64)
         sql = PostgresFilter(wanted, home[0])
-        found = self._database.read_one(
-            "SELECT array_send(array_agg(row ORDER BY row)) FROM chunks"
-            " WHERE generation = %s AND document IN"
-            " (SELECT documents.row FROM documents"
-            f"  WHERE documents.collection = %s AND {sql.condition})",
-            (generation, home[0], *sql.parameters),
-        )
+        with self._database.connection() as connection, connection.cancelled_by(cancelled):
+            found = connection.execute(
+                "SELECT array_send(array_agg(row ORDER BY row)) FROM chunks"
+                " WHERE generation = %s AND document IN"
+                " (SELECT documents.row FROM documents"
+                f"  WHERE documents.collection = %s AND {sql.condition})",
+                (generation, home[0], *sql.parameters),
+                binary=True,
+            ).fetchone()
         return rows_of(found[0] if found else None)
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:

@@ -41,7 +41,7 @@ Row: TypeAlias = tuple[Any, ...]
 
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _STEPS_PER_CHECK = 10_000
-"""Steps of SQLite between two looks at the clock, less than a millisecond."""
+"""Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
 class DatabaseDamaged(Unavailable):
@@ -173,19 +173,27 @@ class Database:
         return row
 
     def iterate(
-        self, sql: str, parameters: Sequence[Value] = (), *, limit_s: float | None = None
+        self,
+        sql: str,
+        parameters: Sequence[Value] = (),
+        *,
+        limit_s: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Generator[Row, None, None]:
         """Yield the rows of a query on committed data.
 
         Args:
             limit_s: Time after which SQLite ends the query. None: no limit.
+            cancelled: SQLite ends the query soon after it returns True.
 
         Raises:
-            Unavailable: The query has taken longer.
+            Unavailable: The query has taken longer, or was cancelled.
         """
+        if limit_s is not None:
+            cancelled = _or_after(limit_s, cancelled)
         with (
             self.errors("read"),
-            _ending_after(self.reader, limit_s),
+            _cancelled_by(self.reader, cancelled),
             contextlib.closing(self.reader.execute(sql, parameters)) as rows,
         ):
             yield from rows
@@ -338,14 +346,21 @@ class Database:
             (self.folder / DAMAGE_MARKER).write_text(problem)
 
 
+def _or_after(limit_s: float, cancelled: Callable[[], bool] | None) -> Callable[[], bool]:
+    """Return a function that is also true after a time."""
+    end_s = time.monotonic() + limit_s
+    return lambda: time.monotonic() > end_s or (cancelled is not None and cancelled())
+
+
 @contextlib.contextmanager
-def _ending_after(connection: sqlite3.Connection, limit_s: float | None) -> Iterator[None]:
-    """Have SQLite end the queries of a connection after a time."""
-    if limit_s is None:
+def _cancelled_by(
+    connection: sqlite3.Connection, cancelled: Callable[[], bool] | None
+) -> Iterator[None]:
+    """Have SQLite end the queries of a connection once a function returns True."""
+    if cancelled is None:
         yield
         return
-    end_s = time.monotonic() + limit_s
-    connection.set_progress_handler(lambda: time.monotonic() > end_s, _STEPS_PER_CHECK)
+    connection.set_progress_handler(cancelled, _STEPS_PER_CHECK)
     try:
         yield
     finally:

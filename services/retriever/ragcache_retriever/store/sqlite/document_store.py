@@ -212,9 +212,11 @@ class SqliteDocumentStore:
         """See DocumentStore."""
         return self._reads.vectors(generation, rows)
 
-    def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
+    def allowed_rows(
+        self, generation: int, wanted: Filter, cancelled: Callable[[], bool] | None = None
+    ) -> Rows:
         """See DocumentStore."""
-        return self._reads.allowed_rows(generation, wanted)
+        return self._reads.allowed_rows(generation, wanted, cancelled)
 
     def lexical_hits(
         self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None

@@ -1,0 +1,97 @@
+"""A task works on all items, and one that fails delays only itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from ragcache_core.errors import InvalidInput, NotFound, Unavailable
+from ragcache_retriever.concurrency import item_task
+from ragcache_retriever.concurrency.item_task import ItemTask
+
+
+class Work:
+    """Items that fail with errors that a test sets, in the order of the calls."""
+
+    def __init__(self, *items: str) -> None:
+        self.items = list(items)
+        self.errors: dict[str, list[Exception]] = {}
+        self.done: list[str] = []
+        self.failed: list[str] = []
+        self.task = ItemTask("work", lambda: self.items, self._work_on)
+
+    async def _work_on(self, item: str) -> None:
+        errors = self.errors.get(item)
+        if errors:
+            self.failed.append(item)
+            raise errors.pop(0)
+        self.done.append(item)
+
+    async def run(self) -> None:
+        self.task.start()
+        async with asyncio.timeout(30):
+            await self.task.wait_until_idle()
+
+
+@pytest_asyncio.fixture
+async def work() -> AsyncIterator[Work]:
+    work = Work("a", "b", "c")
+    yield work
+    await work.task.stop()
+
+
+async def test_each_start_works_on_all_items(work: Work) -> None:
+    await work.run()
+    assert work.done == ["a", "b", "c"]
+    assert work.task.is_idle
+    await work.run()
+    assert work.done == ["a", "b", "c"] * 2
+
+
+async def test_a_failed_item_delays_no_other_one(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    work.errors = {"a": [Unavailable("disk", "it is full", retry_after_s=3600)]}
+    work.task.start()
+    while len(work.done) < 2:
+        await asyncio.sleep(0)
+    work.task.start()  # does not try the failed one before its time
+    while len(work.done) < 4:
+        await asyncio.sleep(0)
+    assert work.done == ["b", "c"] * 2
+    assert work.failed == ["a"]
+    assert not work.task.is_idle
+    assert "work: interrupted item=a error=the disk is unavailable: it is full" in caplog.text
+
+
+async def test_a_failed_item_is_tried_until_it_succeeds(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    work.errors = {
+        "a": [Unavailable("disk", "it is full", retry_after_s=0.001), RuntimeError("a defect")],
+        "b": [NotFound("collection", "b", "-"), InvalidInput("b", "is wrong", "-")],
+    }
+    await work.run()
+    assert sorted(set(work.done)) == ["a", "b", "c"]
+    assert sorted(work.failed) == ["a", "a", "b", "b"]
+
+
+async def test_an_item_that_vanished_is_not_waited_for(work: Work) -> None:
+    work.errors = {"a": [Unavailable("disk", "it is full", retry_after_s=3600)]}
+    work.task.start()
+    while len(work.done) < 2:
+        await asyncio.sleep(0)
+    work.items.remove("a")
+    await work.run()
+    assert work.task.is_idle
+
+
+async def test_a_stopped_task_starts_again(work: Work) -> None:
+    await work.run()
+    await work.task.stop()
+    await work.run()
+    assert work.done == ["a", "b", "c"] * 2
