@@ -30,6 +30,10 @@ class Work:
             raise errors.pop(0)
         self.done.append(item)
 
+    async def until_done(self, count: int) -> None:
+        while len(self.done) < count:  # noqa: ASYNC110  it ends in a few steps of the loop
+            await asyncio.sleep(0)
+
     async def run(self) -> None:
         self.task.start()
         async with asyncio.timeout(30):
@@ -56,11 +60,9 @@ async def test_a_failed_item_delays_no_other_one(
 ) -> None:
     work.errors = {"a": [Unavailable("disk", "it is full", retry_after_s=3600)]}
     work.task.start()
-    while len(work.done) < 2:
-        await asyncio.sleep(0)
+    await work.until_done(2)
     work.task.start()  # does not try the failed one before its time
-    while len(work.done) < 4:
-        await asyncio.sleep(0)
+    await work.until_done(4)
     assert work.done == ["b", "c"] * 2
     assert work.failed == ["a"]
     assert not work.task.is_idle
@@ -83,8 +85,7 @@ async def test_a_failed_item_is_tried_until_it_succeeds(
 async def test_an_item_that_vanished_is_not_waited_for(work: Work) -> None:
     work.errors = {"a": [Unavailable("disk", "it is full", retry_after_s=3600)]}
     work.task.start()
-    while len(work.done) < 2:
-        await asyncio.sleep(0)
+    await work.until_done(2)
     work.items.remove("a")
     await work.run()
     assert work.task.is_idle
