@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
@@ -24,7 +24,7 @@ from ragcache_core.cost.tier_latency import TierLatency
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
-from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant, Tombstone
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
@@ -83,6 +83,7 @@ class StoreState:
         self.leases = LeaseTable()
         self.misses = MissReasons()
         self.tombstones = Tombstones()
+        self._deletes_before: int | None = None  # the one that is being applied
         self.counters = Counters()
         self.feed = StoreFeed()
         self.incoming: Counter[VariantKey] = Counter()
@@ -103,11 +104,12 @@ class StoreState:
         miss: Miss | None = None
         if wanted.prefix is not None:
             key = VariantKey(wanted.chunk, wanted.prefix)
-            variant = self.catalog.get(key)
+            variant = self.find(key)
             found = [] if variant is None else [variant]
             miss = self.miss_reason(key) if variant is None else None
         else:
-            found = self.catalog.variants_of(wanted.chunk)
+            variants = self.catalog.variants_of(wanted.chunk)
+            found = [variant for variant in variants if not self.is_deleted(variant)]
             miss = self.misses.of_chunk(wanted.chunk)
         refusals = [refusal(variant, exact, domain) for variant in found]
         served = tuple(
@@ -133,10 +135,47 @@ class StoreState:
         )
 
     def miss_reason(self, key: VariantKey) -> Miss:
-        """Return why a variant is not stored."""
-        if self.tombstones.names(key):
+        """Return why ``find`` finds no variant."""
+        if self.tombstones.names(key) or self.catalog.get(key) is not None:
             return Miss.DELETED
         return self.misses.of_variant(key)
+
+    def find(self, key: VariantKey) -> CatalogVariant | None:
+        """Return the variant of key, if it is stored and not deleted."""
+        variant = self.catalog.get(key)
+        return None if variant is None or self.is_deleted(variant) else variant
+
+    def is_deleted(self, variant: CatalogVariant) -> bool:
+        """Return whether the delete that is being applied covers a variant in the catalog."""
+        if self._deletes_before is None:
+            return False
+        after = max(self._deletes_before, variant.delete_sequence)
+        return self.tombstones.covers(variant.key, variant.origin, after)
+
+    def begin_delete(self, tombstone: Tombstone, now_ms: int) -> set[VariantKey]:
+        """Have a delete take effect. Return the variants that the caller has to drop.
+
+        Nothing that it covers is served from now on. The caller has the delete lock until
+        ``end_delete``.
+        """
+        self._deletes_before = self.tombstones.last_sequence
+        self.tombstones.add(tombstone, now_ms)
+        return self.catalog.covered_by(tombstone.deletion)
+
+    def drop_deleted(self, keys: Iterable[VariantKey], reason: Miss) -> int:
+        """Drop variants that ``begin_delete`` has returned. Return how many were still there."""
+        num_dropped = 0
+        for key in keys:
+            variant = self.catalog.get(key)
+            if variant is not None and self.is_deleted(variant):
+                self.drop(variant, reason)
+                num_dropped += 1
+        self.memory_freed.notify_all()
+        return num_dropped
+
+    def end_delete(self) -> None:
+        """Note that all variants are dropped that the delete covers."""
+        self._deletes_before = None
 
     @staticmethod
     def fastest_copy(variant: CatalogVariant) -> tuple[Tier, TierCopy]:
