@@ -90,9 +90,12 @@ def delete(store: Store, number: int, count: int) -> None:
 
 def measure(folder: Path, num_deletes: int, max_bytes: int) -> dict[str, Any]:
     """Apply deletes, then forget them when they are a day old."""
-    now_ms = [time.time_ns() // 1_000_000]
+    passed_s = [0.0]
     options = StoreOptions(
-        16 * MIB, 64 * MIB, wall_ms=lambda: now_ms[0], max_tombstone_bytes=max_bytes
+        16 * MIB,
+        64 * MIB,
+        clock=lambda: time.monotonic() + passed_s[0],
+        max_tombstone_bytes=max_bytes,
     )
     store = Store(folder, options)
     lock = TimedLock(store._state.lock)
@@ -109,7 +112,7 @@ def measure(folder: Path, num_deletes: int, max_bytes: int) -> dict[str, Any]:
     estimated_bytes = store._state.tombstones.num_bytes
     lock.take_longest_ms()
 
-    now_ms[0] += LIFETIME_MS + 1
+    passed_s[0] += LIFETIME_MS / 1000 + 1
     stop = threading.Event()
 
     def keep_deleting() -> None:

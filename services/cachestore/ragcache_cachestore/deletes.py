@@ -98,7 +98,7 @@ class Deletes:
             if not new:
                 return 0
             for tombstone in self._put_tombstones(new):
-                num_removed += self._apply_one(tombstone, now_ms, Miss.DELETED)
+                num_removed += self._apply_one(tombstone, Miss.DELETED)
         self._state.telemetry.deleted(num_removed)
         self._mover.try_free_dropped_copies()
         self._forget_excess()
@@ -120,7 +120,7 @@ class Deletes:
         self._metadata.put_tombstones(tombstones)
         return tombstones
 
-    def _apply_one(self, tombstone: Tombstone, now_ms: int, reason: Miss) -> int:
+    def _apply_one(self, tombstone: Tombstone, reason: Miss) -> int:
         """Apply a delete that is on disk. Return how many variants it has removed.
 
         It takes effect at once. The variants are dropped in batches, so that a delete of a whole
@@ -128,7 +128,7 @@ class Deletes:
         """
         with self._state.lock:
             self._status_page.count_withdrawal()
-            keys = iter(self._state.begin_delete(tombstone, now_ms))
+            keys = iter(self._state.begin_delete(tombstone))
         num_removed = 0
         while batch := list(islice(keys, DROP_BATCH)):
             with self._state.lock:
@@ -149,11 +149,10 @@ class Deletes:
         Raises:
             Unavailable: The disk refuses. Nothing has changed.
         """
-        now_ms = self._wall_ms()
-        everything = Deletion(os.urandom(ID_BYTES), made_at_ms=now_ms)
+        everything = Deletion(os.urandom(ID_BYTES), made_at_ms=self._wall_ms())
         with self._state.delete_lock:
             (tombstone,) = self._put_tombstones([everything])
-            num_removed = self._apply_one(tombstone, now_ms, Miss.EVICTED)
+            num_removed = self._apply_one(tombstone, Miss.EVICTED)
         self._mover.try_free_dropped_copies()
         return num_removed
 
@@ -162,7 +161,7 @@ class Deletes:
         # No delete is forgotten between the two reads.
         with self._state.delete_lock:
             tombstones = self._state.tombstones
-            last, forgotten = tombstones.last_sequence, tombstones.forgotten.sequence
+            last, forgotten = tombstones.last_sequence, tombstones.forgotten_sequence
             incomplete = sequence < forgotten
             if sequence > last:  # the volume was restored from an older copy
                 incomplete, sequence = True, 0
@@ -203,7 +202,7 @@ class Deletes:
         with self._state.lock:
             excess = self._state.tombstones.num_bytes > self._max_tombstone_bytes
         max_bytes = int(self._max_tombstone_bytes * (KEPT_SHARE if excess else 1))
-        before_ms = self._wall_ms() - LIFETIME_MS
+        before_ms = self._state.steady.now_ms() - LIFETIME_MS
         while self._forget_batch(before_ms, max_bytes):
             pass
 
@@ -228,7 +227,7 @@ class Deletes:
             self._mover.free_dropped_copies()
             self._metadata.sync()
             oldest = list(islice(self._metadata.tombstones(), count))
-            applied_ms = self._state.tombstones.applied_ms(count)
+            applied_ms = self._state.tombstones.applied_unix_ms(count, self._state.steady)
             sequences = [one.sequence for one in oldest]
             self._metadata.drop_tombstones(sequences, ForgottenDeletes(sequences[-1], applied_ms))
             with self._state.lock:

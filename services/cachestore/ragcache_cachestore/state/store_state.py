@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
 from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
+from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_cachestore.state.store_feed import StoreFeed
 from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
@@ -47,6 +48,7 @@ class StoreState:
     Attributes:
         lock: Guards everything here but ``delete_lock``.
         delete_lock: Held while deletes are applied or forgotten. It is taken before ``lock``.
+        steady: Dates deletes and plans.
         memory_freed: Notified when pages of memory may have become free.
         incoming: Number of incoming puts by variant.
         incoming_bytes: Bytes of incoming values, which cannot be evicted.
@@ -63,12 +65,14 @@ class StoreState:
         policy_name: str,
         store_id: bytes,
         clock: Callable[[], float],
+        wall_ms: Callable[[], int],
         telemetry: Telemetry,
     ) -> None:
         self.lock = threading.Lock()
         self.delete_lock = threading.Lock()
         self.memory_freed = threading.Condition(self.lock)
         self.clock = clock
+        self.steady = SteadyClock(clock, wall_ms)
         self.telemetry = telemetry
         self.policy_name = policy_name
         self.store_id = store_id
@@ -152,14 +156,14 @@ class StoreState:
         after = max(self._deletes_before, variant.delete_sequence)
         return self.tombstones.covers(variant.key, variant.origin, after)
 
-    def begin_delete(self, tombstone: Tombstone, now_ms: int) -> set[VariantKey]:
+    def begin_delete(self, tombstone: Tombstone) -> set[VariantKey]:
         """Have a delete take effect. Return the variants that the caller has to drop.
 
         Nothing that it covers is served from now on. The caller has the delete lock until
         ``end_delete``.
         """
         self._deletes_before = self.tombstones.last_sequence
-        self.tombstones.add(tombstone, now_ms)
+        self.tombstones.add(tombstone, self.steady.now_ms())
         return self.catalog.covered_by(tombstone.deletion)
 
     def drop_deleted(self, keys: Iterable[VariantKey], reason: Miss) -> int:
@@ -446,8 +450,10 @@ class StoreState:
             return 0
         seen = min(as_of.sequence, self.tombstones.last_sequence)
         if as_of.planned_at_ms:
-            applied_by = self.tombstones.applied_by(as_of.planned_at_ms - MAX_CLOCK_SKEW_MS)
-            seen = min(seen, applied_by)
+            unix_ms = as_of.planned_at_ms - MAX_CLOCK_SKEW_MS
+            # A plan from the future counts as made now.
+            at_ms = self.steady.of_unix(as_of.planned_at_ms) - MAX_CLOCK_SKEW_MS
+            seen = min(seen, self.tombstones.applied_by(at_ms, unix_ms))
         return seen
 
     def in_batches(self) -> Iterator[CatalogVariant]:
