@@ -146,13 +146,17 @@ class SchedulerHarness:
         return saved
 
     def plain(
-        self, request_id: str, token_ids: Sequence[int] = PLAIN, **given: Any
+        self,
+        request_id: str,
+        token_ids: Sequence[int] = PLAIN,
+        params: object = None,
+        **given: Any,
     ) -> tuple[int, list[VariantKey]]:
         """Run a request without a plan: load from the store, then compute in two passes.
 
         Return how many tokens are loaded, and the saved variants.
         """
-        self.scheduler.on_new_request(request_id, token_ids, None, **given)
+        self.scheduler.on_new_request(request_id, token_ids, params, **given)
         loaded = self.scheduler.loadable_tokens(request_id, 0)
         assert loaded is not None
         self.scheduler.on_allocated(request_id, BLOCKS, loaded)

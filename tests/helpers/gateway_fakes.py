@@ -18,7 +18,7 @@ import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key, token_digest
-from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.server import GatewayProtocol, bind_sockets
@@ -657,10 +657,10 @@ class FakeEngine:
         return not gone.done()
 
     def _words_for(self, body: Any) -> list[str]:
-        params = body.get("kv_transfer_params") or {}
-        if "ragcache" not in params:
+        plan_text = (body.get("kv_transfer_params") or {}).get("ragcache", NO_REUSE)
+        if plan_text == NO_REUSE:
             return self.words
-        plan = ReusePlan.decode(params["ragcache"])
+        plan = ReusePlan.decode(plan_text)
         if plan.request.startswith("query-"):
             return [self.query or "NONE"]
         blends = plan.blends

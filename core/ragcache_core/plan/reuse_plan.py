@@ -32,6 +32,13 @@ PLAIN_DOMAIN = "plain:"
 A plan may not use it.
 """
 
+NO_REUSE: Final = "off"
+"""Sent in place of a plan: the engine loads no stored KV for the prompt and stores none of it.
+
+A gateway sends it where it has no token ids of the prompt, which a signed plan needs. It is not
+signed, because it gives a client access to nothing.
+"""
+
 
 class Action(StrEnum):
     """What the engine does with a segment."""

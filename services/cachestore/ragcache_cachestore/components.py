@@ -171,5 +171,6 @@ def _make_state(
         policy_name=options.policy,
         store_id=metadata.store_id,
         clock=options.clock,
+        wall_ms=options.wall_ms,
         telemetry=options.telemetry,
     )

@@ -1,5 +1,9 @@
 """The delete path: write tombstones, drop what they cover, report them to other shards.
 
+A delete takes effect as a whole, when its tombstone is added. Reads find no variant that it covers
+from then on (``StoreState.find``). The variants themselves are dropped in batches, and a kill in
+between loses nothing: the next start drops the rest.
+
 A delete must not be forgotten in a way that serves again what it removed. Before a delete is
 forgotten, what it covers is removed from disk. Afterwards the store refuses every put that had not
 seen it (``Tombstones.covers``), and tells a shard that pulls later that it has missed deletes.
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -36,6 +41,12 @@ MAX_TOMBSTONE_BYTES = 64 << 20
 
 KEPT_SHARE = 0.875
 """Share of the bound that is kept when it is exceeded, so that not every delete forgets another."""
+
+DROP_BATCH = 32
+"""Variants that are dropped while the store's lock is held once, in about half a millisecond."""
+
+DROP_PAUSE_S = 1e-4
+"""Pause between two batches, in which waiting lookups get the lock."""
 
 FORGET_BATCH = 256
 """Deletes that are forgotten while the store's lock is held once."""
@@ -87,7 +98,7 @@ class Deletes:
             if not new:
                 return 0
             for tombstone in self._put_tombstones(new):
-                num_removed += self._apply_one(tombstone, now_ms)
+                num_removed += self._apply_one(tombstone, Miss.DELETED)
         self._state.telemetry.deleted(num_removed)
         self._mover.try_free_dropped_copies()
         self._forget_excess()
@@ -109,15 +120,25 @@ class Deletes:
         self._metadata.put_tombstones(tombstones)
         return tombstones
 
-    def _apply_one(self, tombstone: Tombstone, now_ms: int) -> int:
+    def _apply_one(self, tombstone: Tombstone, reason: Miss) -> int:
+        """Apply a delete that is on disk. Return how many variants it has removed.
+
+        It takes effect at once. The variants are dropped in batches, so that a delete of a whole
+        domain does not delay lookups. The caller has the delete lock.
+        """
         with self._state.lock:
             self._status_page.count_withdrawal()
-            self._state.tombstones.add(tombstone, now_ms)
-            covered = self._state.catalog.covered_by(tombstone.deletion)
-            for variant in covered:
-                self._state.drop(variant, Miss.DELETED)
-            self._state.memory_freed.notify_all()
-        return len(covered)
+            keys = iter(self._state.begin_delete(tombstone))
+        num_removed = 0
+        while batch := list(islice(keys, DROP_BATCH)):
+            with self._state.lock:
+                num_removed += self._state.drop_deleted(batch, reason)
+            if len(batch) == DROP_BATCH:
+                # A lock is not fair: without a pause this thread would take it again at once.
+                time.sleep(DROP_PAUSE_S)
+        with self._state.lock:
+            self._state.end_delete()
+        return num_removed
 
     def drop_all(self) -> int:
         """Drop every variant, and refuse the puts that are planned before now. Return their number.
@@ -128,24 +149,10 @@ class Deletes:
         Raises:
             Unavailable: The disk refuses. Nothing has changed.
         """
-        now_ms = self._wall_ms()
-        num_removed = 0
+        everything = Deletion(os.urandom(ID_BYTES), made_at_ms=self._wall_ms())
         with self._state.delete_lock:
-            everything = Deletion(os.urandom(ID_BYTES), made_at_ms=now_ms)
             (tombstone,) = self._put_tombstones([everything])
-            with self._state.lock:
-                self._state.tombstones.add(tombstone, now_ms)
-            for variant in self._state.in_batches():
-                with self._state.lock:
-                    if (
-                        self._state.catalog.contains(variant)
-                        and variant.delete_sequence < tombstone.sequence
-                    ):
-                        self._status_page.count_withdrawal()
-                        self._state.drop(variant, Miss.EVICTED)
-                        num_removed += 1
-            with self._state.lock:
-                self._state.memory_freed.notify_all()
+            num_removed = self._apply_one(tombstone, Miss.EVICTED)
         self._mover.try_free_dropped_copies()
         return num_removed
 
@@ -154,7 +161,7 @@ class Deletes:
         # No delete is forgotten between the two reads.
         with self._state.delete_lock:
             tombstones = self._state.tombstones
-            last, forgotten = tombstones.last_sequence, tombstones.forgotten.sequence
+            last, forgotten = tombstones.last_sequence, tombstones.forgotten_sequence
             incomplete = sequence < forgotten
             if sequence > last:  # the volume was restored from an older copy
                 incomplete, sequence = True, 0
@@ -195,7 +202,7 @@ class Deletes:
         with self._state.lock:
             excess = self._state.tombstones.num_bytes > self._max_tombstone_bytes
         max_bytes = int(self._max_tombstone_bytes * (KEPT_SHARE if excess else 1))
-        before_ms = self._wall_ms() - LIFETIME_MS
+        before_ms = self._state.steady.now_ms() - LIFETIME_MS
         while self._forget_batch(before_ms, max_bytes):
             pass
 
@@ -220,7 +227,7 @@ class Deletes:
             self._mover.free_dropped_copies()
             self._metadata.sync()
             oldest = list(islice(self._metadata.tombstones(), count))
-            applied_ms = self._state.tombstones.applied_ms(count)
+            applied_ms = self._state.tombstones.applied_unix_ms(count, self._state.steady)
             sequences = [one.sequence for one in oldest]
             self._metadata.drop_tombstones(sequences, ForgottenDeletes(sequences[-1], applied_ms))
             with self._state.lock:

@@ -15,7 +15,7 @@ from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_cachestore.storage.status_page import StatusPage
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import ValuePart, VariantInfo
+from ragcache_core.identity.variant import Miss, ValuePart, VariantInfo
 from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import Ack, NewVariant, PutCompletion, PutOutcome
 
@@ -71,7 +71,7 @@ class Puts:
             last_seen_delete = self._state.last_seen_delete(new.as_of)
             if self._state.tombstones.covers(new.key, new.origin, last_seen_delete):
                 return PutOutcome.DELETED
-            stored = self._state.catalog.get(new.key)
+            stored = self._state.find(new.key)
             wanted = stored is None or replaces(new.info, stored)
             if wanted:
                 self._begin_incoming(new)
@@ -181,6 +181,7 @@ class Puts:
         now, new = self._state.clock(), incoming.new
         with self._state.lock:
             self._end_incoming(new)
+            self._state.drop_deleted([new.key], Miss.DELETED)
             stored = self._state.catalog.get(new.key)
             deleted = self._state.tombstones.covers(new.key, new.origin, incoming.delete_sequence)
             if deleted or (stored is not None and not replaces(new.info, stored)):

@@ -54,7 +54,7 @@ class Reads:
             return [self._open(key, exact, domain, now) for key in keys]
 
     def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> ReadLease | Miss:
-        variant = self._state.catalog.get(key)
+        variant = self._state.find(key)
         if variant is None:
             return self._state.miss_reason(key)
         miss = refusal(variant, exact, domain)
@@ -137,7 +137,7 @@ class Reads:
         now, num_bytes = self._state.clock(), 0
         for start in range(0, times, REREADS_PER_LOCK):
             with self._state.lock:
-                variant = self._state.catalog.get(key)
+                variant = self._state.find(key)
                 if variant is None:
                     return 0
                 num_bytes = variant.info.num_bytes
@@ -155,7 +155,7 @@ class Reads:
             with self._state.lock:
                 misses += [
                     None
-                    if self._state.catalog.get(key) or key in self._state.incoming
+                    if self._state.find(key) or key in self._state.incoming
                     else self._state.miss_reason(key)
                     for key in keys[start : start + KEYS_PER_LOCK]
                 ]
@@ -170,7 +170,7 @@ class Reads:
         for one in reports:
             times = min(one.times, MAX_REPORTED_TIMES)
             with self._state.lock:
-                variant = self._state.catalog.get(one.key)
+                variant = self._state.find(one.key)
                 if variant is None:
                     unknown += times
                     continue
@@ -185,7 +185,7 @@ class Reads:
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Queue promotions of values on disk. Return how many were queued."""
         with self._state.lock:
-            found = [self._state.catalog.get(key) for key in dict.fromkeys(keys)]
+            found = [self._state.find(key) for key in dict.fromkeys(keys)]
             on_disk = [one for one in found if one is not None and one.memory is None]
         return sum([self._mover.promoter.submit(variant, now=True) for variant in on_disk])
 

@@ -40,7 +40,7 @@ def recover(
     with contextlib.suppress(Unavailable):  # a full disk can still be read
         metadata.note_alive(now_ms)
     state.tombstones = Tombstones.recovered(
-        metadata.tombstones(), metadata.delete_sequence, metadata.forgotten
+        metadata.tombstones(), metadata.delete_sequence, metadata.forgotten, state.steady
     )
     now = state.clock()
     for key, found in metadata.load(disk_tier.allocator):
@@ -55,7 +55,7 @@ def _recover_variant(
     state.next_identity = max(state.next_identity, found.put_order + 1)
     mover.note_recorded(key, copy)
     # Before a delete is forgotten, what it covers is removed from disk.
-    seen = max(found.delete_sequence, state.tombstones.forgotten.sequence)
+    seen = max(found.delete_sequence, state.tombstones.forgotten_sequence)
     if state.tombstones.covers(key, found.origin, seen):
         state.drop_disk_copy(key, copy)
         return

@@ -3,9 +3,10 @@
 Any number of threads may call. ``StoreState`` knows what is stored, under one lock that is held for
 microseconds. ``TierMover`` moves bytes and waits for the disk outside of that lock.
 
-Deletes. A delete is written to disk before it takes effect, and then takes effect at once: the
-catalog has no variant that it covers. A later put is refused if its computation had not seen the
-delete (``AsOf``). At start, a variant found on disk is dropped if a delete came after its put.
+Deletes. A delete is written to disk before it takes effect, and then takes effect at once: no read
+finds a variant that it covers, although these are dropped in batches. A later put is refused if its
+computation had not seen the delete (``AsOf``). At start, a variant found on disk is dropped if a
+delete came after its put.
 """
 
 from __future__ import annotations

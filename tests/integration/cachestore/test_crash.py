@@ -24,6 +24,7 @@ import pytest
 
 from bench.support.processes import free_port
 from bench.support.stored_values import corrupt
+from ragcache_cachestore.deletes import DROP_BATCH
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
@@ -38,6 +39,9 @@ OPERATIONS = 60
 
 GROUP = 3
 """So many neighbouring numbers are one document, each computed after those before it."""
+
+DOMAIN = 2 * 3 * DROP_BATCH
+"""So many neighbouring numbers are one access domain. Its delete drops them in several batches."""
 
 MEMORY_BYTES = 2 << 20
 """Small, so that values are demoted to disk all the time."""
@@ -70,6 +74,7 @@ def new_variant(number: int, raw: bytes, as_of: AsOf) -> NewVariant:
         VariantInfo(256, len(raw), 0, Provenance(exact=True)),
         Origin(
             prefix_chunks=tuple(key(before).chunk for before in range(first, number)),
+            domain=f"domain {number // DOMAIN}",
             document=f"document {number // GROUP}",
         ),
         None,
@@ -205,11 +210,13 @@ class StoreRun:
             # Also beyond the last number: a delete may come before the put that it covers.
             number = rng.randint(max(0, ledger.next_number - 200), ledger.next_number + 1)
             first = number - number % GROUP
-            kind = rng.choice(["variant", "chunk", "document"])
+            in_domain = number - number % DOMAIN
+            kind = rng.choices(["variant", "chunk", "document", "domain"], [10, 10, 10, 1])[0]
             covered = {
                 "variant": {number},
                 "chunk": set(range(number, first + GROUP)),
                 "document": set(range(first, first + GROUP)),
+                "domain": set(range(in_domain, in_domain + DOMAIN)),
             }[kind]
             ledger.touched |= covered
             ledger.named |= covered
@@ -219,9 +226,9 @@ class StoreRun:
         elif kind == "chunk":
             deletion = replace(deletion, chunks=(key(number).chunk,))
         else:
-            deletion = replace(
-                deletion, documents=(f"document {first // GROUP}",), domain=Origin().domain
-            )
+            deletion = replace(deletion, domain=f"domain {number // DOMAIN}")
+        if kind == "document":
+            deletion = replace(deletion, documents=(f"document {first // GROUP}",))
         self.client.delete(deletion, TIMEOUT_S)
         with ledger.lock:
             ledger.dead |= covered

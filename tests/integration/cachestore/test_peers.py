@@ -27,6 +27,7 @@ from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
+    ManualTime,
     ServedStore,
     get,
     key,
@@ -188,12 +189,12 @@ class TwoVolumes:
     """Two shards on volumes and ports of their own. The second one can stop and start.
 
     Attributes:
-        now_ms: The Unix time of the second shard.
+        time: Of the second shard.
     """
 
     def __init__(self, folder: Path, first: ServedStore, **settings: Any) -> None:
         self.first = first
-        self.now_ms = time.time_ns() // 1_000_000
+        self.time = ManualTime(time.time_ns() // 1_000_000)
         self.address = f"127.0.0.1:{free_port()}"
         self._folder = folder
         self._settings = settings
@@ -203,7 +204,7 @@ class TwoVolumes:
         return serving(
             self._folder / volume,
             port=int(self.address.rpartition(":")[2]),
-            wall_ms=lambda: self.now_ms,
+            **self.time.settings,
             **self._settings,
         )
 
@@ -240,7 +241,7 @@ def test_a_peer_that_was_dead_for_days_costs_no_variant(volumes: TwoVolumes) -> 
     with catching_up(volumes.first, volumes.address, interval_s=0.02, first_s=0.0):
         time.sleep(0.1)
         assert get(volumes.first.store, KEY) == RAW
-    volumes.now_ms += 3 * LIFETIME_MS
+    volumes.time.pass_ms(3 * LIFETIME_MS)
     with volumes.second() as second:
         second.store.forget_tombstones()
         assert (second.store.stats().variants, second.store.stats().tombstones) == (0, 0)
@@ -255,8 +256,8 @@ def test_a_delete_that_only_a_dead_peer_knew_is_applied_when_it_returns(
     put(volumes.first.store, key(2), RAW)
     with volumes.second() as second:
         volumes.pull()
-        second.store.delete(deletion(volumes.now_ms))
-    volumes.now_ms += 3 * LIFETIME_MS
+        second.store.delete(deletion(volumes.time.now_ms))
+    volumes.time.pass_ms(3 * LIFETIME_MS)
     with volumes.second():
         volumes.pull()
     assert get(volumes.first.store, KEY) is Miss.DELETED
@@ -271,8 +272,8 @@ def test_deletes_that_a_peer_has_forgotten_drop_every_variant(
     put(volumes.first.store, key(2), RAW)
     with volumes.second() as second:
         volumes.pull()
-        second.store.delete(deletion(volumes.now_ms))
-        volumes.now_ms += LIFETIME_MS + 1
+        second.store.delete(deletion(volumes.time.now_ms))
+        volumes.time.pass_ms(LIFETIME_MS + 1)
         second.store.delete(Deletion(b"", (key(7).chunk,)))
         second.store.forget_tombstones()
         volumes.pull()
@@ -323,8 +324,8 @@ def test_a_peer_on_an_empty_disk_is_pulled_from_the_start(volumes: TwoVolumes) -
 
 def test_an_empty_shard_joins_peers_that_have_forgotten_deletes(volumes: TwoVolumes) -> None:
     with volumes.second() as second:
-        second.store.delete(deletion(volumes.now_ms))
-        volumes.now_ms += LIFETIME_MS + 1
+        second.store.delete(deletion(volumes.time.now_ms))
+        volumes.time.pass_ms(LIFETIME_MS + 1)
         second.store.forget_tombstones()
         volumes.pull()
         assert put(volumes.first.store, KEY, RAW) is PutOutcome.STORED

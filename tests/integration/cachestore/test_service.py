@@ -17,7 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_cachestore.api import grpc_service
-from ragcache_cachestore.api.grpc_service import SERVICE, SLOW_THREADS
+from ragcache_cachestore.api.grpc_service import (
+    CONTROL_THREADS,
+    INLINE_KEYS,
+    SERVICE,
+    SLOW_THREADS,
+)
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.variant import Miss, Origin, Tier
@@ -33,7 +38,7 @@ from ragcache_core.store_api import (
     ReportedUses,
 )
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.values.conversions import to_key, to_put_header
+from ragcache_kv.values.conversions import to_deletion, to_key, to_put_header
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from tests.helpers.cachestore_parts import (
@@ -205,6 +210,23 @@ def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:
         assert served.client.report_uses([ReportedUses(key(1))], TIMEOUT_S) == 1
         assert served.client.find_misses([key(1)], TIMEOUT_S) == [None]
     assert all(list(pull) for pull in pulls)
+
+
+def test_a_lookup_does_not_wait_for_deletes(served: ServedStore) -> None:
+    put_value(served.client, key(1), value(10))
+    wants = [LookupKey.for_variant(key(number)) for number in range(1, INLINE_KEYS + 2)]
+    with served.store._state.delete_lock:  # as while another delete is applied
+        deletes = [
+            served.stub.Delete.future(
+                pb.DeleteRequest(deletion=to_deletion(Deletion(os.urandom(16), (key(2).chunk,)))),
+                timeout=TIMEOUT_S,
+            )
+            for _ in range(2 * CONTROL_THREADS)
+        ]
+        eventually(lambda: served.service._busy == len(deletes))
+        found = served.client.lookup(wants, TIMEOUT_S).variants
+        assert [len(one.stored) for one in found] == [1, *[0] * INLINE_KEYS]
+    assert all(delete.result().removed == 0 for delete in deletes)
 
 
 def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from bench.support.completion import complete
 from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
+from ragcache_core.plan.reuse_plan import NO_REUSE
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
@@ -30,7 +32,7 @@ def make_prompt(name: str, length: int = 3 * PIECE_TOKENS + 40) -> list[int]:
     return [rng.randrange(350) for _ in range(length)]
 
 
-PROMPTS = {name: make_prompt(name) for name in ("open", "salted", "scored")}
+PROMPTS = {name: make_prompt(name) for name in ("open", "salted", "scored", "off")}
 
 
 @dataclass
@@ -43,6 +45,11 @@ class Plain:
 
     def answer(self, prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
         return complete(self.engine.url, prompt, max_tokens=16, cache_salt=salt).token_ids
+
+    def complete(self, prompt: Sequence[int], **more: Any) -> None:
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1, **more}
+        reply = httpx.post(f"{self.engine.url}/v1/completions", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
 
     def is_stored(self, prompt: Sequence[int], salt: str | None = None) -> bool:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
@@ -61,6 +68,12 @@ class Plain:
         while not self.is_stored(prompt, salt):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
+
+    def wait_for_saves(self, name: str) -> None:
+        """Wait until a new prompt is saved. Saves are in order, so earlier ones have ended."""
+        marker = make_prompt(f"marker {name}")
+        self.answer(marker)
+        self.wait_until_stored(marker)
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the engine has loaded since its start."""
@@ -122,13 +135,19 @@ def test_a_prefix_is_found_only_with_its_own_salt(
 def test_a_prompt_with_logprobs_is_computed_and_not_stored(plain: Plain) -> None:
     before = plain.loaded_tokens()
     new = make_prompt("never asked before")
-    for prompt in (PROMPTS["scored"], new):
-        body = {"model": "model", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 1}
-        reply = httpx.post(f"{plain.engine.url}/v1/completions", json=body, timeout=120)
-        assert reply.status_code == 200, reply.text
-    # Saves are in order, so the prompts above would have been saved before this one.
-    marker = make_prompt("marker")
-    plain.answer(marker)
-    plain.wait_until_stored(marker)
+    plain.complete(PROMPTS["scored"], prompt_logprobs=1)
+    plain.complete(new, prompt_logprobs=1)
+    plain.wait_for_saves("scored")
     assert plain.loaded_tokens() == before
     assert not plain.is_stored(new)
+
+
+def test_a_prompt_whose_request_turns_reuse_off_is_computed_and_not_stored(plain: Plain) -> None:
+    before = plain.loaded_tokens()
+    new = make_prompt("asked without reuse")
+    off = {"ragcache": NO_REUSE}
+    plain.complete(PROMPTS["off"], kv_transfer_params=off)
+    plain.complete(new, kv_transfer_params=off, cache_salt="of this request")
+    plain.wait_for_saves("off")
+    assert plain.loaded_tokens() == before
+    assert not plain.is_stored(new, "of this request")

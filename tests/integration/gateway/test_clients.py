@@ -16,7 +16,7 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from tests.helpers.gateway_fakes import MODEL, World, world
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
@@ -239,6 +239,24 @@ async def test_completions_reach_the_engine_as_they_are(
     sent.pop("stream_options", None)
     assert sent == wanted
     assert gateway.retriever.searches == []
+
+
+@pytest.mark.parametrize("options", [{"reuse": "off"}, {"trial": True}])
+async def test_a_completion_without_reuse_leaves_nothing_in_an_engine(
+    gateway: World, client: openai.AsyncOpenAI, options: dict[str, Any]
+) -> None:
+    salts = []
+    for _ in range(2):
+        await client.completions.create(
+            model=MODEL,
+            prompt="It runs",
+            max_tokens=5,
+            extra_body={"ragcache": {"retrieve": False, **options}},
+        )
+        sent = gateway.engine.requests[-1]
+        assert sent["kv_transfer_params"] == {"ragcache": NO_REUSE}
+        salts.append(sent["cache_salt"])
+    assert len(set(salts)) == 2, "no request finds the blocks of another one"
 
 
 async def test_completions_retrieve_if_asked_to(gateway: World, client: openai.AsyncOpenAI) -> None:

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, VariantKey
 from ragcache_core.identity.variant import Origin
+from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
 from ragcache_core.plan.reuse_plan import ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_wire.watched import watched_file
@@ -228,6 +229,23 @@ def store_prompt(gateway: KeyedWorld, body: dict[str, Any]) -> list[VariantKey]:
     return keys
 
 
+async def store_plain(gateway: KeyedWorld, name: str) -> list[VariantKey]:
+    """Have a caller continue a text, and store the KV as an engine does without a plan."""
+    text = {"prompt": "Billing runs in the region", "max_tokens": 4}
+    response = await gateway.client.post("/v1/completions", json=text, headers=bearer(name))
+    assert response.status_code == 200
+    body = gateway.engine.requests[-1]
+    assert "kv_transfer_params" not in body
+    domain = plain_domain(body.get("cache_salt"))
+    keys = [one.variant for one in prefix_pieces(gateway.space(), domain, range(3 * PIECE_TOKENS))]
+    for key_ in keys:
+        cachestore_parts.put_value(
+            gateway.real_store.client, key_, b"kv" * 512, origin=Origin(domain=domain)
+        )
+    assert stored(gateway, keys) == keys
+    return keys
+
+
 def stored(gateway: KeyedWorld, keys: Sequence[VariantKey]) -> list[VariantKey]:
     get = cachestore_parts.get_value
     return [one for one in keys if get(gateway.real_store.client, one) is not None]
@@ -306,6 +324,18 @@ async def test_the_domain_of_a_tenant_without_keys_is_deleted(
     gateway: KeyedWorld,
 ) -> None:
     found = await variants_of_all(gateway)
+    assert gateway.config.api_keys_file is not None
+    write_keys(gateway.config.api_keys_file, {n: e for n, e in ENTRIES.items() if n != "red"})
+    detail(await ask(gateway, "red"), 401)
+    await until(lambda: not stored(gateway, found["red"]))
+    assert stored(gateway, found["blue"]) == found["blue"]
+    assert stored(gateway, found["app"]) == found["app"]
+
+
+async def test_the_prompts_without_a_plan_of_a_tenant_without_keys_are_deleted(
+    gateway: KeyedWorld,
+) -> None:
+    found = {name: await store_plain(gateway, name) for name in ("app", "red", "blue")}
     assert gateway.config.api_keys_file is not None
     write_keys(gateway.config.api_keys_file, {n: e for n, e in ENTRIES.items() if n != "red"})
     detail(await ask(gateway, "red"), 401)

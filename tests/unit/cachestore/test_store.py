@@ -29,6 +29,7 @@ from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
     ManualClock,
+    ManualTime,
     checksum,
     checksummed_parts,
     completion,
@@ -704,27 +705,28 @@ DAY_MS = 24 * 3600 * 1000
 
 
 def test_deletes_are_listed_in_order_and_live_for_a_day(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+    at = ManualTime()
+    with opened(tmp_path, **at.settings) as store:
         store.delete(deletion(1))
-        now_ms += 1000
+        at.pass_ms(1000)
         store.delete(deletion(2))
-        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # in the future
+        future_ms = at.now_ms + 99
+        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=future_ms))
         listed = store.deletes_after(1)
         assert [d.chunks for d in listed.deletions] == [(key(2).chunk,), (key(3).chunk,)]
-        assert [d.made_at_ms for d in listed.deletions] == [now_ms, now_ms]
+        assert [d.made_at_ms for d in listed.deletions] == [at.now_ms, at.now_ms]
         assert (listed.store, listed.sequence, listed.incomplete) == (store.store_id, 3, False)
         assert store.deletes_after(3) == replace(listed, deletions=())
-    now_ms += DAY_MS // 2
-    opened(tmp_path, wall_ms=lambda: now_ms).__enter__().close()
-    now_ms += DAY_MS // 2 - 1
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+    at.pass_ms(DAY_MS // 2)
+    opened(tmp_path, **at.settings).__enter__().close()
+    at.pass_ms(DAY_MS // 2 - 1)
+    with opened(tmp_path, **at.settings) as store:
         assert store.stats().tombstones == 3
         store.forget_tombstones()
         assert store.stats().tombstones == 2
         assert store.deletes_after(0).incomplete
         assert not store.deletes_after(1).incomplete
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+    with opened(tmp_path, **at.settings) as store:
         assert store.lookup([]).as_of.sequence == 3
         assert store.deletes_after(0).incomplete
         assert len(store.deletes_after(1).deletions) == 2
@@ -783,12 +785,14 @@ def test_above_the_bound_of_memory_the_oldest_deletes_are_forgotten(tmp_path: Pa
 
 
 def test_a_plan_from_before_a_forgotten_delete_is_refused(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    with opened(tmp_path, wall_ms=lambda: now_ms, max_tombstone_bytes=1) as store:
+    at = ManualTime()
+    with opened(tmp_path, **at.settings, max_tombstone_bytes=1) as store:
+        early_ms = at.now_ms
         store.delete(deletion(1))
         assert store.stats().tombstones == 0
+        at.pass_ms(60_000)
         seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
-        early, later = (replace(seen, planned_at_ms=now_ms + at) for at in (0, 60_000))
+        early, later = (replace(seen, planned_at_ms=ms) for ms in (early_ms, at.now_ms))
         assert put(store, key(1), b"planned before", as_of=early) is PutOutcome.DELETED
         assert put(store, key(1), b"planned after", as_of=later) is PutOutcome.STORED
 
@@ -843,14 +847,19 @@ def test_many_deletes_take_one_sync(store: Store) -> None:
 
 
 def test_a_put_whose_plan_is_older_than_a_delete_is_refused(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+    at = ManualTime()
+    with opened(tmp_path, **at.settings) as store:
+        deleted_ms = at.now_ms
         store.delete(deletion(1))
+        at.pass_ms(1000)
         seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
+        as_of = replace(seen, planned_at_ms=deleted_ms + 60_000)  # the gateway's clock is ahead
+        assert put(store, key(1), b"x", as_of=as_of) is PutOutcome.DELETED
+        at.pass_ms(MAX_CLOCK_SKEW_MS)
         for planned_at_ms, outcome in (
-            (now_ms - 1, PutOutcome.DELETED),
-            (now_ms + MAX_CLOCK_SKEW_MS - 1, PutOutcome.DELETED),
-            (now_ms + MAX_CLOCK_SKEW_MS, PutOutcome.STORED),
+            (deleted_ms - 1, PutOutcome.DELETED),
+            (deleted_ms + MAX_CLOCK_SKEW_MS - 1, PutOutcome.DELETED),
+            (deleted_ms + MAX_CLOCK_SKEW_MS, PutOutcome.STORED),
         ):
             as_of = AsOf(seen.store, seen.sequence, planned_at_ms)
             assert put(store, key(1), b"x", as_of=as_of) is outcome
@@ -1065,21 +1074,21 @@ def test_a_store_starts_on_a_disk_that_refuses_removals(
 
 
 def test_a_delete_is_remembered_until_its_variants_are_off_the_disk(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    with opened(tmp_path, wall_ms=lambda: now_ms, flush=False) as store:
+    at = ManualTime()
+    with opened(tmp_path, **at.settings, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         remove = store._metadata.remove
         store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
         store.delete(deletion(1))
-        now_ms += 25 * 3600 * 1000
+        at.pass_ms(DAY_MS + 1)
         with pytest.raises(Unavailable):
             store.forget_tombstones()
         assert store.stats().tombstones == 1
         store._metadata.remove = remove  # type: ignore[method-assign]
         store.forget_tombstones()
         assert store.stats().tombstones == 0
-        store._metadata.note_alive(now_ms)
-    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        store._metadata.note_alive(at.now_ms)
+    with opened(tmp_path, **at.settings) as store:
         assert len(store) == 0
 
 

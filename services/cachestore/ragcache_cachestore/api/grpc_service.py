@@ -74,6 +74,8 @@ PUT_THREADS = 16
 READ_THREADS = 8
 """For reads of the disk, so that they do not wait for puts."""
 CONTROL_THREADS = 4
+DELETE_THREADS = 2
+"""For deletes, so that no lookup waits for one. A store applies one after another."""
 SLOW_THREADS = 2
 """Threads for long calls that are not urgent, so that no delete waits for them."""
 BRIEF_THREADS = 1
@@ -121,6 +123,7 @@ class CacheStoreService:
         self._writes = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="puts")
         self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="reads")
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        self._deletes = ThreadPoolExecutor(DELETE_THREADS, thread_name_prefix="delete")
         self._brief = ThreadPoolExecutor(BRIEF_THREADS, thread_name_prefix="brief")
         self._slow = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="slow")
         self._gets = asyncio.Semaphore(MAX_GETS)
@@ -207,7 +210,8 @@ class CacheStoreService:
         A call that hangs on the disk is abandoned after CLOSE_TIMEOUT_S. Closing the store ends it.
         """
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for pool in (self._writes, self._reads, self._control, self._brief, self._slow):
+        pools = self._writes, self._reads, self._control, self._deletes, self._brief, self._slow
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         while time.monotonic() < deadline and self._busy:
             time.sleep(0.01)
@@ -363,7 +367,7 @@ class CacheStoreService:
         deletion = from_deletion("deletion", request.deletion)
         _require_deadline(context)
         with self._span("Delete", context):
-            removed = await self._run_in(self._control, lambda: self._store.delete(deletion))
+            removed = await self._run_in(self._deletes, lambda: self._store.delete(deletion))
         return pb.DeleteReply(removed=removed)
 
     async def _tombstones(

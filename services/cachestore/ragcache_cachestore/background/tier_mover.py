@@ -43,6 +43,9 @@ RETRY_EVICTION_S = 0.05
 
 RETRY_AFTER_S = 0.5
 
+RELEASE_BATCH = 256
+"""Dropped copies that are released while the store's lock is held once."""
+
 UNWRITTEN_SHARE = 0.25
 """Share of memory for values that wait for an idle window to be written, and cannot be evicted."""
 
@@ -277,8 +280,12 @@ class TierMover:
             for dropped in dropped_copies:
                 if not dropped.copy.in_use:
                     self._disk_tier.punch(dropped.copy.extents)
-            with self._state.lock:
-                return self._state.release_dropped_copies(len(dropped_copies))
+            has_freed = False
+            for start in range(0, len(dropped_copies), RELEASE_BATCH):
+                with self._state.lock:
+                    count = min(RELEASE_BATCH, len(dropped_copies) - start)
+                    has_freed |= self._state.release_dropped_copies(count)
+            return has_freed
 
     # Promotions
 

@@ -216,8 +216,10 @@ class Catalog:
         if not self.bytes_by_precision[variant.info.precision]:
             del self.bytes_by_precision[variant.info.precision]
 
-    def covered_by(self, deletion: Deletion) -> list[CatalogVariant]:
-        """Return every variant that a delete removes."""
+    def covered_by(self, deletion: Deletion) -> set[VariantKey]:
+        """Return the key of every variant that a delete removes."""
+        if deletion.names_nothing:
+            return set(self._variants)
         keys: set[VariantKey] = set()
         for chunk in deletion.chunks:
             keys |= self._of_chunk.get(chunk, set())
@@ -227,7 +229,7 @@ class Catalog:
             keys |= self._of_document.get((deletion.domain, document), set())
         if deletion.domain and not deletion.documents:
             keys |= self._of_domain.get(deletion.domain, set())
-        return [self._variants[key] for key in keys]
+        return keys
 
     def check(self) -> None:
         """Raise AssertionError if the indexes do not agree with the variants."""

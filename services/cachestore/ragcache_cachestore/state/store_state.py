@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
 from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
+from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_cachestore.state.store_feed import StoreFeed
 from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
@@ -24,7 +25,7 @@ from ragcache_core.cost.tier_latency import TierLatency
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
-from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant, Tombstone
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
@@ -47,6 +48,7 @@ class StoreState:
     Attributes:
         lock: Guards everything here but ``delete_lock``.
         delete_lock: Held while deletes are applied or forgotten. It is taken before ``lock``.
+        steady: Dates deletes and plans.
         memory_freed: Notified when pages of memory may have become free.
         incoming: Number of incoming puts by variant.
         incoming_bytes: Bytes of incoming values, which cannot be evicted.
@@ -63,12 +65,14 @@ class StoreState:
         policy_name: str,
         store_id: bytes,
         clock: Callable[[], float],
+        wall_ms: Callable[[], int],
         telemetry: Telemetry,
     ) -> None:
         self.lock = threading.Lock()
         self.delete_lock = threading.Lock()
         self.memory_freed = threading.Condition(self.lock)
         self.clock = clock
+        self.steady = SteadyClock(clock, wall_ms)
         self.telemetry = telemetry
         self.policy_name = policy_name
         self.store_id = store_id
@@ -83,6 +87,7 @@ class StoreState:
         self.leases = LeaseTable()
         self.misses = MissReasons()
         self.tombstones = Tombstones()
+        self._deletes_before: int | None = None  # the one that is being applied
         self.counters = Counters()
         self.feed = StoreFeed()
         self.incoming: Counter[VariantKey] = Counter()
@@ -103,11 +108,12 @@ class StoreState:
         miss: Miss | None = None
         if wanted.prefix is not None:
             key = VariantKey(wanted.chunk, wanted.prefix)
-            variant = self.catalog.get(key)
+            variant = self.find(key)
             found = [] if variant is None else [variant]
             miss = self.miss_reason(key) if variant is None else None
         else:
-            found = self.catalog.variants_of(wanted.chunk)
+            variants = self.catalog.variants_of(wanted.chunk)
+            found = [variant for variant in variants if not self.is_deleted(variant)]
             miss = self.misses.of_chunk(wanted.chunk)
         refusals = [refusal(variant, exact, domain) for variant in found]
         served = tuple(
@@ -133,10 +139,47 @@ class StoreState:
         )
 
     def miss_reason(self, key: VariantKey) -> Miss:
-        """Return why a variant is not stored."""
-        if self.tombstones.names(key):
+        """Return why ``find`` finds no variant."""
+        if self.tombstones.names(key) or self.catalog.get(key) is not None:
             return Miss.DELETED
         return self.misses.of_variant(key)
+
+    def find(self, key: VariantKey) -> CatalogVariant | None:
+        """Return the variant of key, if it is stored and not deleted."""
+        variant = self.catalog.get(key)
+        return None if variant is None or self.is_deleted(variant) else variant
+
+    def is_deleted(self, variant: CatalogVariant) -> bool:
+        """Return whether the delete that is being applied covers a variant in the catalog."""
+        if self._deletes_before is None:
+            return False
+        after = max(self._deletes_before, variant.delete_sequence)
+        return self.tombstones.covers(variant.key, variant.origin, after)
+
+    def begin_delete(self, tombstone: Tombstone) -> set[VariantKey]:
+        """Have a delete take effect. Return the variants that the caller has to drop.
+
+        Nothing that it covers is served from now on. The caller has the delete lock until
+        ``end_delete``.
+        """
+        self._deletes_before = self.tombstones.last_sequence
+        self.tombstones.add(tombstone, self.steady.now_ms())
+        return self.catalog.covered_by(tombstone.deletion)
+
+    def drop_deleted(self, keys: Iterable[VariantKey], reason: Miss) -> int:
+        """Drop variants that ``begin_delete`` has returned. Return how many were still there."""
+        num_dropped = 0
+        for key in keys:
+            variant = self.catalog.get(key)
+            if variant is not None and self.is_deleted(variant):
+                self.drop(variant, reason)
+                num_dropped += 1
+        self.memory_freed.notify_all()
+        return num_dropped
+
+    def end_delete(self) -> None:
+        """Note that all variants are dropped that the delete covers."""
+        self._deletes_before = None
 
     @staticmethod
     def fastest_copy(variant: CatalogVariant) -> tuple[Tier, TierCopy]:
@@ -407,8 +450,10 @@ class StoreState:
             return 0
         seen = min(as_of.sequence, self.tombstones.last_sequence)
         if as_of.planned_at_ms:
-            applied_by = self.tombstones.applied_by(as_of.planned_at_ms - MAX_CLOCK_SKEW_MS)
-            seen = min(seen, applied_by)
+            unix_ms = as_of.planned_at_ms - MAX_CLOCK_SKEW_MS
+            # A plan from the future counts as made now.
+            at_ms = self.steady.of_unix(as_of.planned_at_ms) - MAX_CLOCK_SKEW_MS
+            seen = min(seen, self.tombstones.applied_by(at_ms, unix_ms))
         return seen
 
     def in_batches(self) -> Iterator[CatalogVariant]:

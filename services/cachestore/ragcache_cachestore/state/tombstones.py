@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import ceil
 
 from ragcache_cachestore.state.sequence_index import SequenceIndex
+from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone
@@ -25,6 +26,9 @@ TOMBSTONE_BYTES = 224
 NAME_BYTES = 144
 """Memory of a tombstone, and of each name in it, with the dicts. ``bench/deletes.py`` measures."""
 
+_LONG_AGO_MS = -(1 << 62)
+_NEVER_MS = 1 << 62
+
 
 class Tombstones:
     """Tombstones in the order of their sequence. The store's lock guards them.
@@ -33,16 +37,23 @@ class Tombstones:
     the last delete that has it. Deletes are forgotten from the oldest on. A computation that has
     not seen a forgotten delete may be covered by it, so ``covers`` is true for it.
 
+    Times are on the store's steady clock, so a jump of the wall clock changes none of them. For
+    plans from before the start, Unix times are compared instead. The wall clock may have been wrong
+    when the store started, so the age of what it found then may be wrong.
+
     Attributes:
         last_sequence: Sequence of the last delete, even if it is forgotten.
-        forgotten: The last delete that was forgotten.
+        forgotten_sequence: Sequence of the last delete that was forgotten; 0 if there is none.
         num_bytes: Estimated memory.
     """
 
-    def __init__(self, last_sequence: int = 0, forgotten: ForgottenDeletes | None = None) -> None:
+    def __init__(self, last_sequence: int = 0) -> None:
         self.last_sequence = last_sequence
-        self.forgotten = forgotten or ForgottenDeletes()
+        self.forgotten_sequence = 0
         self.num_bytes = 0
+        self._started_ms = _LONG_AGO_MS
+        self._forgotten_ms = _LONG_AGO_MS
+        self._forgotten_unix_ms = _LONG_AGO_MS
         self._ids = SequenceIndex()
         self._chunks = SequenceIndex()
         self._variants = SequenceIndex()
@@ -51,20 +62,35 @@ class Tombstones:
         self._everything = 0
         # One item for each tombstone, from _first on. Both ascend.
         self._sequences = array("Q")
-        self._applied_ms = array("Q")
+        self._applied_ms = array("q")
+        # The same with Unix times, for those found at start, which are the first ones.
+        self._found_unix_ms = array("q")
         self._first = 0
 
     @classmethod
     def recovered(
-        cls, tombstones: Iterable[Tombstone], last_sequence: int, forgotten: ForgottenDeletes
+        cls,
+        tombstones: Iterable[Tombstone],
+        last_sequence: int,
+        forgotten: ForgottenDeletes,
+        clock: SteadyClock,
     ) -> Tombstones:
         """Return the tombstones found at start, which are in order.
 
         They count as applied when they were made, which was not later.
         """
-        found = cls(last_sequence, forgotten)
+        found = cls(last_sequence)
+        unix_ms = applied_ms = _LONG_AGO_MS
+        if forgotten.sequence:
+            unix_ms = forgotten.applied_at_ms
+            found.forgotten_sequence = forgotten.sequence
+            found._forgotten_ms, found._forgotten_unix_ms = clock.of_unix(unix_ms), unix_ms
         for tombstone in tombstones:
-            found.add(tombstone, tombstone.deletion.made_at_ms)
+            unix_ms = max(unix_ms, tombstone.deletion.made_at_ms)
+            applied_ms = max(applied_ms, clock.of_unix(unix_ms))
+            found.add(tombstone, applied_ms)
+            found._found_unix_ms.append(unix_ms)
+        found._started_ms = clock.now_ms()
         return found
 
     def __len__(self) -> int:
@@ -74,12 +100,14 @@ class Tombstones:
         return deletion_id in self._ids
 
     def add(self, tombstone: Tombstone, applied_ms: int) -> None:
-        """Add a delete with a new id and a sequence greater than all before."""
+        """Add a delete with a new id, and a sequence greater than all before.
+
+        Args:
+            applied_ms: Now, on the steady clock.
+        """
         deletion, sequence = tombstone.deletion, tombstone.sequence
         self._ids.set(deletion.id, sequence)
-        # A clock that was set back must not change the order.
-        latest_ms = self._applied_ms[-1] if self._applied_ms else self.forgotten.applied_at_ms
-        self._applied_ms.append(max(applied_ms, latest_ms))
+        self._applied_ms.append(applied_ms)
         self._sequences.append(sequence)
         self.last_sequence = max(self.last_sequence, sequence)
         self.num_bytes += _num_bytes(deletion)
@@ -92,7 +120,7 @@ class Tombstones:
         """Return whether a delete with a sequence greater than after may cover this variant."""
         if self.last_sequence <= after:
             return False
-        if self.forgotten.sequence > after or self._everything > after:
+        if self.forgotten_sequence > after or self._everything > after:
             return True
         document = (origin.domain, origin.document)
         return (
@@ -107,21 +135,30 @@ class Tombstones:
         """Return whether a delete names this variant or its chunk."""
         return key.chunk in self._chunks or key in self._variants
 
-    def applied_by(self, at_ms: int) -> int:
-        """Return the sequence of the last delete that was applied by at_ms, or 0.
+    def applied_by(self, at_ms: int, unix_ms: int) -> int:
+        """Return the sequence of the last delete that was applied by a time, or 0.
 
         A forgotten delete counts only if every forgotten one was applied by then.
+
+        Args:
+            at_ms: The time on the steady clock.
+            unix_ms: The same as Unix time.
         """
-        end = bisect_right(self._applied_ms, at_ms, self._first)
-        if end > self._first:
+        times, time_ms, forgotten_ms = self._applied_ms, at_ms, self._forgotten_ms
+        if at_ms < self._started_ms:
+            times, time_ms = self._found_unix_ms, unix_ms
+            forgotten_ms = self._forgotten_unix_ms
+        first = min(self._first, len(times))
+        end = bisect_right(times, time_ms, first)
+        if end > first:
             return self._sequences[end - 1]
-        return self.forgotten.sequence if self.forgotten.applied_at_ms <= at_ms else 0
+        return self.forgotten_sequence if forgotten_ms <= time_ms else 0
 
     def num_due(self, before_ms: int, max_bytes: int, limit: int) -> int:
         """Return how many of the oldest deletes to forget now, at most limit.
 
         Args:
-            before_ms: Deletes that were applied before this Unix time are due.
+            before_ms: Deletes that were applied before this time are due.
             max_bytes: While more memory is in use, the oldest are due at any age. Their number is
                 estimated by the mean size, so the caller asks again.
         """
@@ -130,23 +167,30 @@ class Tombstones:
         num_excess = ceil(excess_bytes * len(self) / self.num_bytes) if excess_bytes else 0
         return min(limit, max(num_old, num_excess))
 
-    def applied_ms(self, number: int) -> int:
-        """Return when the delete was applied that is the number-th of the oldest, from 1 on."""
-        return self._applied_ms[self._first + number - 1]
+    def applied_unix_ms(self, number: int, clock: SteadyClock) -> int:
+        """Return the Unix time of the number-th of the oldest deletes, from 1 on."""
+        index = self._first + number - 1
+        if index < len(self._found_unix_ms):
+            return self._found_unix_ms[index]
+        return clock.to_unix(self._applied_ms[index])
 
     def forget(self, oldest: Sequence[Tombstone]) -> None:
         """Forget the oldest deletes, which are passed in order. Takes time by their number only."""
         for tombstone in oldest:
             sequence, deletion = tombstone.sequence, tombstone.deletion
             assert self._sequences[self._first] == sequence
-            self.forgotten = ForgottenDeletes(sequence, self._applied_ms[self._first])
+            self.forgotten_sequence = sequence
+            self._forgotten_ms = self._applied_ms[self._first]
+            is_found = self._first < len(self._found_unix_ms)
+            self._forgotten_unix_ms = self._found_unix_ms[self._first] if is_found else _NEVER_MS
             self._first += 1
             self.num_bytes -= _num_bytes(deletion)
             self._ids.remove(deletion.id, sequence)
             for index, name in self._names(deletion):
                 index.remove(name, sequence)
         if 2 * self._first > len(self._sequences):
-            del self._sequences[: self._first], self._applied_ms[: self._first]
+            for items in (self._sequences, self._applied_ms, self._found_unix_ms):
+                del items[: self._first]
             self._first = 0
 
     def _names(self, deletion: Deletion) -> Iterator[tuple[SequenceIndex, Hashable]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, handoff_segments, plain_domain
-from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, checked_segments
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
 from ragcache_engine.protocol.roles import EngineRole
@@ -62,12 +62,15 @@ class RequestIntake:
             cacheable: vLLM's own prefix cache would serve this request.
             traceparent: W3C trace context of the request's span. Empty: it is not traced.
         """
-        if not isinstance(params, dict) or (plan_text := params.get(PLAN_FIELD)) is None:
-            if self._settings.plain_prefixes and cacheable and len(token_ids) >= PIECE_TOKENS:
+        fields = params if isinstance(params, dict) else {}
+        plan_text = fields.get(PLAN_FIELD)
+        if plan_text is None or plan_text == NO_REUSE:
+            reuses = plan_text is None and self._settings.plain_prefixes and cacheable
+            if reuses and len(token_ids) >= PIECE_TOKENS:
                 return self._accept_plain(request_id, token_ids, cache_salt, traceparent)
             return None
         try:
-            signature = params.get(SIGNATURE_FIELD)
+            signature = fields.get(SIGNATURE_FIELD)
             if reason := self._check_signature(plan_text, token_ids, signature):
                 self._refused.add(request_id, reason)
                 return None

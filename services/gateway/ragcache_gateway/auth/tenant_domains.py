@@ -1,9 +1,10 @@
-"""The access domains that may hold KV of documents, and the deletion of those without a tenant.
+"""The access domains that may hold KV of documents, and the deletion of KV without a tenant.
 
 A document belongs to no tenant, but the KV of its chunks is stored once for each tenant that asked
 about it. So a delete goes to the domain of every tenant. When the last key of a tenant disappears,
-no caller can use its KV, and the whole domain is deleted. Until every shard has acknowledged that,
-the domain still gets the deletes of documents.
+no caller can use its KV, and all of it is deleted: its domain, and the domain in which engines
+store its prompts without a plan. Until every shard has acknowledged both, its domain still gets the
+deletes of documents.
 
 The retriever stores the names of the tenants, so that a gateway that starts finds those whose keys
 disappeared while no gateway ran, and those whose deletes another gateway did not complete.
@@ -19,7 +20,8 @@ from typing import Final
 
 from ragcache_core.access.caller import tenant_domain
 from ragcache_core.errors import NotFound, RagCacheError
-from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
+from ragcache_core.plan.prefix_pieces import plain_domain
 from ragcache_core.store_api import ID_BYTES
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.documents.delete_sender import DeleteSender
@@ -80,7 +82,7 @@ class TenantDomains:
         while True:
             self._update()
             for tenant, id_ in list(self._leaving.items()):
-                if await deletes.send_domain(id_, tenant_domain(tenant)):
+                if await deletes.send_domains(id_, _all_domains(tenant)):
                     log.info("tenant domains: deleted tenant=%s", tenant)
                     del self._leaving[tenant]
                     self._deleted.add(tenant)
@@ -113,3 +115,9 @@ class TenantDomains:
         except NotFound:
             return frozenset()
         return frozenset(json.loads(report.body))
+
+
+def _all_domains(tenant: str) -> tuple[str, str]:
+    """Return the domain of a tenant's plans, and that of its prompts without a plan."""
+    domain = tenant_domain(tenant)
+    return domain, plain_domain(domain_salt(domain))

@@ -190,14 +190,17 @@ class DeleteSender:
         is_full = len(attempts) == CLAIM_LIMIT
         return is_full and any(attempt.acknowledged for attempt in attempts)
 
-    async def send_domain(self, id_: bytes, domain: str) -> bool:
-        """Delete everything in a domain. Return whether every shard has acknowledged it.
+    async def send_domains(self, id_: bytes, domains: Sequence[str]) -> bool:
+        """Delete everything in some domains. Return whether every shard has acknowledged all.
 
         Args:
-            id_: Of the delete. A repetition has the same one.
+            id_: From which the id in each domain is made. A repetition has the same one.
         """
-        deletion = Deletion(id=id_, domain=domain, made_at_ms=self._now_ms())
-        calls = [self._call(address, lambda: [deletion]) for address in self._store.addresses()]
+        now_ms = self._now_ms()
+        deletions = [
+            Deletion(id=_id_in(domain, id_), domain=domain, made_at_ms=now_ms) for domain in domains
+        ]
+        calls = [self._call(address, lambda: deletions) for address in self._store.addresses()]
         return None not in await asyncio.gather(*calls)
 
     def _begin(self, delete: pb.OutboxDelete) -> _Attempt:

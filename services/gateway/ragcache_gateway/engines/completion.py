@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -176,6 +176,11 @@ def with_engine_controls(
     """
     controls = {"cache_salt": cache_salt, "priority": priority or None}
     return body | {name: value for name, value in controls.items() if value is not None}
+
+
+def without_reuse(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a client's body for whose prompt the engine neither loads nor stores KV."""
+    return {**body, TRANSFER_PARAMS: {"ragcache": NO_REUSE}}
 
 
 def endpoint_of(body: Mapping[str, Any]) -> str:

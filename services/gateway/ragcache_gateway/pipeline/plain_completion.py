@@ -1,6 +1,7 @@
 """Completions without retrieval: the engine gets the client's prompt as it is.
 
-Without a plan, the engine reuses prompts as exact segments of equal length.
+Without a plan, the engine reuses prompts as exact segments of equal length. It leaves a request
+without reuse, and one that measures quality, to vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from ragcache_core.access.caller import Caller
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import client_body, with_engine_controls
+from ragcache_gateway.engines.completion import client_body, with_engine_controls, without_reuse
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.question import check_model
@@ -53,9 +54,12 @@ async def start_plain(
         max_tokens_field=request.MAX_TOKENS_FIELD,
         max_tokens=None,
     )
-    off = request.ragcache.reuse == "off" or request.ragcache.trial
+    separated = request.ragcache.reuse == "off" or request.ragcache.trial
+    if separated:
+        body = without_reuse(body)
+    # No other request has this salt, so the engine's own prefix cache cannot hit either.
     body = with_engine_controls(
-        body, cache_salt=request_id if off else caller.cache_salt, priority=caller.priority
+        body, cache_salt=request_id if separated else caller.cache_salt, priority=caller.priority
     )
     completion: Completion | WholeCompletion
     if request.stream:

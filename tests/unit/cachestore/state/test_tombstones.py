@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
@@ -24,9 +25,10 @@ def tombstone(sequence: int, made_at_ms: int = 0, **what: object) -> Tombstone:
 
 
 def remembered(*tombstones: Tombstone) -> Tombstones:
-    """Tombstones that count as applied when they were made."""
-    last = max([one.sequence for one in tombstones], default=0)
-    return Tombstones.recovered(tombstones, last, ForgottenDeletes())
+    found = Tombstones()
+    for one in tombstones:
+        found.add(one, one.sequence)
+    return found
 
 
 def test_what_a_delete_covers() -> None:
@@ -102,12 +104,12 @@ def test_whatever_is_forgotten_no_delete_is_undone(
         del waiting[:count]
     assert cut.last_sequence == complete.last_sequence == len(made)
     assert len(cut) == len(waiting)
-    assert cut.forgotten.sequence == len(made) - len(waiting)
+    assert cut.forgotten_sequence == len(made) - len(waiting)
     variant = data.draw(st.builds(key, st.integers(0, 5), st.integers(0, 2)))
     origin = data.draw(origins)
     for after in range(len(made) + 1):
         covered = complete.covers(variant, origin, after)
-        if after >= cut.forgotten.sequence:
+        if after >= cut.forgotten_sequence:
             assert cut.covers(variant, origin, after) is covered
         else:
             assert cut.covers(variant, origin, after)
@@ -122,6 +124,7 @@ def test_whatever_is_forgotten_no_delete_is_undone(
 def test_deletes_are_due_by_their_age_from_the_oldest_on(
     applied_ms: list[int], before_ms: int, limit: int
 ) -> None:
+    applied_ms.sort()
     tombstones, waiting = Tombstones(), []
     for sequence, at in enumerate(applied_ms, 1):
         waiting.append(tombstone(sequence, chunks=(key(sequence).chunk,)))
@@ -130,11 +133,8 @@ def test_deletes_are_due_by_their_age_from_the_oldest_on(
         assert count <= limit
         tombstones.forget(waiting[:count])
         del waiting[:count]
-    # A clock that was set back does not change the order.
-    times = [max(applied_ms[: n + 1]) for n in range(len(applied_ms))]
-    assert len(tombstones) == sum(at >= before_ms for at in times)
-    first_ms = max([at for at in times if at < before_ms], default=0)
-    assert tombstones.forgotten.applied_at_ms == first_ms
+    assert len(tombstones) == sum(at >= before_ms for at in applied_ms)
+    assert tombstones.forgotten_sequence == sum(at < before_ms for at in applied_ms)
 
 
 @given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 10_000))
@@ -153,12 +153,47 @@ def test_memory_stays_below_its_bound(count: int, num_chunks: int, max_bytes: in
 
 def test_plans_count_from_the_application_of_a_delete() -> None:
     tombstones = Tombstones()
-    old = [tombstone(3, 100), tombstone(4, 1)]
+    old = [tombstone(3), tombstone(4)]
     tombstones.add(old[0], 500)
     tombstones.add(old[1], 700)
-    tombstones.add(tombstone(6, 800), 600)  # the clock was set back
-    assert [tombstones.applied_by(at_ms) for at_ms in (499, 500, 699, 700)] == [0, 3, 3, 6]
+    tombstones.add(tombstone(6), 700)
+    assert [tombstones.applied_by(at_ms, 0) for at_ms in (499, 500, 699, 700)] == [0, 3, 3, 6]
     tombstones.forget(old)
-    assert [tombstones.applied_by(at_ms) for at_ms in (699, 700)] == [0, 6]
-    tombstones.forget([tombstone(6, 800)])
-    assert [tombstones.applied_by(at_ms) for at_ms in (699, 700)] == [0, 6]
+    assert [tombstones.applied_by(at_ms, 0) for at_ms in (699, 700)] == [0, 6]
+    tombstones.forget([tombstone(6)])
+    assert [tombstones.applied_by(at_ms, 0) for at_ms in (699, 700)] == [0, 6]
+
+
+NOW_MS = 1_700_000_000_000
+LATER_MS = NOW_MS + 10**9
+
+
+def test_plans_from_before_a_start_are_compared_by_unix_time() -> None:
+    """The wall clock may be wrong at the start, and be corrected afterwards."""
+    clock = SteadyClock(lambda: 5.0, lambda: LATER_MS)
+    found = [tombstone(4, NOW_MS - 900), tombstone(5, NOW_MS - 950), tombstone(6, NOW_MS - 100)]
+    tombstones = Tombstones.recovered(found, 6, ForgottenDeletes(3, NOW_MS - 1000), clock)
+    tombstones.add(tombstone(7), 6000)
+
+    def seen_before_start(*unix_ms: int) -> list[int]:
+        return [tombstones.applied_by(4999, one) for one in unix_ms]
+
+    around = [NOW_MS - age_ms for age_ms in (1001, 1000, 901, 900, 100, 0)]
+    assert seen_before_start(*around) == [0, 3, 3, 5, 6, 6]
+    assert [tombstones.applied_by(at_ms, 0) for at_ms in (5000, 5999, 6000)] == [6, 6, 7]
+    assert tombstones.applied_unix_ms(2, clock) == NOW_MS - 900
+    assert tombstones.applied_unix_ms(4, clock) == LATER_MS + 1000
+    tombstones.forget(found[:2])
+    assert seen_before_start(*around) == [0, 0, 0, 5, 6, 6]
+    tombstones.forget([found[2], tombstone(7)])
+    assert seen_before_start(*around) == [0] * 6
+    assert [tombstones.applied_by(at_ms, 0) for at_ms in (5999, 6000)] == [0, 7]
+
+
+def test_what_a_wrong_clock_dated_in_the_future_counts_as_applied_at_the_start() -> None:
+    clock = SteadyClock(lambda: 5.0, lambda: NOW_MS)
+    found = [tombstone(4, LATER_MS), tombstone(5, NOW_MS - 100)]
+    tombstones = Tombstones.recovered(found, 5, ForgottenDeletes(3, LATER_MS), clock)
+    assert tombstones.applied_by(5000, NOW_MS) == 5
+    assert tombstones.num_due(5000, sys.maxsize, 9) == 0
+    assert tombstones.num_due(5001, sys.maxsize, 9) == 2

@@ -14,7 +14,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
-from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import sign
 from ragcache_engine.protocol.roles import EngineRole
@@ -76,6 +76,17 @@ def test_a_request_without_a_plan_has_no_record(engine: SchedulerHarness) -> Non
 def test_a_request_that_vllm_would_not_cache_is_left_to_vllm(engine: SchedulerHarness) -> None:
     engine.plain("first")
     assert engine.plain("again", cacheable=False) == (0, [])
+
+
+def test_a_request_can_turn_its_reuse_off(strict: SchedulerHarness) -> None:
+    strict.plain("first")
+    known = dict(strict.store.stored)
+    off = {"ragcache": NO_REUSE}
+    assert strict.plain("again", params=off, cache_salt="again") == (0, [])
+    assert strict.plain("known", params=off) == (0, [])
+    assert strict.store.stored == known
+    assert not strict.scheduler.take_counts().refused_plans
+    assert strict.plain("loads")[0] == 3 * PIECE_TOKENS
 
 
 def test_reuse_without_a_plan_can_be_turned_off() -> None:

@@ -262,12 +262,16 @@ async def test_a_delete_reaches_the_domain_of_every_tenant(world: World) -> None
     assert [one.id for one in told[:3]] == [one.id for one in told[3:]], "a repetition is the same"
 
 
-async def test_a_whole_domain_is_deleted_when_every_shard_has_acknowledged(world: World) -> None:
+async def test_whole_domains_are_deleted_when_every_shard_has_acknowledged_all(
+    world: World,
+) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.problems = {"b:1": AWAY}
-    assert not await world.sender.send_domain(b"i" * 16, "tenant:blue")
+    domains = ("tenant:blue", "plain:blue")
+    assert not await world.sender.send_domains(b"i" * 16, domains)
     world.store.problems = {}
     await asyncio.sleep(0.02)
-    assert await world.sender.send_domain(b"i" * 16, "tenant:blue")
-    [deletion] = {one for told in world.store.told.values() for one in told}
-    assert (deletion.domain, deletion.num_names) == ("tenant:blue", 0)
+    assert await world.sender.send_domains(b"i" * 16, domains)
+    sent = {one for told in world.store.told.values() for one in told}
+    assert {(one.domain, one.num_names) for one in sent} == {(domain, 0) for domain in domains}
+    assert len({one.id for one in sent}) == 2, "one id in each domain, also when it is repeated"
