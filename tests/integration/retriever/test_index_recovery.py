@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_retriever import served_parts
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base import index_recovery
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
@@ -142,6 +143,21 @@ async def test_damaged_files_are_replaced_without_a_write(
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         for word in WORDS:
             await until_found(knowledge_base, word)
+
+
+async def test_a_load_that_fails_unexpectedly_is_repeated(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_parts, "FAILURE_PAUSE_S", 0.02)
+    failures = fail(monkeypatch, SegmentedIndexes, "open", times=2)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    problems: list[str] = []
+    await served_parts.load(knowledge_base, problems.append, is_writer=True)
+    assert len(failures) == 2
+    assert [one for one in problems if "No space" in one]
+    await knowledge_base.upsert("default", page("apple"))
+    assert await found(knowledge_base, "apple")
+    await knowledge_base.close()
 
 
 async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_later(
