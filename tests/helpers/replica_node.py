@@ -70,6 +70,12 @@ class ReportDocuments:
             self.store.put_report(name, body, 7)
             self.store.commit()
 
+    def remove_everything(self) -> None:
+        """Add a removal, as a remake does, without waiting for followers."""
+        with self.store.transaction():
+            self.store.outbox.add_everything(7)
+            self.store.commit()
+
 
 class ReportService:
     """Serves reports and copies of one store."""
@@ -95,6 +101,13 @@ class ReportService:
         if found is None:
             raise NotFound("report", request.name, "put it first")
         return pb.Report(name=request.name, body=found[0])
+
+    async def ListRemovals(  # noqa: N802
+        self, request: pb.ListRemovalsRequest, context: Any
+    ) -> pb.ListRemovalsReply:
+        store = self._documents.store
+        _, last = await run(self._documents.readers, store.removals, request.after, 100)
+        return pb.ListRemovalsReply(last_sequence=last)
 
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: Any

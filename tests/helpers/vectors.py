@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import numpy as np
 from ragcache_retriever.search.cell_base import Probing
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.vector_index import IndexStage, Rows, VectorIndex, Vectors
+from ragcache_retriever.store.vector_indexes import RowIndex
 
 DIMENSION = 16
 NONE: Vectors = np.empty((0, DIMENSION), np.float32)
@@ -46,6 +48,11 @@ def final(
 
 def add(index: VectorIndex, rows: Sequence[int], vectors: Vectors) -> None:
     index.apply((), rows, vectors)
+
+
+def wait_until_built(index: RowIndex) -> None:
+    while index.is_building:
+        threading.Event().wait(0.005)
 
 
 @contextmanager

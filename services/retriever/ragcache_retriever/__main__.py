@@ -13,6 +13,7 @@ from typing import Any
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.backends import fused_estimates_file, make_indexes, open_store
+from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.damaged_service import damaged_service
@@ -157,12 +158,18 @@ async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.E
     if not isinstance(store, SqliteDocumentStore):
         return
     database = store.database
-    await asyncio.sleep(CHECK_DELAY_S)
-    problem = await asyncio.to_thread(find_damage, database.path, stop)
-    if problem is not None:
-        database.mark_damaged(problem)
-        if not has_recovered_lately(database.folder):
-            restart.set()
+
+    async def check() -> None:
+        problem = await asyncio.to_thread(find_damage, database.path, stop)
+        if problem is not None:
+            database.mark_damaged(problem)
+            if not has_recovered_lately(database.folder):
+                restart.set()
+
+    is_checked = False
+    while not is_checked:
+        await asyncio.sleep(CHECK_DELAY_S)
+        is_checked = await attempted(log, "documents: not checked for damage", check())
 
 
 async def _serve_damaged(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
+from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_wire.telemetry.catalogue import retriever as rows
 from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry
@@ -57,10 +58,7 @@ class Metrics:
     async def follow(self, knowledge_base: KnowledgeBase) -> None:
         """Keep the sizes of a loaded knowledge base up to date until cancelled."""
         while True:
-            try:
-                await self._read_sizes(knowledge_base)
-            except Unavailable as error:
-                log.warning("metrics: sizes not read error=%s", error)
+            await attempted(log, "metrics: sizes not read", self._read_sizes(knowledge_base))
             await asyncio.sleep(LEVELS_INTERVAL_S)
 
     async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.limited_service import LimitedService
@@ -23,6 +23,9 @@ from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import RetrieverSettings
 
 log = logging.getLogger(__name__)
+
+FAILURE_PAUSE_S = 10.0
+"""Time until the next try after an unexpected error."""
 
 
 class ServedParts:
@@ -98,7 +101,11 @@ class ServedParts:
 async def load(
     knowledge_base: KnowledgeBase, progress: Callable[[str], None], *, is_writer: bool
 ) -> None:
-    """Load the knowledge base, and retry until the embedder answers."""
+    """Load the knowledge base, and retry until the embedder answers and the disk has space.
+
+    Raises:
+        RagCacheError: A setting cannot be used.
+    """
     while True:
         try:
             return await knowledge_base.load(progress, is_writer=is_writer)
@@ -106,3 +113,9 @@ async def load(
             log.warning("knowledge base: not ready error=%s", error)
             progress(str(error))
             await asyncio.sleep(error.retry_after_s)
+        except RagCacheError:
+            raise
+        except Exception as error:
+            log.exception("knowledge base: loading failed")
+            progress(f"loading failed: {error!r}")
+            await asyncio.sleep(FAILURE_PAUSE_S)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ragcache_core.retrieval.fusion import FusionWeights, weights_from_text
 from ragcache_core.retrieval.fusion_tuning import MIN_QUESTIONS
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.knowledge_base import fusion_tuner
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.store.records import Document
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -56,4 +60,31 @@ async def test_weights_are_chosen_for_a_collection_and_again_when_it_has_doubled
     await put_pages(knowledge_base, range(2000, 2000 + MIN_QUESTIONS))
     await knowledge_base.tune_fusion()
     assert weights_of(knowledge_base).num_chunks >= 2 * chosen.num_chunks
+    await knowledge_base.close()
+
+
+async def test_an_unexpected_error_does_not_end_the_choice_of_weights(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion_tuner, "INTERVAL_S", 0.01)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    collections = knowledge_base.store.collections
+    failures = 0
+
+    def failing() -> Any:
+        nonlocal failures
+        if failures < 3:
+            failures += 1
+            raise KeyError("weights")
+        return collections()
+
+    await knowledge_base.load()
+    await knowledge_base.put_collection("team", CollectionSettings(Chunking(200, 0)))
+    await put_pages(knowledge_base, range(MIN_QUESTIONS))
+    await knowledge_base.wait_until_idle()
+    monkeypatch.setattr(knowledge_base.store, "collections", failing)
+    async with asyncio.timeout(20):
+        while weights_of(knowledge_base) == FusionWeights():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert failures == 3
     await knowledge_base.close()

@@ -12,7 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.support.processes import free_port
+from ragcache_retriever import metrics as metrics_module
 from ragcache_retriever.metrics import Metrics
+from ragcache_retriever.store.records import DiskUse
 from ragcache_wire.telemetry.metric_registry import exposition
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.postgres_server import PostgresServer
@@ -54,6 +56,34 @@ async def test_a_size_has_no_series_before_it_is_known(tmp_path: Path, tiny_mode
     assert found["ragcache_retriever_text_bytes"] == sum(map(len, SUBJECTS.values()))
     assert {f"ragcache_retriever_{name}" for name in SIZES} <= found.keys()
     assert min(found[FREE], found["ragcache_retriever_disk_used_bytes"]) > 0
+
+
+async def test_an_unexpected_error_does_not_end_the_reads_of_sizes(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "LEVELS_INTERVAL_S", 0.01)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    metrics, disk = Metrics(), knowledge_base.store.disk
+    has_read = asyncio.Event()
+    failures: list[str] = []
+
+    def failing() -> DiskUse:
+        if len(failures) < 2:
+            failures.append("disk")
+            raise OSError(5, "Input/output error")
+        loop.call_soon_threadsafe(has_read.set)
+        return disk()
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(knowledge_base.store, "disk", failing)
+    async with serving(knowledge_base):
+        following = asyncio.create_task(metrics.follow(knowledge_base))
+        async with asyncio.timeout(20):
+            await has_read.wait()
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+    assert len(failures) == 2
 
 
 @pytest.mark.timeout(600)

@@ -28,6 +28,7 @@ from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 from tests.helpers.stored_documents import RECIPE
+from tests.helpers.vectors import wait_until_built
 from tests.integration.retriever.index_contract import (
     DIMENSION,
     QUERIES,
@@ -62,6 +63,7 @@ class OwnHarness:
 
     def build(self) -> None:
         self.index.load(iter([(ROWS, VECTORS)]))
+        wait_until_built(self.index)
 
     def reopened(self) -> RowIndex:
         # The owner of the documents completes what was in memory only.

@@ -259,12 +259,9 @@ class RetrieverClient:
             call.cancel()
 
     async def acknowledge_changes(
-        self, follower: str, sequence: int, writer_epoch: int, timeout_s: float
+        self, request: pb.AcknowledgeChangesRequest, timeout_s: float
     ) -> None:
         """Tell the writer which changes are durable and searchable at a follower."""
-        request = pb.AcknowledgeChangesRequest(
-            follower=follower, sequence=sequence, writer_epoch=writer_epoch
-        )
         await _call(self._stub.AcknowledgeChanges(request, timeout=timeout_s))
 
 

@@ -1712,21 +1712,25 @@ class AcknowledgeChangesRequest(_message.Message):
     FOLLOWER_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     WRITER_EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     follower: _builtins.str
     """its address"""
     sequence: _builtins.int
     """of the last change that it has applied"""
     writer_epoch: _builtins.int
+    epoch: _builtins.int
+    """epoch of that change"""
     def __init__(
         self,
         *,
         follower: _builtins.str = ...,
         sequence: _builtins.int = ...,
         writer_epoch: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follower", b"follower", "sequence", b"sequence", "writer_epoch", b"writer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "follower", b"follower", "sequence", b"sequence", "writer_epoch", b"writer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -50,6 +51,7 @@ class CollectionSet:
         self._defaults = defaults
         self._stored: dict[str, StoredCollection] = {}
         self._is_loaded = False
+        self._is_stale = False
 
     # Reads
 
@@ -144,6 +146,7 @@ class CollectionSet:
 
     def reload(self) -> None:
         """Read the collections and open their indexes. In the writer's thread."""
+        self._is_stale = True
         stored = self._store.collections()
         wanted: set[int] = set()
         for one in stored.values():
@@ -155,6 +158,12 @@ class CollectionSet:
                 wanted.add(generation.row)
         self._stored = stored
         self._indexes.keep_only(wanted)
+        self._is_stale = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a reload failed or is running. Any thread asks."""
+        return self._is_stale
 
     def has_changed(self) -> bool:
         """Whether the store has other collections, settings or generations. Any thread asks."""
@@ -238,10 +247,14 @@ class CollectionSet:
 
     def _index_info(self, stored: StoredCollection, serving: Generation) -> IndexInfo:
         remake = self._remake(stored)
+        kind = self._defaults.index_of(stored.settings)
         if not self._preparer.can_embed(serving.recipe):
-            kind = self._defaults.index_of(stored.settings)
             return IndexInfo(stored.name, kind, 0, 0, False, True, remake)
-        with self._indexes.using(serving.row) as index:
+        with contextlib.ExitStack() as stack:
+            try:
+                index = stack.enter_context(self._indexes.using(serving.row))
+            except Unavailable:
+                return IndexInfo(stored.name, kind, 0, 0, True, False, remake)
             return IndexInfo(
                 stored.name,
                 index.kind,

@@ -20,6 +20,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
+from ragcache_retriever.knowledge_base.index_recovery import IndexRecovery
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
 from ragcache_retriever.knowledge_base.refresh import CollectionRefresh
@@ -39,7 +40,7 @@ from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.stages import Ranking
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_retriever.search.vector_index import Vectors
-from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
+from ragcache_retriever.store.change_log import ChangedRows, ChangeLog, CommittedChange
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxClaim, OutboxDelete, Removal
 from ragcache_retriever.store.records import DiskUse, Document, IndexChange, StoredDocument
@@ -100,6 +101,7 @@ class KnowledgeBase:
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
         self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
+        self._index_recovery = IndexRecovery(self._collections, self._indexes, self.threads)
         self._fusion_tuner = FusionTuner(
             store,
             self._collections,
@@ -131,6 +133,7 @@ class KnowledgeBase:
         change = self._collections.add_missing if is_writer else self._collections.reload
         await self.threads.write(change)
         self._collections.finish_loading()
+        self._index_recovery.start()
         if is_writer:
             self._remake.start()
             self._fusion_tuner.start()
@@ -151,13 +154,18 @@ class KnowledgeBase:
     async def apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
         """Repeat a transaction of the writer, and let searches see it.
 
+        After any other error than these, the transaction may be committed. Searches then see it
+        when its index is recovered in the background.
+
         Raises:
             InvalidInput: It does not follow the last one.
+            Unavailable: The storage failed.
         """
         await self.threads.write(self._apply_change, log, change)
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
+        await self._index_recovery.stop()
         await self._refresh.stop()
         await self._fusion_tuner.stop()
         await self._remake.stop()
@@ -322,13 +330,17 @@ class KnowledgeBase:
 
     def _apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
         applied = log.apply_change(change)
-        if applied.has_other_collections:
-            self._collections.reload()
-        changes = []
-        for one in applied.rows:
-            rows, vectors = self.store.vectors(one.generation, one.added)
-            changes.append(IndexChange(one.generation, one.removed, tuple(rows.tolist()), vectors))
-        self._indexes.apply(changes)
+        try:
+            if applied.has_other_collections:
+                self._collections.reload()
+            self._indexes.apply([self._index_change(one) for one in applied.rows])
+        except Exception:
+            self._indexes.mark_incomplete(one.generation for one in applied.rows)
+            raise
+
+    def _index_change(self, one: ChangedRows) -> IndexChange:
+        rows, vectors = self.store.vectors(one.generation, one.added)
+        return IndexChange(one.generation, one.removed, tuple(rows.tolist()), vectors)
 
     def _claim(self, limit: int) -> OutboxClaim:
         with self.store.transaction(frees_space=True):

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 
-from ragcache_core.errors import RagCacheError
 from ragcache_core.retrieval.fusion import FusionWeights, weights_from_text, weights_to_text
 from ragcache_core.retrieval.fusion_tuning import MIN_QUESTIONS
+from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
@@ -75,10 +75,7 @@ class FusionTuner:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            try:
-                await self.tune()
-            except RagCacheError as error:
-                log.warning("fusion: weights not chosen error=%s", error)
+            await attempted(log, "fusion: weights not chosen", self.tune())
 
     def _is_due(self, stored: StoredCollection, generation: Generation) -> bool:
         if stored.is_deleting or not self._preparer.can_embed(generation.recipe):

@@ -34,6 +34,9 @@ class _OpenIndex:
 class GenerationIndexes:
     """Opens an index for each generation, changes it after each commit, and drops it at last.
 
+    An index that an error kept from a committed change, or whose files are damaged, serves on until
+    ``recover`` has completed it.
+
     Searches may use an index on any thread. One thread at a time calls the other methods.
     """
 
@@ -41,6 +44,7 @@ class GenerationIndexes:
         self._store = store
         self._indexes = indexes
         self._open: dict[int, _OpenIndex] = {}
+        self._incomplete: set[int] = set()
         self._changed = threading.Condition()
         self._num_published = 0
         self._num_changes: Counter[int] = Counter()
@@ -50,7 +54,11 @@ class GenerationIndexes:
         if generation in self._open:
             return
         index = self._indexes.open(generation, dimension, kind)
-        self._reconcile(generation, index)
+        try:
+            self._reconcile(generation, index)
+        except BaseException:
+            index.close()
+            raise
         with self._changed:
             self._open[generation] = _OpenIndex(index)
 
@@ -68,15 +76,59 @@ class GenerationIndexes:
             self._open[generation].index.set_kind(kind)
 
     def apply(self, changes: Iterable[IndexChange]) -> None:
-        """Make committed changes visible to searches."""
-        for change in changes:
-            self._num_changes[change.generation] += 1
-            opened = self._open.get(change.generation)
-            if opened is not None and (change.removed or change.added):
-                opened.index.apply(change.removed, change.added, change.vectors)
-                if opened.index.is_damaged:
-                    log.warning("index: damaged, loaded again generation=%d", change.generation)
-                    opened.index.load(self._batches(change.generation))
+        """Make committed changes visible to searches. After an error they are so after ``recover``.
+
+        Raises:
+            Unavailable: The index is at a server that does not answer.
+            OSError: A disk refuses.
+        """
+        changes = tuple(changes)
+        self._num_changes.update(change.generation for change in changes)
+        try:
+            for change in changes:
+                opened = self._open.get(change.generation)
+                if opened is not None and (change.removed or change.added):
+                    opened.index.apply(change.removed, change.added, change.vectors)
+        except Exception:
+            self.mark_incomplete(change.generation for change in changes)
+            raise
+        self._publish()
+
+    def mark_incomplete(self, generations: Iterable[int]) -> None:
+        """Have indexes compared with the document store, because they may lack a change."""
+        with self._changed:
+            self._incomplete.update(generations)
+
+    @property
+    def needs_recovery(self) -> bool:
+        """Whether ``recover`` has something to do. Any thread asks."""
+        with self._changed:
+            return bool(self._incomplete) or any(
+                opened.index.is_damaged for opened in self._open.values()
+            )
+
+    def complete(self) -> None:
+        """Let indexes hold the committed changes that an error has kept from them."""
+        for generation in tuple(self._incomplete):
+            opened = self._open.get(generation)
+            if opened is not None:
+                self._reconcile(generation, opened.index)
+                self._publish()
+            with self._changed:
+                self._incomplete.discard(generation)
+
+    def recover(self) -> None:
+        """Load damaged indexes again, and complete the others."""
+        for generation, opened in tuple(self._open.items()):
+            if opened.index.is_damaged:
+                log.warning("index: damaged, loaded again generation=%d", generation)
+                opened.index.load(self._batches(generation))
+                self._publish()
+                with self._changed:
+                    self._incomplete.discard(generation)
+        self.complete()
+
+    def _publish(self) -> None:
         with self._changed:
             self._num_published += 1
             self._changed.notify_all()

@@ -61,6 +61,7 @@ class Ingestion:
         async with self._document_lock(collection, document.id):
             result = await self._put(collection, document, content_hash)
         if not result.changed:
+            await self._threads.write(self._indexes.complete)
             # The gateway of the first attempt may have ended before it sent the deletes.
             pending = await self._threads.write(self._claim_of, collection, document.id)
             result = replace(result, deletes=pending or ())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from ragcache_core.errors import RagCacheError
+from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.remake import Remake
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
@@ -14,6 +14,7 @@ from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
+FAILURE_PAUSE_S = 2.0
 
 
 class CollectionRefresh:
@@ -41,9 +42,10 @@ class CollectionRefresh:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            try:
-                if await self._threads.read(self._collections.has_changed):
-                    await self._threads.write(self._collections.reload)
-                    self._remake.start()
-            except RagCacheError as error:
-                log.warning("collections: not refreshed error=%s", error)
+            if not await attempted(log, "collections: not refreshed", self._refresh()):
+                await asyncio.sleep(FAILURE_PAUSE_S)
+
+    async def _refresh(self) -> None:
+        if await self._threads.read(self._collections.has_changed):
+            await self._threads.write(self._collections.reload)
+            self._remake.start()

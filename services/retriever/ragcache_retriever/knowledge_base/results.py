@@ -121,6 +121,7 @@ class SimilarChunk:
 class IndexInfo:
     """State of the index that serves a collection.
 
+    ``is_building``: also while it is being opened. Its size is not known then.
     ``is_lexical_only``: the embedder of its chunks is not the one that runs.
     """
 

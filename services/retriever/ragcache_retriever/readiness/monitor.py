@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from ragcache_retriever.concurrency.background import attempted
+
 log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
@@ -38,7 +40,7 @@ class ReadinessMonitor:
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            await self.update()
+            await attempted(log, "readiness: not reported", self.update())
             await asyncio.sleep(self._period_s)
 
     async def update(self) -> None:
@@ -56,7 +58,11 @@ class ReadinessMonitor:
 
     async def _first_problem(self) -> str | None:
         for check in self._checks:
-            problem = await check()
+            try:
+                problem = await check()
+            except Exception as error:
+                log.exception("readiness: a check failed")
+                problem = f"a check failed: {error!r}"
             if problem is not None:
                 return problem
         return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
-from ragcache_core.cluster.writer_election import acknowledged_sequence, majority
+from ragcache_core.cluster.follower_positions import FollowerPositions
+from ragcache_core.cluster.writer_election import LogPosition, majority
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.threads import run
 from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
@@ -29,12 +29,6 @@ class LogsDiffer(Exception):
     """A follower needs a copy: changes are no longer kept, or it has one that this log lacks."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    sequence: int
-    heard_s: float
-
-
 class ChangeFeed:
     """Sends the changes of one epoch. It is closed while this replica is not the writer.
 
@@ -51,13 +45,12 @@ class ChangeFeed:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._changes = changes
-        self._peers = frozenset(peers)
-        self._num_replicas = len(peers)
+        self._peers = tuple(peers)
         self._threads = threads
         self._clock = clock
         self._epoch: int | None = None
         self._opened_s = 0.0
-        self._followers: dict[str, _Progress] = {}
+        self._followers = FollowerPositions(0, peers)
         self._moved = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         changes.on_commit(self._on_commit)
@@ -67,7 +60,7 @@ class ChangeFeed:
         self._loop = asyncio.get_running_loop()
         self._epoch = epoch
         self._opened_s = self._clock()
-        self._followers.clear()
+        self._followers = FollowerPositions(epoch, self._peers)
         self._notify()
 
     def close(self) -> None:
@@ -77,25 +70,27 @@ class ChangeFeed:
 
     def followers(self) -> dict[str, int]:
         """Return the last acknowledged sequence number of each follower, by address."""
-        return {address: one.sequence for address, one in self._followers.items()}
+        return self._followers.sequences()
 
     def is_deserted(self) -> bool:
         """Whether too few followers for a majority were heard lately, and others could have one."""
-        needed = majority(self._num_replicas)
+        num_replicas = len(self._peers)
+        needed = majority(num_replicas)
         since_s = self._clock() - DESERTED_S
-        if self._epoch is None or self._opened_s > since_s or self._num_replicas - 1 < needed:
+        if self._epoch is None or self._opened_s > since_s or num_replicas - 1 < needed:
             return False
-        heard = sum(one.heard_s > since_s for one in self._followers.values())
-        return 1 + heard < needed
+        return 1 + self._followers.num_heard(since_s) < needed
 
     async def follow(
-        self, after: int, after_epoch: int, epoch: int
-    ) -> AsyncIterator[CommittedChange]:
-        """Yield changes, and after a second without one a change without statements.
+        self, follower: str, position: LogPosition, epoch: int
+    ) -> AsyncGenerator[CommittedChange, None]:
+        """Yield changes, and a change without statements at first and after each idle second.
+
+        The first one tells the follower that its log agrees with this one.
 
         Args:
-            after: Sequence number of the last change that the follower has.
-            after_epoch: Epoch of that change.
+            follower: Its address.
+            position: The last change that the follower has.
             epoch: Of the writer that the follower wants to follow.
 
         Raises:
@@ -103,26 +98,44 @@ class ChangeFeed:
             Unavailable: This replica does not write in this epoch, or no longer.
         """
         self._check_epoch(epoch)
-        await self._check_same_log(after, after_epoch)
-        while True:
-            moved = self._moved
-            found = await run(self._threads, self._changes.changes_after, after, BATCH_BYTES)
+        followers = self._followers
+        stream = None
+        try:
+            await self._check_same_log(position)
             self._check_epoch(epoch)
-            if found is None:
-                raise LogsDiffer(f"changes after {after} are no longer kept")
-            for change in found:
-                yield change
-                after = change.sequence
-            if not found:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await moved.wait()
+            stream = followers.start_stream(follower, position, self._clock())
+            self._notify()
+            yield self._heartbeat(epoch)
+            after = position.sequence
+            while True:
+                moved = self._moved
+                found = await run(self._threads, self._changes.changes_after, after, BATCH_BYTES)
                 self._check_epoch(epoch)
-                now_ms = int(time.time() * 1000)
-                yield CommittedChange(self._changes.sequence, epoch, b"", now_ms)
+                if found is None:
+                    raise LogsDiffer(f"changes after {after} are no longer kept")
+                for change in found:
+                    followers.sent(follower, stream, change.sequence)
+                    yield change
+                    after = change.sequence
+                if not found:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(HEARTBEAT_S):
+                            await moved.wait()
+                    self._check_epoch(epoch)
+                    yield self._heartbeat(epoch)
+        except LogsDiffer:
+            followers.forget(follower)
+            raise
+        finally:
+            if stream is not None:
+                followers.end_stream(follower, stream)
 
-    async def _check_same_log(self, after: int, after_epoch: int) -> None:
+    def _heartbeat(self, epoch: int) -> CommittedChange:
+        return CommittedChange(self._changes.sequence, epoch, b"", int(time.time() * 1000))
+
+    async def _check_same_log(self, position: LogPosition) -> None:
         """Raise LogsDiffer unless this log has the follower's last change."""
+        after, after_epoch = position.sequence, position.epoch
         if after == 0:
             return
         if (after, after_epoch) == (self._changes.sequence, self._changes.epoch):
@@ -131,17 +144,17 @@ class ChangeFeed:
         if not found or (found[0].sequence, found[0].epoch) != (after, after_epoch):
             raise LogsDiffer(f"change {after} of epoch {after_epoch} is not in the writer's log")
 
-    def acknowledge(self, follower: str, sequence: int, epoch: int) -> None:
+    def acknowledge(self, follower: str, position: LogPosition, epoch: int) -> None:
         """Note what a follower has. Raises Unavailable in another epoch."""
         self._check_epoch(epoch)
-        if follower not in self._peers:
-            return
-        progress = self._followers.setdefault(follower, _Progress(0, 0.0))
-        progress.sequence, progress.heard_s = max(progress.sequence, sequence), self._clock()
+        self._followers.acknowledge(follower, position, self._clock())
         self._notify()
 
-    async def wait_acknowledged(self, sequence: int) -> None:
-        """Wait until a majority has a change, then shortly for the other live followers.
+    async def wait_acknowledged(self, sequence: int, *, settles: bool = True) -> None:
+        """Wait until a majority has a change.
+
+        Args:
+            settles: Wait shortly for the other live followers, too.
 
         Raises:
             Unavailable: A majority did not have it in time, or this replica no longer writes.
@@ -157,9 +170,11 @@ class ChangeFeed:
                 f"too few replicas have the change after {ACKNOWLEDGE_TIMEOUT_S:g} s; it is safe to"
                 " repeat the request",
             ) from None
+        if not settles:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while not self._has_all_live(sequence):
+                while not self._followers.have_all_heard(sequence, self._clock() - GONE_S):
                     await self._wait_moved(epoch)
 
     async def _wait_moved(self, epoch: int | None) -> None:
@@ -168,14 +183,7 @@ class ChangeFeed:
         await self._moved.wait()
 
     def _has_majority(self, sequence: int) -> bool:
-        counts = [one.sequence for one in self._followers.values()]
-        return acknowledged_sequence(counts, self._num_replicas) >= sequence
-
-    def _has_all_live(self, sequence: int) -> bool:
-        since_s = self._clock() - GONE_S
-        return all(
-            one.sequence >= sequence or one.heard_s < since_s for one in self._followers.values()
-        )
+        return self._followers.acknowledged_sequence() >= sequence
 
     def _check_epoch(self, epoch: int) -> None:
         if self._epoch != epoch:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ragcache_core.cluster.writer_election import ElectionTiming, LogPosition, WriterElection
 from ragcache_core.errors import RagCacheError
+from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.replication.lease_store import LeaseConflict, LeaseStore
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class WriterElector:
         """Work until cancelled, then release the Lease."""
         try:
             while True:
-                await self._step()
+                await attempted(log, "lease: step failed", self._step())
                 await asyncio.sleep(self._timing.retry_s)
         finally:
             if self._election.held_epoch is not None:
@@ -123,6 +124,10 @@ class WriterElector:
             pass  # The next step reads what another replica wrote.
         except (RagCacheError, TimeoutError) as error:
             problem = str(error) or "no answer in time"
+        except Exception as error:
+            # A defect must not keep this replica from stepping down below.
+            log.exception("lease: failed")
+            problem = self._problem = repr(error)
         if problem and problem != self._problem:
             log.warning("lease: failed problem=%s", problem)
         self._problem = problem
@@ -157,8 +162,10 @@ class WriterElector:
             await self._give_up("the storage does not answer")
         elif not await self._candidate.is_followed():
             await self._give_up("no majority of the replicas can be reached")
-        elif self._starting.done() and self._starting.exception() is not None:
-            await self._give_up(f"writing could not begin: {self._starting.exception()}")
+        elif self._starting.done() and (error := self._starting.exception()) is not None:
+            if not isinstance(error, RagCacheError):
+                log.error("replica: writing could not begin", exc_info=error)
+            await self._give_up(f"writing could not begin: {error}")
 
     async def _try_to_lead(self) -> None:
         if not self._election.is_free(self._clock()) or not self._candidate.is_fit():

@@ -94,6 +94,7 @@ class Follower:
         self._client = client
         self._epoch = epoch
         self._lag = lag
+        self._is_same_log = asyncio.Event()
         self._applied = asyncio.Event()
         self.writer_sequence = 0
 
@@ -130,6 +131,8 @@ class Follower:
                     message = await anext(changes, None)
                 if message is None:
                     return
+                # The writer has compared the logs before it sent anything.
+                self._is_same_log.set()
                 self.writer_sequence = max(self.writer_sequence, message.sequence)
                 parts.append(message.statements)
                 if message.more:
@@ -155,17 +158,29 @@ class Follower:
         self._lag.heard(is_complete=is_complete)
 
     async def _acknowledge(self) -> None:
-        """Tell the writer what is applied, after each change and every second."""
+        """Tell the writer what is applied, after each change and every second.
+
+        Until the logs are compared, the last change here may be one that the writer lacks, with a
+        sequence number that the writer has given to another one.
+        """
+        await self._is_same_log.wait()
         while True:
             self._applied.clear()
-            sequence = self._target.position().sequence
+            position = self._target.position()
+            request = pb.AcknowledgeChangesRequest(
+                follower=self._own_address,
+                sequence=position.sequence,
+                epoch=position.epoch,
+                writer_epoch=self._epoch,
+            )
             try:
-                await self._client.acknowledge_changes(
-                    self._own_address, sequence, self._epoch, SILENCE_S
-                )
+                await self._client.acknowledge_changes(request, SILENCE_S)
             except RagCacheError as error:
                 log.debug("follower: acknowledgement failed error=%s", error)
                 await asyncio.sleep(ACKNOWLEDGE_PERIOD_S / 4)
+            except Exception:
+                log.exception("follower: acknowledgement failed")
+                await asyncio.sleep(ACKNOWLEDGE_PERIOD_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ACKNOWLEDGE_PERIOD_S):
                     await self._applied.wait()

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 POSITION_TIMEOUT_S = 1.0
 RETRY_S = 0.25
+FAILURE_PAUSE_S = 2.0
+"""Time until a replica follows again after an unexpected error."""
 LEASE_UNREAD_S = 5.0
 """After this time without the Lease, another replica may have become the writer."""
 
@@ -94,8 +96,8 @@ class Replica:
 
     Args:
         is_fit: Whether this replica could write now: it is loaded, and its storage answers.
-        take_copy: Stores a copy of all documents, given as parts. It raises an error if the copy is
-            not complete.
+        take_copy: Stores a copy of all documents, given as parts and the epoch of the writer. It
+            raises an error if the copy is not complete, or not of this writer.
         restart: Ends the process, so that it starts again with a copy.
         threads: Pool for reads of the log.
     """
@@ -107,7 +109,7 @@ class Replica:
         options: ReplicaOptions,
         *,
         is_fit: Callable[[], bool],
-        take_copy: Callable[[AsyncIterator[bytes]], Awaitable[None]],
+        take_copy: Callable[[AsyncIterator[bytes], int], Awaitable[None]],
         restart: Callable[[], None],
         threads: ThreadPoolExecutor,
     ) -> None:
@@ -144,8 +146,10 @@ class Replica:
             while not electing.done():
                 self._following = asyncio.create_task(self._follow(), name="follower")
                 changed = asyncio.create_task(self._elector.wait_changed())
-                await asyncio.wait((changed, electing), return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                try:
+                    await asyncio.wait((changed, electing), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
                 await self._stop_following()
             electing.result()
         finally:
@@ -226,9 +230,13 @@ class Replica:
             raise Unavailable("retriever", "its replicas are choosing a writer", 2.0)
         return client
 
-    async def confirm(self) -> None:
-        """Wait until a majority has every change of this replica. Raises Unavailable."""
-        await self.feed.wait_acknowledged(self._position.sequence)
+    async def confirm(self, *, settles: bool = True) -> None:
+        """Wait until a majority has every change of this replica. Raises Unavailable.
+
+        Args:
+            settles: Wait shortly for the other live followers, too.
+        """
+        await self.feed.wait_acknowledged(self._position.sequence, settles=settles)
         # Without the Lease, another replica may have become the writer before the majority had it.
         if not self.is_writer:
             raise Unavailable("retriever", "another replica became the writer")
@@ -309,8 +317,8 @@ class Replica:
         """Follow the writer of this epoch until cancelled."""
         epoch, writer = self._elector.epoch, self._elector.writer
         client = self._clients.get(writer)
-        if client is None:
-            return
+        if client is None or self._is_copying:
+            return  # it writes itself, or ends soon to start again with a copy
         log.info("replica: follows writer=%s epoch=%d position=%s", writer, epoch, self._position)
         problem = ""
         while True:
@@ -319,24 +327,30 @@ class Replica:
                 await self._follower.run()
             except (ChangesGone, InvalidInput) as error:
                 log.warning("replica: takes a copy writer=%s reason=%s", writer, error)
-                await self._copy(client)
+                await self._copy(client, epoch)
             except RagCacheError as error:
                 if str(error) != problem:
                     log.warning("replica: writer lost writer=%s error=%s", writer, error)
                 problem = str(error)
+            except Exception:
+                # The change may be committed. Its index is then completed in the background.
+                log.exception("replica: following failed writer=%s", writer)
+                await asyncio.sleep(FAILURE_PAUSE_S)
             await asyncio.sleep(RETRY_S)
 
-    async def _copy(self, client: RetrieverClient) -> None:
+    async def _copy(self, client: RetrieverClient, epoch: int) -> None:
         """Replace the documents by those of the writer, and ask for a restart with them."""
         self._is_copying = True
         try:
             async with contextlib.aclosing(client.backup()) as parts:
-                await self._take_copy(parts)
-        except (RagCacheError, OSError) as error:
+                await self._take_copy(parts, epoch)
+        except BaseException as error:
+            self._is_copying = False
+            if not isinstance(error, RagCacheError | OSError):
+                raise
             log.warning("replica: copy failed error=%s", error)
             return
-        finally:
-            self._is_copying = False
+        # It stays so until the end: a change that it acknowledged now would not be in the copy.
         log.warning("replica: has a copy and starts again position=%s", self._position)
         self._restart()
         # Nothing that the old documents could repeat is of use.

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
+from ragcache_core.cluster.writer_election import LogPosition
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.replication.change_feed import LogsDiffer
 from ragcache_retriever.replication.replica import Replica
@@ -71,8 +73,16 @@ class ReplicatedService:
         return await self._write("PutReport", request, context)
 
     async def ListRemovals(self, request: pb.ListRemovalsRequest, context: Context) -> Any:
-        """Return removals from the writer, whose sequence never goes back."""
-        return await self._at_writer("ListRemovals", request, context)
+        """Return removals from the writer that a majority has.
+
+        Background work removes text without waiting for a majority. If a new writer lacked a
+        removal that a gateway knows, it would give the same sequence number to another one.
+        """
+        if not self._replica.is_writer:
+            return await self._forward("ListRemovals", request, context)
+        reply = await self._inner.ListRemovals(request, context)
+        await self._replica.confirm(settles=False)
+        return reply
 
     async def Restore(self, request: AsyncIterator[pb.BackupPart], context: Context) -> Any:
         """Refuse: the other replicas would replace the restored documents by their own."""
@@ -107,18 +117,20 @@ class ReplicatedService:
         self, request: pb.FollowChangesRequest, context: Context
     ) -> AsyncIterator[pb.Change]:
         """Send changes to a follower, large ones in parts."""
-        follow = self._replica.feed.follow(request.after, request.epoch, request.writer_epoch)
+        position = LogPosition(request.epoch, request.after)
+        follow = self._replica.feed.follow(request.follower, position, request.writer_epoch)
         try:
-            async for change in follow:
-                for start in range(0, max(len(change.statements), 1), PART_BYTES):
-                    end = start + PART_BYTES
-                    yield pb.Change(
-                        sequence=change.sequence,
-                        epoch=change.epoch,
-                        statements=change.statements[start:end],
-                        committed_unix_ms=change.committed_unix_ms,
-                        more=end < len(change.statements),
-                    )
+            async with contextlib.aclosing(follow) as changes:
+                async for change in changes:
+                    for start in range(0, max(len(change.statements), 1), PART_BYTES):
+                        end = start + PART_BYTES
+                        yield pb.Change(
+                            sequence=change.sequence,
+                            epoch=change.epoch,
+                            statements=change.statements[start:end],
+                            committed_unix_ms=change.committed_unix_ms,
+                            more=end < len(change.statements),
+                        )
         except LogsDiffer as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
@@ -126,7 +138,8 @@ class ReplicatedService:
         self, request: pb.AcknowledgeChangesRequest, context: Context
     ) -> pb.AcknowledgeChangesReply:
         """Note which changes a follower has."""
-        self._replica.feed.acknowledge(request.follower, request.sequence, request.writer_epoch)
+        position = LogPosition(request.epoch, request.sequence)
+        self._replica.feed.acknowledge(request.follower, position, request.writer_epoch)
         return pb.AcknowledgeChangesReply()
 
     async def _write(self, method: str, request: Any, context: Context) -> Any:
@@ -137,11 +150,6 @@ class ReplicatedService:
         # Also after a repetition, which changes nothing: a majority may lack the first change.
         await self._replica.confirm()
         return reply
-
-    async def _at_writer(self, method: str, request: Any, context: Context) -> Any:
-        if not self._replica.is_writer:
-            return await self._forward(method, request, context)
-        return await getattr(self._inner, method)(request, context)
 
     async def _forward(self, method: str, request: Any, context: Context) -> Any:
         """Call the writer with the caller's deadline. Raises its error."""

@@ -121,6 +121,7 @@ class SegmentedIndex:
         self._removed_in_merge: list[Rows] = []
         self._num_failures = 0
         self._has_new_kind = False
+        self._is_loading = False
         self._is_damaged = False
         self._is_closed = False
 
@@ -180,18 +181,26 @@ class SegmentedIndex:
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
         """Replace the content by rows and vectors in batches.
 
-        Searches use the former content meanwhile. The thread that applies changes calls it.
+        Searches use the former content meanwhile. The thread that applies changes calls it. A graph
+        takes about a millisecond of a core per vector, so it is built in the background.
         """
-        merge = self._merge
-        if merge is not None:
-            wait([merge])
-        with Spool(self._folder, self._dimension) as spool:
-            for rows, vectors in batches:
-                spool.add(rows, vectors)
-            base = self._build(spool.source(), None)
+        with self._lock:
+            self._is_loading, merge = True, self._merge
+        try:
+            if merge is not None and not merge.cancel():
+                wait([merge])
+            with Spool(self._folder, self._dimension) as spool:
+                for rows, vectors in batches:
+                    spool.add(rows, vectors)
+                base = self._first_base(spool.source())
+        finally:
+            self._is_loading = False
         with self._lock:
             self._view = IndexView(base, None, Tail.empty(self._dimension))
             self._is_damaged = False
+            if len(base) and base.kind is not _chosen(self._options.kind, len(base)):
+                self._has_new_kind = True
+                self._merge_if_needed()
 
     def set_kind(self, kind: IndexKind) -> None:
         """Change the kind, AUTO included. The index is built again in the background."""
@@ -261,7 +270,7 @@ class SegmentedIndex:
         limit *= min(1 << self._num_failures, MAX_BACKOFF)
         has_grown = view.tail.count > limit or view.num_removed > max(limit, len(view.base) // 4)
         has_new_kind = self._has_new_kind and _chosen(self._options.kind, len(view)) != self.kind
-        may_merge = not (self.is_building or self._is_closed or self._is_damaged)
+        may_merge = not (self.is_building or self._is_merge_useless())
         if (has_grown or has_new_kind) and may_merge:
             self._has_new_kind = False
             self._merge = self._threads.background.submit(self._merge_tail)
@@ -270,10 +279,14 @@ class SegmentedIndex:
         """Build a base from the view of now, and swap it in with the changes since."""
         try:
             with self._lock:
+                if self._is_merge_useless():
+                    raise BuildAborted
                 merged = self._view
                 self._removed_in_merge = []
-            base = self._build(LiveSource(merged), merged.base)
+            base = self._next_base(LiveSource(merged), merged.base)
             with self._lock:
+                if self._is_merge_useless():
+                    raise BuildAborted
                 tail = self._view.tail.since(merged.tail.count)
                 gone = np.concatenate([np.empty(0, np.int64), *self._removed_in_merge])
                 view = IndexView(base, None, Tail.empty(self._dimension))
@@ -292,20 +305,34 @@ class SegmentedIndex:
             self._merge = None
             self._merge_if_needed()
 
-    def _build(self, source: VectorSource, before: CellBase | None) -> CellBase:
+    def _is_merge_useless(self) -> bool:
+        """Whether the vectors are being replaced, or no search will use the next base."""
+        return self._is_closed or self._is_damaged or self._is_loading
+
+    def _first_base(self, source: VectorSource) -> CellBase:
+        """Build a base without a graph."""
+        kind = _chosen(self._options.kind, len(source))
+        if kind is IndexKind.HNSW:
+            kind = IndexKind.FLAT
+        return self._build(source, kind, None, lambda: self._is_closed)
+
+    def _next_base(self, source: VectorSource, before: CellBase) -> CellBase:
         kind = _chosen(self._options.kind, len(source))
         keeps_cells = (
-            before is not None
-            and before.kind is kind is IndexKind.IVF
+            before.kind is kind is IndexKind.IVF
             and len(source) < GROWTH * before.trained_for
             and GROWTH * len(source) > before.trained_for
         )
-        options = BuildOptions(
-            kind,
-            self._options.precision,
-            before if keeps_cells else None,
-            is_aborted=lambda: self._is_closed,
-        )
+        return self._build(source, kind, before if keeps_cells else None, self._is_merge_useless)
+
+    def _build(
+        self,
+        source: VectorSource,
+        kind: IndexKind,
+        cells_of: CellBase | None,
+        is_aborted: Callable[[], bool],
+    ) -> CellBase:
+        options = BuildOptions(kind, self._options.precision, cells_of, is_aborted)
         writer = None if self._folder is None else BaseWriter(self._folder)
         try:
             return build_cell_base(source, self._dimension, options, writer)
@@ -318,7 +345,9 @@ class SegmentedIndex:
         """Check what was opened. It runs before any merge, which would hide damage."""
         try:
             verify(opened)
-        except DamagedIndex as error:
+        except Exception as error:
+            if not isinstance(error, DamagedIndex):
+                log.exception("index: not verified folder=%s", opened.folder)
             log.warning("index: damaged, has to be loaded again error=%s", error)
             with self._lock:
                 self._is_damaged = True

@@ -34,7 +34,8 @@ class RowIndex(VectorIndex, Protocol):
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
         """Replace the content by rows and vectors in batches.
 
-        Searches use the former content meanwhile. The thread that applies changes calls it.
+        Searches use the former content meanwhile. The thread that applies changes calls it. What
+        takes long, such as a graph, is built in the background afterwards.
         """
 
     def set_kind(self, kind: IndexKind) -> None:

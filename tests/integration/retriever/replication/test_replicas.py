@@ -9,13 +9,16 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_retriever.concurrency.threads import run
 from ragcache_retriever.replication import change_feed, follower
 from ragcache_retriever.replication import replica as replica_module
 from ragcache_retriever.replication.file_lease import FileLease
+from ragcache_retriever.store.change_log import CommittedChange
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
 
@@ -103,6 +106,42 @@ async def test_a_former_writer_discards_what_no_other_replica_has(tmp_path: Path
         await first.restart_with_copy()
         await until(lambda: first.replica._lag.has_caught_up, "caught up")
         assert await names(first, "kept", "lost", "new") == ["kept", "new"]
+
+
+async def test_a_former_writer_with_other_changes_counts_for_no_write_before_it_has_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_feed, "ACKNOWLEDGE_TIMEOUT_S", 0.5)
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        await put(first, "kept")
+        others = [node for node in nodes if node is not first]
+        for node in others:
+            await node.stop()
+        for name in ("lost1", "lost2", "lost3"):
+            with pytest.raises(Unavailable, match="safe to repeat"):
+                await first.client.put_report(name, b"x")
+        await first.stop(release=False)
+        for node in others:
+            await node.start()
+        second = await writer_of(others)
+        third = next(node for node in others if node is not second)
+        await put(second, "new")
+        await third.stop()
+        # Its last change has a greater number than the next one of the new writer.
+        assert second.replica.position().sequence < first.replica.position().sequence
+        await first.start()
+        await first.needs_restart.wait()
+        with pytest.raises(Unavailable, match="safe to repeat"):
+            await second.client.put_report("alone", b"x")
+        await first.restart_with_copy()
+        await put(second, "alone")
+        # The new writer and its disk are lost.
+        await second.stop(release=False)
+        shutil.rmtree(second.folder)
+        await third.start()
+        await writer_of([first, third])
+        assert await names(first, "kept", "new", "alone", "lost1") == ["kept", "new", "alone"]
 
 
 async def test_a_lost_volume_is_copied_and_does_not_count_before(tmp_path: Path) -> None:
@@ -245,5 +284,77 @@ async def test_followers_of_another_epoch_are_refused(tmp_path: Path) -> None:
         request = pb.FollowChangesRequest(after=0, writer_epoch=99)
         with pytest.raises(RagCacheError, match="epoch 99"):
             await anext(writer.client.follow_changes(request))
+        acknowledgement = pb.AcknowledgeChangesRequest(
+            follower=writer.peers[0], sequence=5, epoch=1, writer_epoch=99
+        )
         with pytest.raises(Unavailable, match="epoch 99"):
-            await writer.client.acknowledge_changes(writer.peers[0], 5, 99, 1.0)
+            await writer.client.acknowledge_changes(acknowledgement, 1.0)
+
+
+async def test_a_follower_goes_on_after_an_error_that_nobody_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "FAILURE_PAUSE_S", 0.05)
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        follower_node = next(node for node in nodes if node is not writer)
+        apply_change = follower_node.documents.apply_change
+        failures: list[int] = []
+
+        async def failing(change: CommittedChange) -> None:
+            await apply_change(change)
+            if len(failures) < 2:
+                failures.append(change.sequence)
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(follower_node.documents, "apply_change", failing)
+        for i in range(4):
+            await put(writer, f"more{i}")
+        await until(
+            lambda: follower_node.replica.position() == writer.replica.position(), "caught up"
+        )
+        assert len(failures) == 2
+        assert await names(follower_node, "more0", "more3") == ["more0", "more3"]
+
+
+async def test_replicas_go_on_after_an_answer_about_the_lease_that_none_expected(
+    tmp_path: Path,
+) -> None:
+    async def unexpected(*_: Any) -> Any:
+        raise KeyError("spec")
+
+    async with cluster(tmp_path) as nodes:
+        first = await writer_of(nodes)
+        await put(first, "r")
+        with pytest.MonkeyPatch.context() as patch:
+            for node in nodes:
+                patch.setattr(node._lease_store, "read", unexpected)
+                patch.setattr(node._lease_store, "write", unexpected)
+            await until(lambda: not first.documents.is_writing, "a writer that stopped")
+        await writer_of(nodes)
+        await put(nodes[0], "after")
+
+
+async def test_removals_are_listed_only_when_a_majority_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_feed, "ACKNOWLEDGE_TIMEOUT_S", 0.5)
+    async with cluster(tmp_path) as nodes:
+        writer = await writer_of(nodes)
+        await put(writer, "r")
+        listed = await writer.client.list_removals(0)
+        assert listed.last_sequence == 0
+        for node in nodes:
+            if node is not writer:
+                await node.stop()
+        # As background work does, which waits for no follower.
+        await run(writer.documents.writer, writer.documents.remove_everything)
+        with pytest.raises(Unavailable, match="too few replicas"):
+            await writer.client.list_removals(0)
+        for node in nodes:
+            if node is not writer:
+                await node.start()
+        await put(writer, "after")
+        listed = await writer.client.list_removals(0)
+        assert listed.last_sequence == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,10 @@ import pytest
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import hnsw_scan, segmented_index
 from ragcache_retriever.search.files.stored_vectors import Precision
+from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
-from ragcache_retriever.search.vector_index import Rows
+from ragcache_retriever.search.vector_index import Rows, Vectors
 from tests.helpers.vectors import (
     DIMENSION,
     NONE,
@@ -24,6 +25,7 @@ from tests.helpers.vectors import (
     final,
     nearest,
     running_threads,
+    wait_until_built,
 )
 
 NUM_VECTORS = 3000
@@ -49,6 +51,7 @@ def changed(threads: IndexThreads) -> SegmentedIndex:
     """An index with rows in base and tail. Some were removed."""
     index = opened(threads)
     index.load([(np.arange(2500), VECTORS[:2500])])
+    wait_until_built(index)
     add(index, range(2500, NUM_VECTORS), VECTORS[2500:])
     index.apply(range(0, NUM_VECTORS, 7), (), NONE)
     return index
@@ -147,6 +150,7 @@ def test_a_declared_recall_saves_computations_once_searches_are_known(
 ) -> None:
     index = opened(threads)
     index.load([(np.arange(NUM_VECTORS), VECTORS)])
+    wait_until_built(index)
     for query in clustered(300, seed=3):
         final(index, query, 10)
     found, num_scored, num_full = [], 0, 0
@@ -165,6 +169,7 @@ def test_a_reopened_graph_gives_the_same_hits(
 ) -> None:
     index = opened(threads, tmp_path, precision)
     index.load([(np.arange(NUM_VECTORS), VECTORS)])
+    wait_until_built(index)
     before = [final(index, query, 10).rows for query in QUERIES]
     index.close()
     again = opened(threads, tmp_path, precision)
@@ -185,7 +190,54 @@ def test_a_graph_takes_over_in_the_background(threads: IndexThreads) -> None:
     index = SegmentedIndex.open(None, DIMENSION, options, threads)
     index.load([(np.arange(NUM_VECTORS), VECTORS)])
     index.set_kind(IndexKind.HNSW)
-    while index.is_building:
-        threading.Event().wait(0.01)
+    wait_until_built(index)
     assert index.kind is IndexKind.HNSW
     assert recall(index, np.arange(NUM_VECTORS)) >= 0.99
+
+
+def test_a_load_does_not_wait_for_the_graph(threads: IndexThreads) -> None:
+    may_build = threading.Event()
+    threads.background.submit(may_build.wait)
+    index = opened(threads)
+    try:
+        index.load([(np.arange(NUM_VECTORS), VECTORS)])
+        assert index.kind is IndexKind.FLAT
+        assert recall(index, np.arange(NUM_VECTORS)) == 1
+        assert index.is_building
+        # Another load does not wait for a build that has not begun.
+        index.load([(np.arange(2500), VECTORS[:2500])])
+        add(index, range(2500, NUM_VECTORS), VECTORS[2500:])
+    finally:
+        may_build.set()
+    wait_until_built(index)
+    assert index.kind is IndexKind.HNSW
+    assert recall(index, np.arange(NUM_VECTORS)) >= 0.99
+
+
+def test_a_load_ends_a_build_of_the_former_content(
+    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    build = HnswGraph.build
+
+    def held_build(batches: Iterable[Vectors], dimension: int) -> HnswGraph:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return build(batches, dimension)
+
+    monkeypatch.setattr(HnswGraph, "build", held_build)
+    index = opened(threads)
+    index.load([(np.arange(2500), VECTORS[:2500])])
+    assert has_begun.wait(30)
+    other = np.arange(2500) + 5000
+
+    def batches() -> Iterator[tuple[Rows, Vectors]]:
+        yield other, VECTORS[:2500]
+
+    loading = threading.Thread(target=index.load, args=(batches(),))
+    loading.start()
+    may_go_on.set()
+    loading.join()
+    wait_until_built(index)
+    assert index.kind is IndexKind.HNSW
+    assert index.rows().tolist() == other.tolist()

@@ -30,6 +30,7 @@ from tests.helpers.vectors import (
     final,
     nearest,
     running_threads,
+    wait_until_built,
 )
 
 CELL_KINDS = (IndexKind.FLAT, IndexKind.IVF)
@@ -50,11 +51,6 @@ def opened(
 ) -> SegmentedIndex:
     options = IndexOptions(kind=kind, probing=probing, precision=precision)
     return SegmentedIndex.open(folder, DIMENSION, options, threads)
-
-
-def wait_until_built(index: SegmentedIndex) -> None:
-    while index.is_building:
-        threading.Event().wait(0.005)
 
 
 @pytest.mark.parametrize("kind", CELL_KINDS)

@@ -19,7 +19,7 @@ from ragcache_retriever.search.files.base_files import (
     verify,
 )
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
-from tests.helpers.vectors import DIMENSION, clustered, running_threads
+from tests.helpers.vectors import DIMENSION, clustered, running_threads, wait_until_built
 
 
 def written(folder: Path, value: float = 1.0) -> base_files.OpenedBase:
@@ -175,4 +175,26 @@ def test_damage_that_is_found_later_is_gone_after_loading_again(
         again.load([(np.arange(500), vectors)])
         assert not again.is_damaged
         assert list(again.search(vectors[3], 1))[-1].rows == (3,)
+        again.close()
+
+
+def test_no_graph_is_built_from_damaged_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = clustered(500, seed=1)
+    monkeypatch.setattr(base_files, "CHECKED_BYTES", 0)
+    with running_threads(1) as threads:
+        index = SegmentedIndex.open(tmp_path, DIMENSION, IndexOptions(), threads)
+        index.load([(np.arange(500), vectors)])
+        index.close()
+        flip(next(iter(tmp_path.rglob("vectors.npy"))))
+        # The build waits for the thread that finds the damage.
+        options = IndexOptions(IndexKind.HNSW)
+        again = SegmentedIndex.open(tmp_path, DIMENSION, options, threads)
+        threads.background.submit(int).result()
+        assert again.is_damaged
+        assert again.kind is IndexKind.FLAT
+        again.load([(np.arange(500), vectors)])
+        wait_until_built(again)
+        assert again.kind is IndexKind.HNSW
         again.close()

@@ -98,11 +98,13 @@ class IncomingCopy:
 
     Args:
         ready_name: RESTORE_READY or COPY_READY.
+        min_epoch: Epoch of its last change at least. A copy of an older one is refused.
     """
 
-    def __init__(self, folder: Path, ready_name: str = RESTORE_READY) -> None:
+    def __init__(self, folder: Path, ready_name: str = RESTORE_READY, min_epoch: int = 0) -> None:
         self._part = folder / _INCOMING_PART
         self._ready = folder / ready_name
+        self._min_epoch = min_epoch
         self._is_finished = False
         try:
             self._file = self._part.open("xb")
@@ -122,13 +124,13 @@ class IncomingCopy:
         """Check the backup and keep it for the next start. Return the number of its documents.
 
         Raises:
-            InvalidInput: It is no backup of a retriever, or damaged.
+            InvalidInput: It is no backup of a retriever, damaged, or of an older epoch.
         """
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            num_documents = check_copy(self._part)
+            num_documents = check_copy(self._part, self._min_epoch)
             os.replace(self._part, self._ready)
             sync_folder(self._ready.parent)
         except OSError as error:
@@ -143,19 +145,33 @@ class IncomingCopy:
                 self._file.close()
             self._part.unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Forget what was received, also if it is finished."""
+        self.abort()
+        self._ready.unlink(missing_ok=True)
 
-def check_copy(path: Path) -> int:
-    """Return the number of documents of a backup. Raises InvalidInput if it cannot be used."""
+
+def check_copy(path: Path, min_epoch: int = 0) -> int:
+    """Return the number of documents of a backup. Raises InvalidInput if it cannot be used.
+
+    Args:
+        min_epoch: See IncomingCopy.
+    """
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             if not check_schema(connection, path):
                 raise InvalidInput("backup", "is empty", "send a file of 'ragcache backup'")
             [(problem,), *_] = connection.execute("PRAGMA quick_check(1)").fetchall()
             (num_documents,) = connection.execute("SELECT count(*) FROM documents").fetchone()
+            epoch = min_epoch and connection.execute("SELECT epoch FROM state").fetchone()[0]
     except sqlite3.Error as error:
         raise InvalidInput("backup", f"cannot be read: {error}", "send another backup") from error
     if problem != "ok":
         raise InvalidInput("backup", f"is damaged: {problem}", "send another backup")
+    if epoch < min_epoch:
+        raise InvalidInput(
+            "backup", f"ends in epoch {epoch}, before {min_epoch}", "take one of the writer"
+        )
     return int(num_documents)
 
 

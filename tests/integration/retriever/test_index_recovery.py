@@ -1,0 +1,182 @@
+"""Searches see every committed change, although an index failed or its files are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_retriever import served_parts
+from ragcache_retriever.documents.collection import CollectionSettings
+from ragcache_retriever.knowledge_base import index_recovery
+from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.knowledge_base.results import SearchQuery
+from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.search.files import base_files
+from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.segmented_index import SegmentedIndex
+from ragcache_retriever.store.change_log import ChangeLog
+from ragcache_retriever.store.records import Document
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
+from tests.helpers.retriever_parts import (
+    WordEmbedder,
+    make_knowledge_base,
+    serving,
+    tokenizer_of,
+)
+
+WORDS = ("apple", "banana", "cherry")
+
+
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_recovery, "PERIOD_S", 0.02)
+    monkeypatch.setattr(index_recovery, "FAILURE_PAUSE_S", 0.02)
+
+
+@contextlib.asynccontextmanager
+async def loaded(
+    folder: Path, model: Path, *, is_writer: bool = True
+) -> AsyncIterator[KnowledgeBase]:
+    knowledge_base = make_knowledge_base(folder, tokenizer_of(model))
+    log_of(knowledge_base).keep_changes(True)
+    await knowledge_base.load(is_writer=is_writer)
+    try:
+        yield knowledge_base
+    finally:
+        await knowledge_base.close()
+
+
+def log_of(knowledge_base: KnowledgeBase) -> ChangeLog:
+    assert isinstance(knowledge_base.store, SqliteDocumentStore)
+    return knowledge_base.store.changes
+
+
+def page(word: str) -> Document:
+    return Document(word, word, f"All about the {word}.", 1, {})
+
+
+async def found(knowledge_base: KnowledgeBase, word: str) -> bool:
+    """Whether the index of vectors finds a page."""
+    query = SearchQuery("default", f"All about the {word}.", 1, mode=SearchMode.DENSE)
+    stages = [stage async for stage in knowledge_base.search(query)]
+    hits = [hit.neighbourhood.chunk.text for hit in stages[-1].hits]
+    return hits == [f"All about the {word}."]
+
+
+async def until_found(knowledge_base: KnowledgeBase, word: str) -> None:
+    async with asyncio.timeout(20):
+        while not await found(knowledge_base, word):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, times: int) -> list[str]:
+    """Let the next calls of a method fail as on a full disk. Return the list of failures."""
+    method = getattr(owner, name)
+    failures: list[str] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if len(failures) < times:
+            failures.append(name)
+            raise OSError(28, "No space left on device")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    return failures
+
+
+async def test_a_repeated_change_whose_index_failed_is_found_later(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        loaded(tmp_path / "writer", tiny_model) as writer,
+        loaded(tmp_path / "follower", tiny_model, is_writer=False) as follower,
+    ):
+        source, target = log_of(writer), log_of(follower)
+        await writer.upsert("default", page("apple"))
+        for change in source.changes_after(0, 1 << 20) or ():
+            await follower.apply_change(target, change)
+        await writer.upsert("default", page("banana"))
+        [change] = source.changes_after(target.sequence, 1 << 20) or []
+        failures = fail(monkeypatch, SegmentedIndex, "apply", times=2)
+        with pytest.raises(OSError, match="No space"):
+            await follower.apply_change(target, change)
+        assert target.sequence == source.sequence, "it is committed"
+        await until_found(follower, "banana")
+        assert await found(follower, "apple")
+        assert len(failures) == 2, "the first recovery failed, too"
+
+
+async def test_a_repeated_upsert_is_searchable_after_its_index_failed(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_recovery, "PERIOD_S", 1000.0)
+    async with loaded(tmp_path, tiny_model) as knowledge_base:
+        await knowledge_base.upsert("default", page("apple"))
+        fail(monkeypatch, SegmentedIndex, "apply", times=1)
+        with pytest.raises(OSError, match="No space"):
+            await knowledge_base.upsert("default", page("banana"))
+        assert not (await knowledge_base.upsert("default", page("banana"))).changed
+        assert await found(knowledge_base, "banana")
+
+
+async def test_damaged_files_are_replaced_without_a_write(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_files, "CHECKED_BYTES", 0)
+    async with loaded(tmp_path, tiny_model) as knowledge_base:
+        for word in WORDS:
+            await knowledge_base.upsert("default", page(word))
+    # This start builds the files of the index. So few rows are in memory only before.
+    async with loaded(tmp_path, tiny_model):
+        pass
+    [vectors] = (tmp_path / INDEXES_FOLDER).rglob("vectors.npy")
+    content = bytearray(vectors.read_bytes())
+    num_damaged = 4 * WordEmbedder.dimension * len(WORDS)
+    content[-num_damaged:] = bytes(num_damaged)
+    vectors.write_bytes(content)
+    async with loaded(tmp_path, tiny_model) as knowledge_base:
+        for word in WORDS:
+            await until_found(knowledge_base, word)
+
+
+async def test_a_load_that_fails_unexpectedly_is_repeated(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_parts, "FAILURE_PAUSE_S", 0.02)
+    failures = fail(monkeypatch, SegmentedIndexes, "open", times=2)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    problems: list[str] = []
+    await served_parts.load(knowledge_base, problems.append, is_writer=True)
+    assert len(failures) == 2
+    assert [one for one in problems if "No space" in one]
+    await knowledge_base.upsert("default", page("apple"))
+    assert await found(knowledge_base, "apple")
+    await knowledge_base.close()
+
+
+async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_later(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_recovery, "PERIOD_S", 1.0)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
+    async with serving(knowledge_base) as client:
+        await knowledge_base.upsert("default", page("apple"))
+        failures = fail(monkeypatch, SegmentedIndexes, "open", times=1)
+        with pytest.raises(OSError, match="No space"):
+            await knowledge_base.put_collection("team", CollectionSettings())
+        assert failures
+        status = await client.status()
+        states = {one.collection: (one.vectors, one.building) for one in status.indexes}
+        assert states == {"default": (1, False), "team": (0, True)}
+        async with asyncio.timeout(20):
+            while any(one.building for one in status.indexes):
+                await asyncio.sleep(0.02)
+                status = await client.status()
+        await knowledge_base.upsert("team", page("banana"))
+        assert {one.num_vectors for one in await knowledge_base.indexes()} == {1}

@@ -1,0 +1,76 @@
+"""A copy of the writer's documents waits for the next start only if it may replace the present."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_retriever.replication.copies import store_copy
+from ragcache_retriever.replication.epoch import start_epoch
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import COPY_READY, IncomingCopy, backup_parts
+
+EPOCH = 3
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> Iterator[bytes]:
+    store = SqliteDocumentStore(tmp_path / "writer")
+    start_epoch(store, EPOCH, b"writer", 7)
+    yield b"".join(backup_parts(store.database.path))
+    store.close()
+
+
+async def parts_of(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_a_copy_of_the_writer_waits_for_the_next_start(
+    content: bytes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "follower"
+    folder.mkdir()
+    await store_copy(folder, parts_of(content), EPOCH)
+    assert left_in(folder) == [COPY_READY]
+
+
+async def test_a_copy_of_an_earlier_writer_is_refused(content: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "follower"
+    folder.mkdir()
+    with pytest.raises(InvalidInput, match="ends in epoch 3, before 4"):
+        await store_copy(folder, parts_of(content), EPOCH + 1)
+    assert left_in(folder) == []
+
+
+async def test_a_cancelled_copy_is_gone_although_its_last_step_ended(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "follower"
+    folder.mkdir()
+    has_finished, may_return = threading.Event(), threading.Event()
+    finish = IncomingCopy.finish
+
+    def slow_finish(incoming: IncomingCopy) -> int:
+        num_documents = finish(incoming)
+        has_finished.set()
+        assert may_return.wait(30)
+        return num_documents
+
+    monkeypatch.setattr(IncomingCopy, "finish", slow_finish)
+    storing = asyncio.create_task(store_copy(folder, parts_of(content), EPOCH))
+    assert await asyncio.to_thread(has_finished.wait, 30)
+    storing.cancel()
+    await asyncio.sleep(0)
+    may_return.set()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    assert left_in(folder) == []
