@@ -137,6 +137,7 @@ class HybridRanking:
                 running.words,
                 _num_leg_hits(search),
                 allowed=search.allowed,
+                cancelled=search.cancelled,
             )
         try:
             if weights.lexical == 1.0 or search.vector is None or search.index is None:

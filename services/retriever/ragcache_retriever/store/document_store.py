@@ -6,7 +6,7 @@ Every method raises Unavailable if the backend fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -208,14 +208,31 @@ class DocumentStore(Protocol):
     def allowed_rows(self, generation: int, wanted: Filter) -> Rows:
         """Return the sorted rows of a generation whose documents pass a filter."""
 
+    def rows_version(self, generation: int) -> int | None:
+        """Return a number that changes with the rows of a generation, whichever process writes.
+
+        Returns:
+            None where no other process changes the documents.
+        """
+
     def lexical_hits(
-        self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
         """Return the chunks of a generation that fit words best by BM25, best first; ties by row.
 
         Args:
             words: Of the question, as written. The backend stems and quotes them.
             allowed: Sorted rows that may be found; None: all.
+            cancelled: Asked while the backend searches, which it ends once this is True.
+
+        Raises:
+            Unavailable: It has taken longer than a second, or is cancelled.
         """
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ragcache_core.retrieval.filters import Filter
@@ -208,11 +208,21 @@ class PostgresDocumentStore:
         """See DocumentStore."""
         return self._reads.allowed_rows(generation, wanted)
 
+    def rows_version(self, generation: int) -> int | None:
+        """See DocumentStore."""
+        return self._reads.rows_version(generation)
+
     def lexical_hits(
-        self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
         """See DocumentStore."""
-        return self._lexical.hits(generation, words, limit, allowed)
+        return self._lexical.hits(generation, words, limit, allowed, cancelled)
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
         """See DocumentStore."""

@@ -173,19 +173,25 @@ class Database:
         return row
 
     def iterate(
-        self, sql: str, parameters: Sequence[Value] = (), *, limit_s: float | None = None
+        self,
+        sql: str,
+        parameters: Sequence[Value] = (),
+        *,
+        limit_s: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Generator[Row, None, None]:
         """Yield the rows of a query on committed data.
 
         Args:
             limit_s: Time after which SQLite ends the query. None: no limit.
+            cancelled: Asked meanwhile if there is a limit. SQLite ends the query once it is True.
 
         Raises:
-            Unavailable: The query has taken longer.
+            Unavailable: The query has taken longer, or is cancelled.
         """
         with (
             self.errors("read"),
-            _ending_after(self.reader, limit_s),
+            _ending_after(self.reader, limit_s, cancelled),
             contextlib.closing(self.reader.execute(sql, parameters)) as rows,
         ):
             yield from rows
@@ -339,13 +345,21 @@ class Database:
 
 
 @contextlib.contextmanager
-def _ending_after(connection: sqlite3.Connection, limit_s: float | None) -> Iterator[None]:
-    """Have SQLite end the queries of a connection after a time."""
+def _ending_after(
+    connection: sqlite3.Connection,
+    limit_s: float | None,
+    cancelled: Callable[[], bool] | None,
+) -> Iterator[None]:
+    """Have SQLite end the queries of a connection after a time, or when they are cancelled."""
     if limit_s is None:
         yield
         return
     end_s = time.monotonic() + limit_s
-    connection.set_progress_handler(lambda: time.monotonic() > end_s, _STEPS_PER_CHECK)
+
+    def has_ended() -> bool:
+        return time.monotonic() > end_s or (cancelled is not None and cancelled())
+
+    connection.set_progress_handler(has_ended, _STEPS_PER_CHECK)
     try:
         yield
     finally:
