@@ -18,6 +18,7 @@ from ragcache_retriever.documents.collection import CollectionDefaults, Collecti
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
+from ragcache_retriever.knowledge_base.catch_up import IndexCatchUp
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
@@ -99,6 +100,7 @@ class KnowledgeBase:
         self._remake = Remake(
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
+        self._catch_up = IndexCatchUp(self._collections, self._indexes, self.threads)
         self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
         self._fusion_tuner = FusionTuner(
             store,
@@ -134,6 +136,7 @@ class KnowledgeBase:
         if is_writer:
             self._remake.start()
             self._fusion_tuner.start()
+        self._catch_up.start()
         if self.store.is_shared:
             self._refresh.start()
 
@@ -159,6 +162,7 @@ class KnowledgeBase:
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
         await self._refresh.stop()
+        await self._catch_up.close()
         await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
@@ -217,6 +221,9 @@ class KnowledgeBase:
 
     async def upsert(self, collection: str, document: Document) -> UpsertResult:
         """Insert or replace a document. It is durable and searchable afterwards.
+
+        If the index does not answer, searches by words find the document at once, and searches by
+        vectors as soon as the index has caught up.
 
         Raises:
             NotFound: There is no such collection.

@@ -1,4 +1,10 @@
-"""The open vector indexes, by generation."""
+"""The open vector indexes, by generation.
+
+A document is committed before its index changes, and the index may be in another service. If the
+index refuses a change, its rows are remembered as missed, and the write succeeds. From then on the
+index gets no change by itself: ``catch_up`` gives it the missed rows as the document store has them
+by then, and ends that state. After a restart ``open`` compares all rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import IndexChange, Rows, Vectors
@@ -22,18 +28,26 @@ RECONCILED_ROWS = 4096
 
 
 class _OpenIndex:
-    """An index, and how many searches use it. The last user of a dropped one closes it."""
+    """An index, and how many searches use it. The last user of a dropped one closes it.
 
-    def __init__(self, index: RowIndex) -> None:
+    ``missed`` has the rows of refused changes, in the order of the changes. Rows may recur.
+    """
+
+    def __init__(self, index: RowIndex, kind: IndexKind) -> None:
         self.index = index
+        self.kind = kind
         self.num_users = 0
         self.is_dropped = False
+        self.is_behind = False
+        self.missed: list[Rows] = []
+        self.changing = threading.Lock()
 
 
 class GenerationIndexes:
     """Opens an index for each generation, changes it after each commit, and drops it at last.
 
-    Searches may use an index on any thread. One thread at a time calls the other methods.
+    Searches may use an index on any thread, and one thread calls ``catch_up``. One other thread at
+    a time calls the methods that change indexes.
     """
 
     def __init__(self, store: DocumentStore, indexes: VectorIndexes) -> None:
@@ -44,13 +58,21 @@ class GenerationIndexes:
         self._num_published = 0
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> None:
-        """Open the index of a generation and complete it from the document store."""
-        if generation in self._open:
-            return
-        index = self._indexes.open(generation, dimension, kind)
-        self._reconcile(generation, index)
-        with self._changed:
-            self._open[generation] = _OpenIndex(index)
+        """Open the index of a generation and complete it, or change the kind of an open one.
+
+        Raises:
+            Unavailable: The index does not answer.
+        """
+        opened = self._open.get(generation)
+        if opened is None:
+            index = self._indexes.open(generation, dimension, kind)
+            self._reconcile(generation, index)
+            with self._changed:
+                self._open[generation] = _OpenIndex(index, kind)
+        elif opened.kind is not kind:
+            with opened.changing:
+                opened.index.set_kind(kind)
+            opened.kind = kind
 
     def keep_only(self, generations: Iterable[int]) -> None:
         """Drop the indexes of all other generations, open ones and stored ones."""
@@ -60,23 +82,47 @@ class GenerationIndexes:
         for generation in set(self._indexes.stored_generations()) - kept - self._open.keys():
             self._indexes.remove(generation)
 
-    def set_kind(self, generation: int, kind: IndexKind) -> None:
-        """Change the kind of a generation's index."""
-        if generation in self._open:
-            self._open[generation].index.set_kind(kind)
-
     def apply(self, changes: Iterable[IndexChange]) -> None:
-        """Make committed changes visible to searches."""
+        """Make committed changes visible to searches, now or, if the index refuses, later."""
         for change in changes:
             opened = self._open.get(change.generation)
             if opened is not None and (change.removed or change.added):
-                opened.index.apply(change.removed, change.added, change.vectors)
-                if opened.index.is_damaged:
-                    log.warning("index: damaged, loaded again generation=%d", change.generation)
-                    opened.index.load(self._batches(change.generation))
+                self._apply(opened, change)
         with self._changed:
             self._num_published += 1
             self._changed.notify_all()
+
+    def num_missed(self, generation: int) -> int:
+        """Return how many rows the index of a generation has yet to catch up with."""
+        with self._changed:
+            opened = self._open.get(generation)
+            return 0 if opened is None else sum(map(len, opened.missed))
+
+    def is_behind(self, generation: int) -> bool:
+        """Whether the index of a generation lacks rows, or has rows that no longer exist."""
+        opened = self._open.get(generation)
+        return opened is not None and opened.is_behind
+
+    def behind(self) -> list[int]:
+        """Return the generations whose indexes are behind."""
+        with self._changed:
+            return [generation for generation, one in self._open.items() if one.is_behind]
+
+    def catch_up(self, generation: int) -> None:
+        """Give an index what it has missed. Changes that come meanwhile are missed, too.
+
+        Raises:
+            Unavailable: The index or the document store does not answer.
+        """
+        num_rows = 0
+        with self._borrowed(generation) as opened:
+            while (rows := self._next_missed(opened)) is not None:
+                with opened.changing:
+                    self._bring_up_to_date(generation, opened.index, rows)
+                num_rows += len(rows)
+                with self._changed:
+                    opened.missed[0] = opened.missed[0][len(rows) :]
+        log.info("index: caught up generation=%d rows=%d", generation, num_rows)
 
     @property
     def num_published(self) -> int:
@@ -95,13 +141,24 @@ class GenerationIndexes:
         Raises:
             Unavailable: It is not open, because the collection was switched or is being opened.
         """
+        with self._borrowed(generation) as opened:
+            yield opened.index
+
+    def close(self) -> None:
+        """Close all indexes. No search may run any more."""
+        for opened in self._open.values():
+            opened.index.close()
+        self._open.clear()
+
+    @contextlib.contextmanager
+    def _borrowed(self, generation: int) -> Iterator[_OpenIndex]:
         with self._changed:
             opened = self._open.get(generation)
             if opened is None:
                 raise Unavailable("retriever", "the collection's index is being opened")
             opened.num_users += 1
         try:
-            yield opened.index
+            yield opened
         finally:
             with self._changed:
                 opened.num_users -= 1
@@ -109,11 +166,55 @@ class GenerationIndexes:
             if is_last:
                 self._remove(generation, opened)
 
-    def close(self) -> None:
-        """Close all indexes. No search may run any more."""
-        for opened in self._open.values():
-            opened.index.close()
-        self._open.clear()
+    def _apply(self, opened: _OpenIndex, change: IndexChange) -> None:
+        if self._is_missed(opened, change):
+            return
+        generation = change.generation
+        try:
+            with opened.changing:
+                opened.index.apply(change.removed, change.added, change.vectors)
+                if opened.index.is_damaged:
+                    log.warning("index: damaged, loaded again generation=%d", generation)
+                    opened.index.load(self._batches(generation))
+        except Exception as error:
+            # The document is committed, whatever has failed.
+            log.warning(
+                "index: behind generation=%d error=%s",
+                generation,
+                error,
+                exc_info=not isinstance(error, RagCacheError),
+            )
+            with self._changed:
+                opened.is_behind = True
+            self._is_missed(opened, change)
+
+    def _is_missed(self, opened: _OpenIndex, change: IndexChange) -> bool:
+        """Note a change for later if the index is behind, and return whether it is."""
+        with self._changed:
+            if opened.is_behind:
+                opened.missed.append(np.array([*change.removed, *change.added], np.int64))
+            return opened.is_behind
+
+    def _next_missed(self, opened: _OpenIndex) -> Rows | None:
+        """Return the next rows to catch up with. None: the index is no longer behind."""
+        with self._changed:
+            while opened.missed and not len(opened.missed[0]):
+                del opened.missed[0]
+            if not opened.missed:
+                opened.is_behind = False
+                return None
+            # Joined, because most changes are those of small documents.
+            opened.missed = [np.concatenate(opened.missed)]
+            return opened.missed[0][:RECONCILED_ROWS]
+
+    def _bring_up_to_date(self, generation: int, index: RowIndex, rows: Rows) -> None:
+        """Let an index have rows as the document store has them."""
+        if index.is_damaged:
+            index.load(self._batches(generation))
+        wanted: list[int] = np.unique(rows).tolist()
+        present, vectors = self._store.vectors(generation, wanted)
+        # All are removed first, because a change that failed may have added some.
+        index.apply(wanted, present.tolist(), vectors)
 
     def _drop(self, generation: int) -> None:
         with self._changed:

@@ -122,6 +122,7 @@ class IndexInfo:
     """State of the index that serves a collection.
 
     ``is_lexical_only``: the embedder of its chunks is not the one that runs.
+    ``num_missed``: vectors that the index has yet to add or to remove, because it refused a change.
     """
 
     collection: str
@@ -130,4 +131,5 @@ class IndexInfo:
     memory_bytes: int
     is_building: bool
     is_lexical_only: bool
+    num_missed: int
     remake: RemakeProgress | None

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.filters import And
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
@@ -33,6 +34,8 @@ from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, Ranking
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Neighbourhood, Vectors
 
+EVERYTHING = And(())
+"""The filter that all documents pass."""
 MAX_ATTEMPTS = 3
 CHANGE_WAIT_S = 1.0
 """Longest wait for the write that has removed a hit. It is committed and needs milliseconds."""
@@ -152,27 +155,33 @@ class Searching:
         return vector
 
     def _run(self, search: _RunningSearch) -> None:
+        collection = search.query.collection
         for attempt in range(1, MAX_ATTEMPTS + 1):
             num_published = self._indexes.num_published
+            generation = self._collections.serving(collection).row
             is_last = attempt == MAX_ATTEMPTS
+            failure: Unavailable | None = None
             try:
-                if self._attempt(search, is_first=attempt == 1, is_last=is_last):
+                if self._attempt(search, generation, is_first=attempt == 1, is_last=is_last):
                     return
-            except Unavailable:
-                # The generation may have been replaced since.
-                if is_last:
-                    raise
+            except Unavailable as error:
+                failure = error
             self._indexes.wait_for_change(num_published, CHANGE_WAIT_S)
+            has_switched = self._collections.serving(collection).row != generation
+            if failure is not None and (is_last or not has_switched):
+                raise failure
 
-    def _attempt(self, search: _RunningSearch, *, is_first: bool, is_last: bool) -> bool:
+    def _attempt(
+        self, search: _RunningSearch, generation: int, *, is_first: bool, is_last: bool
+    ) -> bool:
         """Search once. Return False, without a final stage, as soon as a hit has vanished."""
         query = search.query
         stored = self._collections.get(query.collection)
-        generation = self._collections.serving(query.collection).row
         window = self._collections.window(query.collection)
         allowed = None
-        if query.filter is not None:
-            allowed = self._filters.allowed_rows(generation, query.filter)
+        if query.filter is not None or self._indexes.is_behind(generation):
+            # An index that is behind finds rows that no longer exist, if it may.
+            allowed = self._filters.allowed_rows(generation, query.filter or EVERYTHING)
         known: dict[int, Neighbourhood] = {}
         with contextlib.ExitStack() as stack:
             index = None
