@@ -31,9 +31,11 @@ from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import from_rpc_error
@@ -102,10 +104,15 @@ def make_knowledge_base(
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
     gate: QueryGate | None = None,
+    store: DocumentStore | None = None,
+    indexes: VectorIndexes | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
-        SqliteDocumentStore(folder, DiskReserve(folder, 0)),
-        SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()),
+        store or SqliteDocumentStore(folder, DiskReserve(folder, 0)),
+        indexes
+        or SegmentedIndexes(
+            folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()
+        ),
         HybridRanking(learned=fused_estimates_file(folder)),
         embedder or WordEmbedder(),
         tokenizer,

@@ -68,6 +68,7 @@ from ragcache_operator.spec.values import (
     ResourcesSpec,
     SecretKey,
     StorageSpec,
+    UrlSecret,
 )
 
 __all__ = [
@@ -128,6 +129,7 @@ __all__ = [
     "SyncSpec",
     "TelemetrySpec",
     "TolerationSpec",
+    "UrlSecret",
     "VolumeSource",
     "parse_duration",
 ]

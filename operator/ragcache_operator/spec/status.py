@@ -104,8 +104,8 @@ class RetrieverStatus(ManifestModel):
     ready_replicas: int | None = None
     """Number of ready replicas."""
     writer: str | None = None
-    """Name of the pod that changes documents. Unset if no pod does at the moment. Also unset if
-    several pods share their documents in PostgreSQL or Milvus, where each of them may write."""
+    """Name of the pod that changes documents. Unset if no pod does at the moment. Also unset with
+    PostgreSQL, where each pod may write."""
     pods: Annotated[tuple[RetrieverPodStatus, ...], Field(strict=False), _BY_NAME] = ()
     """Role and lag of each pod that exists."""
     remake_progress: str | None = None

@@ -251,6 +251,13 @@ class ApiKeySecret(SecretKey):
     """Key in the Secret's data that holds the value."""
 
 
+class UrlSecret(SecretKey):
+    """UrlSecret selects one entry of a Secret that holds a URL, with its user and password."""
+
+    key: SecretEntry = "url"
+    """Key in the Secret's data that holds the value."""
+
+
 class StorageSpec(ManifestModel):
     """StorageSpec describes a volume claim."""
 

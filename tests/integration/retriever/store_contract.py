@@ -24,6 +24,7 @@ from ragcache_core.retrieval.filters import (
     matches,
 )
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_core.retrieval.lexical import word_choice
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import CLAIM_MS, OutboxDelete
@@ -602,6 +603,42 @@ class LexicalContract:
         everything = store.lexical_hits(generation, ["apple"], 20)
         assert hits == [hit for hit in everything if hit.row in allowed][:3]
         assert not store.lexical_hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
+
+    def test_hits_have_the_scores_that_all_words_give(
+        self, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        generation = serving(store)
+        texts = [
+            f"{'rare ' * (i % 5 == 0)}{'common ' * (i % 2 + i % 3)}word{i} end" for i in range(60)
+        ]
+        put(store, "d", texts, title="")
+        words = ["common", "rare", "end", "absent"]
+        everything = {hit.row: hit.score for hit in store.lexical_hits(generation, words, 100)}
+        assert len(everything) == 60
+        monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 10)
+        monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 12)
+        found = store.lexical_hits(generation, words, 100)
+        assert len(found) == 12
+        # "end" is in all chunks and has the least weight, which is not zero.
+        assert [hit.score for hit in found] == pytest.approx(
+            [everything[hit.row] for hit in found], abs=1e-5
+        )
+        assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
+        put(store, "e", ["absent"], title="")
+        assert len(store.lexical_hits(generation, words, 100)) == 13
+
+    def test_few_allowed_rows_are_found_by_all_words(
+        self, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        generation = serving(store)
+        put(store, "d", [f"{'rare ' * (i < 10)}common word{i}" for i in range(100)], title="")
+        monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 5)
+        monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 5)
+        words = ["rare", "common"]
+        assert len(store.lexical_hits(generation, words, 100)) == 10
+        allowed = store.rows(generation)[50:60]
+        hits = store.lexical_hits(generation, words, 100, allowed=allowed)
+        assert [hit.row for hit in hits] == allowed.tolist()
 
 
 def documents_of(store: DocumentStore, generation: int, *words: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +14,11 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import CollectionSettings
+from ragcache_retriever.store.postgres import lexical
+from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
+from ragcache_retriever.store.postgres.connections.database import LOCK_LIMIT_S
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
+from ragcache_retriever.store.postgres.schema import postings_table
 from tests.helpers.postgres_server import PostgresServer
 from tests.helpers.stored_documents import (
     NOW_MS,
@@ -269,3 +275,49 @@ def test_a_collection_that_another_retriever_deletes_takes_no_document(
         chunks = chunks_of(["a"])
         version = version_of(document)
         assert other.put_chunks("c", "d", version.content_hash, generation, chunks) is None
+
+
+@contextlib.contextmanager
+def held_words(url: str, generation: int) -> Iterator[None]:
+    """Let every search by words wait for a lock."""
+    with psycopg.connect(url) as holder:
+        holder.execute(f"LOCK TABLE {postings_table(generation)} IN ACCESS EXCLUSIVE MODE")
+        yield
+
+
+def test_a_search_by_words_ends_after_its_time(store: PostgresDocumentStore, url: str) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", ["apple"])
+    with held_words(url, generation):
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="longer than 1 s"):
+            store.lexical_hits(generation, ["apple"], 10)
+        assert time.monotonic() - began < LOCK_LIMIT_S
+    assert len(store.lexical_hits(generation, ["apple"], 10)) == 1
+
+
+def test_the_server_ends_a_search_by_words_itself(
+    store: PostgresDocumentStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = add_collection(store, "c")
+    put(store, "d", ["apple"])
+    # As in a process that stands still.
+    monkeypatch.setattr(CancellableConnection, "cancel_safe", lambda *_, **__: None)
+    with held_words(url, generation), pytest.raises(Unavailable, match="longer than 1 s"):
+        store.lexical_hits(generation, ["apple"], 10)
+
+
+def test_a_search_by_words_that_nobody_waits_for_is_cancelled(
+    store: PostgresDocumentStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lexical, "LIMIT_S", float(LIMIT_S))
+    generation = add_collection(store, "c")
+    put(store, "d", ["apple"])
+    is_cancelled = threading.Event()
+    timer = threading.Timer(0.2, is_cancelled.set)
+    timer.start()
+    began = time.monotonic()
+    with held_words(url, generation), pytest.raises(Unavailable, match="was left"):
+        store.lexical_hits(generation, ["apple"], 10, cancelled=is_cancelled.is_set)
+    assert time.monotonic() - began < LOCK_LIMIT_S
+    timer.join()

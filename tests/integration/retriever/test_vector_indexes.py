@@ -25,12 +25,15 @@ from ragcache_retriever.store.postgres.connections.binary_types import BigintArr
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.schema import vector_table
+from ragcache_retriever.store.postgres.vectors import vector_index
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
+from tests.helpers.postgres_server import PostgresServer
 from tests.helpers.stored_documents import RECIPE
 from tests.helpers.vectors import wait_until_built
 from tests.integration.retriever.index_contract import (
     DIMENSION,
+    NUM_ROWS,
     QUERIES,
     ROWS,
     TOP_K,
@@ -225,6 +228,46 @@ def test_a_filter_of_many_rows_is_exact_and_short_in_milvus(
         assert max(map(len, conditions)) < 100_000
         assert len(conditions) >= least_queries, name
     indexes.close()
+
+
+@pytest.mark.parametrize("max_scan_tuples", [1, 100])
+def test_rows_far_from_the_question_are_found_in_a_graph_of_pgvector(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, max_scan_tuples: int
+) -> None:
+    # The server stops to walk after so many rows, as after 20,000 of a large collection.
+    url = postgres.new_schema().replace(
+        "options=-c", f"options=-chnsw.max_scan_tuples%3D{max_scan_tuples}%20-c"
+    )
+    store = PostgresDocumentStore(url)
+    harness = pgvector_harness(store, IndexKind.HNSW)
+    harness.build()
+    assert harness.index.kind is IndexKind.HNSW
+    monkeypatch.setattr(vector_index, "SCANNED_ALLOWED_ROWS", 0)
+    for query in QUERIES[:5]:
+        farthest = np.sort(ROWS[np.argsort(VECTORS @ query)[: NUM_ROWS // 4]])
+        stages = list(harness.index.search(query, TOP_K, allowed=farthest))
+        assert list(last(stages).rows) == best(query, farthest, VECTORS[farthest - 1])
+        progress = [stage.progress for stage in stages]
+        assert progress == sorted(progress)
+        assert (progress[-1], [stage.final for stage in stages].count(True)) == (1.0, 1)
+    store.close()
+
+
+def test_dead_rows_of_a_graph_hide_no_row_in_pgvector(postgres: PostgresServer) -> None:
+    url = postgres.new_schema().replace("options=-c", "options=-chnsw.max_scan_tuples%3D100%20-c")
+    store = PostgresDocumentStore(url)
+    harness = pgvector_harness(store, IndexKind.HNSW)
+    harness.build()
+    with store.database.connection() as connection:
+        table = vector_table(harness.generation)
+        connection.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+    query = QUERIES[0]
+    kept = np.sort(ROWS[np.argsort(VECTORS @ query)[:5]])
+    harness.change(np.setdiff1d(ROWS, kept).tolist(), (), VECTORS[:0])
+    assert harness.index.kind is IndexKind.HNSW
+    found = last(list(harness.index.search(query, TOP_K)))
+    assert set(found.rows) == set(kept.tolist())
+    store.close()
 
 
 class TestSearches(IndexContract):

@@ -1584,6 +1584,7 @@ class IndexStatus(_message.Message):
     BUILDING_FIELD_NUMBER: _builtins.int
     LEXICAL_ONLY_FIELD_NUMBER: _builtins.int
     REMAKE_FIELD_NUMBER: _builtins.int
+    MISSED_VECTORS_FIELD_NUMBER: _builtins.int
     collection: _builtins.str
     kind: Global___IndexKind.ValueType
     """the kind in use, never AUTO"""
@@ -1592,6 +1593,8 @@ class IndexStatus(_message.Message):
     building: _builtins.bool
     lexical_only: _builtins.bool
     """the embedder of these chunks is not available"""
+    missed_vectors: _builtins.int
+    """to be added or removed yet, because the index refused a change"""
     @_builtins.property
     def remake(self) -> Global___Remake: ...
     def __init__(
@@ -1604,10 +1607,11 @@ class IndexStatus(_message.Message):
         building: _builtins.bool = ...,
         lexical_only: _builtins.bool = ...,
         remake: Global___Remake | None = ...,
+        missed_vectors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remake", b"remake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["building", b"building", "collection", b"collection", "kind", b"kind", "lexical_only", b"lexical_only", "memory_bytes", b"memory_bytes", "remake", b"remake", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["building", b"building", "collection", b"collection", "kind", b"kind", "lexical_only", b"lexical_only", "memory_bytes", b"memory_bytes", "missed_vectors", b"missed_vectors", "remake", b"remake", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

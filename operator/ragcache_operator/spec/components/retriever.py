@@ -17,9 +17,9 @@ from ragcache_operator.spec.values import (
     ChunkingSpec,
     ManifestModel,
     ResourcesSpec,
-    SecretKey,
     StorageSpec,
     StringPattern,
+    UrlSecret,
 )
 
 BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
@@ -180,14 +180,14 @@ class RetrieverLimitsSpec(ManifestModel):
 class PostgresBackendSpec(ManifestModel):
     """PostgresBackendSpec selects a PostgreSQL database with the extension pgvector."""
 
-    url_secret: SecretKey
+    url_secret: UrlSecret
     """URL of the database, like postgresql://user:password@host:5432/documents."""
 
 
 class MilvusBackendSpec(ManifestModel):
     """MilvusBackendSpec selects a Milvus cluster."""
 
-    url_secret: SecretKey
+    url_secret: UrlSecret
     """URI of the cluster, like http://user:password@milvus:19530."""
 
 
@@ -209,7 +209,7 @@ class BackendSpec(ManifestModel):
         return "embedded" if self.milvus is None else "milvus"
 
     @property
-    def url_secret(self) -> SecretKey | None:
+    def url_secret(self) -> UrlSecret | None:
         """Where the URL of the backend is, if it has one."""
         given = self.postgres or self.milvus
         return None if given is None else given.url_secret

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 
-from ragcache_core.errors import NotFound, TooLarge, Unavailable
+from ragcache_core.errors import NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
     CollectionDefaults,
@@ -23,6 +24,8 @@ from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
+
+log = logging.getLogger(__name__)
 
 MAX_COLLECTIONS = 1000
 REMOVED_AT_ONCE = 1024
@@ -63,6 +66,11 @@ class CollectionSet:
     def finish_loading(self) -> None:
         """Accept calls from now on."""
         self._is_loaded = True
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the last ``reload`` failed, so that it has to be repeated."""
+        return self._is_stale
 
     def check_loaded(self) -> None:
         """Raise Unavailable until ``finish_loading``."""
@@ -145,25 +153,31 @@ class CollectionSet:
         )
 
     def reload(self) -> None:
-        """Read the collections and open their indexes. In the writer's thread."""
+        """Read the collections and open their indexes. In the writer's thread.
+
+        Raises:
+            Exception: An index cannot be opened or removed now. The collections are current, and
+                their other indexes are open.
+        """
         self._is_stale = True
         stored = self._store.collections()
         wanted: set[int] = set()
+        failure: Exception | None = None
         for one in stored.values():
             for generation in () if one.is_deleting else one.generations:
                 if not self._preparer.can_embed(generation.recipe):
                     continue  # nothing can be compared with its vectors
                 kind = self._defaults.index_of(one.settings)
-                self._indexes.open(generation.row, generation.recipe.dimension, kind)
                 wanted.add(generation.row)
+                try:
+                    self._indexes.open(generation.row, generation.recipe.dimension, kind)
+                except Exception as error:
+                    failure = error
         self._stored = stored
         self._indexes.keep_only(wanted)
+        if failure is not None:
+            raise failure
         self._is_stale = False
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a reload failed or is running. Any thread asks."""
-        return self._is_stale
 
     def has_changed(self) -> bool:
         """Whether the store has other collections, settings or generations. Any thread asks."""
@@ -205,9 +219,7 @@ class CollectionSet:
                 chunking = self._defaults.chunking_of(settings)
                 self._store.add_generation(name, self._preparer.recipe(chunking))
             self._store.commit()
-        for generation in () if present is None else present.generations:
-            self._indexes.set_kind(generation.row, self._defaults.index_of(settings))
-        self.reload()
+        self._reload_or_later()
 
     def _delete(self, name: str) -> CollectionRemoval:
         stored = self._store.collection(name)
@@ -215,8 +227,19 @@ class CollectionSet:
             self._store.start_deleting(name)
             step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
             self._store.commit()
-        self.reload()
+        self._reload_or_later()
         return CollectionRemoval(0 if stored is None else stored.num_documents, step.deletes)
+
+    def _reload_or_later(self) -> None:
+        """Reload after a commit, which stays valid if an index cannot be opened."""
+        try:
+            self.reload()
+        except Exception as error:
+            log.warning(
+                "collections: an index is not open error=%s",
+                error,
+                exc_info=not isinstance(error, RagCacheError),
+            )
 
     def _info(self, stored: StoredCollection) -> CollectionInfo:
         serving = stored.serving
@@ -249,12 +272,12 @@ class CollectionSet:
         remake = self._remake(stored)
         kind = self._defaults.index_of(stored.settings)
         if not self._preparer.can_embed(serving.recipe):
-            return IndexInfo(stored.name, kind, 0, 0, False, True, remake)
+            return IndexInfo(stored.name, kind, 0, 0, False, True, 0, remake)
         with contextlib.ExitStack() as stack:
             try:
                 index = stack.enter_context(self._indexes.using(serving.row))
             except Unavailable:
-                return IndexInfo(stored.name, kind, 0, 0, True, False, remake)
+                return IndexInfo(stored.name, kind, 0, 0, True, False, 0, remake)
             return IndexInfo(
                 stored.name,
                 index.kind,
@@ -262,6 +285,7 @@ class CollectionSet:
                 index.memory_bytes,
                 index.is_building,
                 False,
+                self._indexes.num_missed(serving.row),
                 remake,
             )
 

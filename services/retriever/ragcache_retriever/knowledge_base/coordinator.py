@@ -18,9 +18,9 @@ from ragcache_retriever.documents.collection import CollectionDefaults, Collecti
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
+from ragcache_retriever.knowledge_base.catch_up import IndexCatchUp
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
-from ragcache_retriever.knowledge_base.index_recovery import IndexRecovery
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
 from ragcache_retriever.knowledge_base.refresh import CollectionRefresh
@@ -100,8 +100,8 @@ class KnowledgeBase:
         self._remake = Remake(
             store, self._collections, self._indexes, self.threads, self._ingestion
         )
+        self._catch_up = IndexCatchUp(self._collections, self._indexes, self.threads)
         self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
-        self._index_recovery = IndexRecovery(self._collections, self._indexes, self.threads)
         self._fusion_tuner = FusionTuner(
             store,
             self._collections,
@@ -133,10 +133,10 @@ class KnowledgeBase:
         change = self._collections.add_missing if is_writer else self._collections.reload
         await self.threads.write(change)
         self._collections.finish_loading()
-        self._index_recovery.start()
         if is_writer:
             self._remake.start()
             self._fusion_tuner.start()
+        self._catch_up.start()
         if self.store.is_shared:
             self._refresh.start()
 
@@ -155,7 +155,7 @@ class KnowledgeBase:
         """Repeat a transaction of the writer, and let searches see it.
 
         After any other error than these, the transaction may be committed. Searches then see it
-        when its index is recovered in the background.
+        when its index has caught up in the background.
 
         Raises:
             InvalidInput: It does not follow the last one.
@@ -165,8 +165,8 @@ class KnowledgeBase:
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
-        await self._index_recovery.stop()
         await self._refresh.stop()
+        await self._catch_up.close()
         await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
@@ -226,6 +226,9 @@ class KnowledgeBase:
 
     async def upsert(self, collection: str, document: Document) -> UpsertResult:
         """Insert or replace a document. It is durable and searchable afterwards.
+
+        If the index does not answer, searches by words find the document at once, and searches by
+        vectors as soon as the index has caught up.
 
         Raises:
             NotFound: There is no such collection.
@@ -333,10 +336,12 @@ class KnowledgeBase:
         try:
             if applied.has_other_collections:
                 self._collections.reload()
-            self._indexes.apply([self._index_change(one) for one in applied.rows])
+            changes = [self._index_change(one) for one in applied.rows]
         except Exception:
-            self._indexes.mark_incomplete(one.generation for one in applied.rows)
+            # It is committed, so a repetition would not apply it.
+            self._indexes.miss(applied.rows)
             raise
+        self._indexes.apply(changes)
 
     def _index_change(self, one: ChangedRows) -> IndexChange:
         rows, vectors = self.store.vectors(one.generation, one.added)

@@ -41,10 +41,10 @@ class FilterCancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _KnownRows:
-    """Rows that passed a filter after a number of changes of the generation."""
+    """Rows that passed a filter, and the version of the generation that they are no older than."""
 
     rows: Rows
-    num_changes: int
+    version: int
 
 
 @dataclass(slots=True)
@@ -52,17 +52,21 @@ class _Evaluation:
     """A filter that is evaluated once for all searches that wait for it.
 
     Attributes:
-        num_changes: Of the generation when it began. None: it has not begun.
+        version: Of the generation when it began. None: it has not begun.
     """
 
     key: _Key
     waiting: list[_Cancelled] = field(default_factory=list)
-    num_changes: int | None = None
+    version: int | None = None
     rows: Future[Rows] = field(default_factory=Future)
 
 
 class FilterCache:
-    """Rows by generation and filter. Any thread may call it."""
+    """Rows by generation and filter. Any thread may call it.
+
+    Where several processes change the documents, the store is asked for their version before each
+    use.
+    """
 
     def __init__(
         self, store: DocumentStore, indexes: GenerationIndexes, max_bytes: int = MAX_BYTES
@@ -88,10 +92,10 @@ class FilterCache:
         raises.
         """
         key = (generation, simplified(wanted))
-        num_changes = self._indexes.num_changes(generation)
+        version = self._version(generation)
         with self._lock:
             known = self._known.get(key)
-            if known is not None and known.num_changes >= num_changes:
+            if known is not None and known.version == version:
                 self._known.move_to_end(key)
                 found: Future[Rows] = Future()
                 found.set_result(known.rows)
@@ -102,7 +106,7 @@ class FilterCache:
             if evaluation is None:
                 evaluation = self._current[key] = _Evaluation(key)
                 self._threads.submit(self._evaluate, evaluation)
-            elif evaluation.num_changes is not None and evaluation.num_changes < num_changes:
+            elif evaluation.version is not None and evaluation.version != version:
                 evaluation = self._next.setdefault(key, _Evaluation(key))
             evaluation.waiting.append(cancelled)
             return evaluation.rows
@@ -149,8 +153,8 @@ class FilterCache:
                     del self._current[key]
                 else:
                     self._current[key] = following
-                if not isinstance(found, Exception):
-                    self._keep(key, _KnownRows(found, evaluation.num_changes or 0))
+                if not isinstance(found, Exception) and evaluation.version is not None:
+                    self._keep(key, _KnownRows(found, evaluation.version))
                 break
         if isinstance(found, Exception):
             evaluation.rows.set_exception(found)
@@ -163,7 +167,6 @@ class FilterCache:
                 self._evaluate(following)
 
     def _attempt(self, evaluation: _Evaluation) -> Rows | Exception:
-        evaluation.num_changes = self._indexes.num_changes(evaluation.key[0])
         end_s = time.monotonic() + LIMIT_S
         is_wanted = self._is_wanted(evaluation)
 
@@ -175,6 +178,8 @@ class FilterCache:
         if not is_wanted:
             return FilterCancelled()
         try:
+            # Read before the rows, so that a write in between makes them newer than their version.
+            evaluation.version = self._version(evaluation.key[0])
             return self._store.allowed_rows(*evaluation.key, has_ended)
         except Unavailable as error:
             if not is_wanted:
@@ -182,6 +187,10 @@ class FilterCache:
             return _too_slow() if time.monotonic() > end_s else error
         except Exception as error:
             return error
+
+    def _version(self, generation: int) -> int:
+        version = self._store.rows_version(generation)
+        return self._indexes.num_changes(generation) if version is None else version
 
     def _is_wanted(self, evaluation: _Evaluation) -> bool:
         return not self._is_closed and any(not cancelled() for cancelled in evaluation.waiting)

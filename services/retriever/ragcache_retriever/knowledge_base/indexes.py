@@ -1,4 +1,10 @@
-"""The open vector indexes, by generation."""
+"""The open vector indexes, by generation.
+
+A document is committed before its index changes, and the index may be in another service. If the
+index refuses a change, its rows are remembered as missed, and the write succeeds. From then on the
+index gets no change by itself: ``catch_up`` gives it the missed rows as the document store has them
+by then, and ends that state. After a restart ``open`` compares all rows.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.store.change_log import ChangedRows
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import IndexChange, Rows, Vectors
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
@@ -23,44 +30,59 @@ RECONCILED_ROWS = 4096
 
 
 class _OpenIndex:
-    """An index, and how many searches use it. The last user of a dropped one closes it."""
+    """An index, and how many searches use it. The last user of a dropped one closes it.
 
-    def __init__(self, index: RowIndex) -> None:
+    ``missed`` has the rows of refused changes, in the order of the changes. Rows may recur.
+    """
+
+    def __init__(self, index: RowIndex, kind: IndexKind) -> None:
         self.index = index
+        self.kind = kind
         self.num_users = 0
         self.is_dropped = False
+        self.is_behind = False
+        self.missed: list[Rows] = []
+        self.changing = threading.Lock()
 
 
 class GenerationIndexes:
     """Opens an index for each generation, changes it after each commit, and drops it at last.
 
-    An index that an error kept from a committed change, or whose files are damaged, serves on until
-    ``recover`` has completed it.
+    An index that lacks a committed change, or whose files are damaged, serves on until ``catch_up``
+    has completed it.
 
-    Searches may use an index on any thread. One thread at a time calls the other methods.
+    Searches may use an index on any thread, and one thread calls ``catch_up``. One other thread at
+    a time calls the methods that change indexes.
     """
 
     def __init__(self, store: DocumentStore, indexes: VectorIndexes) -> None:
         self._store = store
         self._indexes = indexes
         self._open: dict[int, _OpenIndex] = {}
-        self._incomplete: set[int] = set()
         self._changed = threading.Condition()
         self._num_published = 0
         self._num_changes: Counter[int] = Counter()
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> None:
-        """Open the index of a generation and complete it from the document store."""
-        if generation in self._open:
-            return
-        index = self._indexes.open(generation, dimension, kind)
-        try:
-            self._reconcile(generation, index)
-        except BaseException:
-            index.close()
-            raise
-        with self._changed:
-            self._open[generation] = _OpenIndex(index)
+        """Open the index of a generation and complete it, or change the kind of an open one.
+
+        Raises:
+            Unavailable: The index does not answer.
+        """
+        opened = self._open.get(generation)
+        if opened is None:
+            index = self._indexes.open(generation, dimension, kind)
+            try:
+                self._reconcile(generation, index)
+            except BaseException:
+                index.close()
+                raise
+            with self._changed:
+                self._open[generation] = _OpenIndex(index, kind)
+        elif opened.kind is not kind:
+            with opened.changing:
+                opened.index.set_kind(kind)
+            opened.kind = kind
 
     def keep_only(self, generations: Iterable[int]) -> None:
         """Drop the indexes of all other generations, open ones and stored ones."""
@@ -70,68 +92,62 @@ class GenerationIndexes:
         for generation in set(self._indexes.stored_generations()) - kept - self._open.keys():
             self._indexes.remove(generation)
 
-    def set_kind(self, generation: int, kind: IndexKind) -> None:
-        """Change the kind of a generation's index."""
-        if generation in self._open:
-            self._open[generation].index.set_kind(kind)
-
     def apply(self, changes: Iterable[IndexChange]) -> None:
-        """Make committed changes visible to searches. After an error they are so after ``recover``.
-
-        Raises:
-            Unavailable: The index is at a server that does not answer.
-            OSError: A disk refuses.
-        """
-        changes = tuple(changes)
-        self._num_changes.update(change.generation for change in changes)
-        try:
-            for change in changes:
-                opened = self._open.get(change.generation)
-                if opened is not None and (change.removed or change.added):
-                    opened.index.apply(change.removed, change.added, change.vectors)
-        except Exception:
-            self.mark_incomplete(change.generation for change in changes)
-            raise
+        """Make committed changes visible to searches, now or, if the index refuses, later."""
+        for change in changes:
+            opened = self._changed_index(change)
+            if opened is not None:
+                self._apply(opened, change)
         self._publish()
 
-    def mark_incomplete(self, generations: Iterable[int]) -> None:
-        """Have indexes compared with the document store, because they may lack a change."""
-        with self._changed:
-            self._incomplete.update(generations)
-
-    @property
-    def needs_recovery(self) -> bool:
-        """Whether ``recover`` has something to do. Any thread asks."""
-        with self._changed:
-            return bool(self._incomplete) or any(
-                opened.index.is_damaged for opened in self._open.values()
-            )
-
-    def complete(self) -> None:
-        """Let indexes hold the committed changes that an error has kept from them."""
-        for generation in tuple(self._incomplete):
-            opened = self._open.get(generation)
+    def miss(self, changes: Iterable[ChangedRows]) -> None:
+        """Note committed changes that cannot be applied now."""
+        for change in changes:
+            opened = self._changed_index(change)
             if opened is not None:
-                self._reconcile(generation, opened.index)
-                self._publish()
-            with self._changed:
-                self._incomplete.discard(generation)
+                self._fall_behind(opened, change)
+        self._publish()
 
-    def recover(self) -> None:
-        """Load damaged indexes again, and complete the others."""
-        for generation, opened in tuple(self._open.items()):
+    def num_missed(self, generation: int) -> int:
+        """Return how many rows the index of a generation has yet to catch up with."""
+        with self._changed:
+            opened = self._open.get(generation)
+            return 0 if opened is None else sum(map(len, opened.missed))
+
+    def is_behind(self, generation: int) -> bool:
+        """Whether the index of a generation lacks rows, or has rows that no longer exist."""
+        opened = self._open.get(generation)
+        return opened is not None and opened.is_behind
+
+    def behind(self) -> list[int]:
+        """Return the generations whose indexes are behind or damaged."""
+        with self._changed:
+            opened = tuple(self._open.items())
+        return [generation for generation, one in opened if one.is_behind or one.index.is_damaged]
+
+    def catch_up(self, generation: int) -> None:
+        """Give an index what it has missed. Changes that come meanwhile are missed, too.
+
+        Raises:
+            Unavailable: The index or the document store does not answer.
+            OSError: A disk refuses.
+        """
+        num_rows = 0
+        with self._borrowed(generation) as opened:
             if opened.index.is_damaged:
                 log.warning("index: damaged, loaded again generation=%d", generation)
-                opened.index.load(self._batches(generation))
-                self._publish()
+                with opened.changing:
+                    with self._changed:
+                        opened.is_behind = True
+                    opened.index.load(self._batches(generation))
+            while (rows := self._next_missed(opened)) is not None:
+                with opened.changing:
+                    self._bring_up_to_date(generation, opened.index, rows)
+                num_rows += len(rows)
                 with self._changed:
-                    self._incomplete.discard(generation)
-        self.complete()
-
-    def _publish(self) -> None:
-        with self._changed:
-            self._num_published += 1
-            self._changed.notify_all()
+                    opened.missed[0] = opened.missed[0][len(rows) :]
+        log.info("index: caught up generation=%d rows=%d", generation, num_rows)
+        self._publish()
 
     @property
     def num_published(self) -> int:
@@ -154,13 +170,24 @@ class GenerationIndexes:
         Raises:
             Unavailable: It is not open, because the collection was switched or is being opened.
         """
+        with self._borrowed(generation) as opened:
+            yield opened.index
+
+    def close(self) -> None:
+        """Close all indexes. No search may run any more."""
+        for opened in self._open.values():
+            opened.index.close()
+        self._open.clear()
+
+    @contextlib.contextmanager
+    def _borrowed(self, generation: int) -> Iterator[_OpenIndex]:
         with self._changed:
             opened = self._open.get(generation)
             if opened is None:
                 raise Unavailable("retriever", "the collection's index is being opened")
             opened.num_users += 1
         try:
-            yield opened.index
+            yield opened
         finally:
             with self._changed:
                 opened.num_users -= 1
@@ -168,11 +195,65 @@ class GenerationIndexes:
             if is_last:
                 self._remove(generation, opened)
 
-    def close(self) -> None:
-        """Close all indexes. No search may run any more."""
-        for opened in self._open.values():
-            opened.index.close()
-        self._open.clear()
+    def _apply(self, opened: _OpenIndex, change: IndexChange) -> None:
+        if self._is_missed(opened, change):
+            return
+        try:
+            with opened.changing:
+                # A load may have begun meanwhile, and then it has read the change.
+                if not self._is_missed(opened, change):
+                    opened.index.apply(change.removed, change.added, change.vectors)
+        except Exception as error:
+            # The document is committed, whatever has failed.
+            log.warning(
+                "index: behind generation=%d error=%s",
+                change.generation,
+                error,
+                exc_info=not isinstance(error, RagCacheError),
+            )
+            self._fall_behind(opened, change)
+
+    def _fall_behind(self, opened: _OpenIndex, change: IndexChange | ChangedRows) -> None:
+        with self._changed:
+            opened.is_behind = True
+        self._is_missed(opened, change)
+
+    def _changed_index(self, change: IndexChange | ChangedRows) -> _OpenIndex | None:
+        """Count a change, and return the open index whose rows it changes."""
+        self._num_changes[change.generation] += 1
+        opened = self._open.get(change.generation)
+        return opened if change.removed or change.added else None
+
+    def _publish(self) -> None:
+        with self._changed:
+            self._num_published += 1
+            self._changed.notify_all()
+
+    def _is_missed(self, opened: _OpenIndex, change: IndexChange | ChangedRows) -> bool:
+        """Note a change for later if the index is behind, and return whether it is."""
+        with self._changed:
+            if opened.is_behind:
+                opened.missed.append(np.array([*change.removed, *change.added], np.int64))
+            return opened.is_behind
+
+    def _next_missed(self, opened: _OpenIndex) -> Rows | None:
+        """Return the next rows to catch up with. None: the index is no longer behind."""
+        with self._changed:
+            while opened.missed and not len(opened.missed[0]):
+                del opened.missed[0]
+            if not opened.missed:
+                opened.is_behind = False
+                return None
+            # Joined, because most changes are those of small documents.
+            opened.missed = [np.concatenate(opened.missed)]
+            return opened.missed[0][:RECONCILED_ROWS]
+
+    def _bring_up_to_date(self, generation: int, index: RowIndex, rows: Rows) -> None:
+        """Let an index have rows as the document store has them."""
+        wanted: list[int] = np.unique(rows).tolist()
+        present, vectors = self._store.vectors(generation, wanted)
+        # All are removed first, because a change that failed may have added some.
+        index.apply(wanted, present.tolist(), vectors)
 
     def _drop(self, generation: int) -> None:
         with self._changed:

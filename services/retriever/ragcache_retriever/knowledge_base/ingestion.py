@@ -1,7 +1,8 @@
 """Inserts, replaces and deletes documents.
 
 A document is split and embedded before its transaction begins, so a long ingest delays neither
-searches nor other writes. The transaction commits first, and then the indexes change. A search
+searches nor other writes. The transaction commits first, and then the indexes change. An index that
+does not answer catches up later (``catch_up``), because the commit cannot be taken back. A search
 holds no lock meanwhile: it finds what has vanished, and searches again (``searching``).
 """
 
@@ -61,7 +62,6 @@ class Ingestion:
         async with self._document_lock(collection, document.id):
             result = await self._put(collection, document, content_hash)
         if not result.changed:
-            await self._threads.write(self._indexes.complete)
             # The gateway of the first attempt may have ended before it sent the deletes.
             pending = await self._threads.write(self._claim_of, collection, document.id)
             result = replace(result, deletes=pending or ())

@@ -123,6 +123,7 @@ class IndexInfo:
 
     ``is_building``: also while it is being opened. Its size is not known then.
     ``is_lexical_only``: the embedder of its chunks is not the one that runs.
+    ``num_missed``: vectors that the index has yet to add or to remove, because it refused a change.
     """
 
     collection: str
@@ -131,4 +132,5 @@ class IndexInfo:
     memory_bytes: int
     is_building: bool
     is_lexical_only: bool
+    num_missed: int
     remake: RemakeProgress | None

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.filters import And
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
@@ -33,6 +35,8 @@ from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, Ranking
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Neighbourhood, Rows, Vectors
 
+EVERYTHING = And(())
+"""The filter that all documents pass."""
 MAX_ATTEMPTS = 3
 CHANGE_WAIT_S = 1.0
 """Longest wait for the write that has removed a hit. It is committed and needs milliseconds."""
@@ -178,7 +182,12 @@ class Searching:
         if query.filter is None:
             return None
         generation = self._collections.serving(query.collection).row
-        rows = self._filters.request(generation, query.filter, cancelled.is_set)
+        request = functools.partial(
+            self._filters.request, generation, query.filter, cancelled.is_set
+        )
+        # A store that is shared is asked for the version of its rows.
+        is_shared = self._store.is_shared
+        rows = await self._threads.read(request) if is_shared else request()
         if not rows.done():
             try:
                 # Other searches may wait for the same rows.
@@ -189,34 +198,41 @@ class Searching:
         return generation, rows.result()
 
     def _run(self, search: _RunningSearch) -> None:
+        collection = search.query.collection
         for attempt in range(1, MAX_ATTEMPTS + 1):
             num_published = self._indexes.num_published
+            generation = self._collections.serving(collection).row
             is_last = attempt == MAX_ATTEMPTS
+            failure: Unavailable | None = None
             try:
-                if self._attempt(search, is_first=attempt == 1, is_last=is_last):
+                if self._attempt(search, generation, is_first=attempt == 1, is_last=is_last):
                     return
             except FilterCancelled:
                 return
-            except Unavailable:
-                # The generation may have been replaced since.
-                if is_last:
-                    raise
+            except Unavailable as error:
+                failure = error
             self._indexes.wait_for_change(num_published, CHANGE_WAIT_S)
+            has_switched = self._collections.serving(collection).row != generation
+            if failure is not None and (is_last or not has_switched):
+                raise failure
 
-    def _attempt(self, search: _RunningSearch, *, is_first: bool, is_last: bool) -> bool:
+    def _attempt(
+        self, search: _RunningSearch, generation: int, *, is_first: bool, is_last: bool
+    ) -> bool:
         """Search once. Return False, without a final stage, as soon as a hit has vanished."""
         query = search.query
         stored = self._collections.get(query.collection)
-        generation = self._collections.serving(query.collection).row
         window = self._collections.window(query.collection)
         allowed = None
-        if query.filter is not None:
+        wanted = query.filter
+        if wanted is None and self._indexes.is_behind(generation):
+            # Such an index finds rows that no longer exist, if it may.
+            wanted = EVERYTHING
+        if wanted is not None:
             if is_first and search.allowed is not None and search.allowed[0] == generation:
                 allowed = search.allowed[1]
             else:
-                allowed = self._filters.allowed_rows(
-                    generation, query.filter, search.cancelled.is_set
-                )
+                allowed = self._filters.allowed_rows(generation, wanted, search.cancelled.is_set)
         known: dict[int, Neighbourhood] = {}
         with contextlib.ExitStack() as stack:
             index = None

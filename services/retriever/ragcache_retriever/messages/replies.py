@@ -58,6 +58,7 @@ def index_message(info: IndexInfo) -> pb.IndexStatus:
         memory_bytes=info.memory_bytes,
         building=info.is_building,
         lexical_only=info.is_lexical_only,
+        missed_vectors=info.num_missed,
         remake=_remake_message(info.remake),
     )
 

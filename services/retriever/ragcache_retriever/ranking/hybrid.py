@@ -107,8 +107,13 @@ class _HybridSearch:
 
     def find_words(self, num_hits: int) -> list[LexicalHit]:
         """Return the hits of the lexical leg. Any thread may call it."""
+        search = self.search
         return self.store.lexical_hits(
-            self.search.generation, self.words, num_hits, allowed=self.search.allowed
+            search.generation,
+            self.words,
+            num_hits,
+            allowed=search.allowed,
+            cancelled=search.cancelled,
         )
 
 

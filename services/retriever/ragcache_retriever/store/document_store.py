@@ -215,14 +215,31 @@ class DocumentStore(Protocol):
                 Unavailable raised.
         """
 
+    def rows_version(self, generation: int) -> int | None:
+        """Return a number that changes with the rows of a generation, whichever process writes.
+
+        Returns:
+            None where no other process changes the documents.
+        """
+
     def lexical_hits(
-        self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
         """Return the chunks of a generation that fit words best by BM25, best first; ties by row.
 
         Args:
             words: Of the question, as written. The backend stems and quotes them.
             allowed: Sorted rows that may be found; None: all.
+            cancelled: Asked while the backend searches, which it ends once this is True.
+
+        Raises:
+            Unavailable: It has taken longer than a second, or is cancelled.
         """
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:

@@ -605,13 +605,16 @@ def test_an_index_of_another_backend_takes_no_memory_of_the_retriever(kind: str)
     assert memory(backend=backend) < memory() < memory(index=index)
 
 
-@pytest.mark.parametrize(("kind", "secret"), [("postgres", "db"), ("milvus", "vectors")])
-def test_the_url_of_a_backend_stays_in_its_secret(kind: str, secret: str) -> None:
-    backend = {kind: {"urlSecret": {"name": secret, "key": "url"}}}
+@pytest.mark.parametrize("kind", ["postgres", "milvus"])
+@pytest.mark.parametrize(("named", "key"), [({}, "url"), ({"key": "dsn"}, "dsn")])
+def test_the_url_of_a_backend_stays_in_its_secret(
+    kind: str, named: dict[str, str], key: str
+) -> None:
+    backend = {kind: {"urlSecret": {"name": "db"} | named}}
     children = build(retriever={"backend": backend})
     assert env_of(children, "retriever")["RAGCACHE_BACKEND"] == kind
     [found] = secrets_of(container_of(children, "retriever"))
-    assert found == ("RAGCACHE_BACKEND_URL", secret, "url")
+    assert found == ("RAGCACHE_BACKEND_URL", "db", key)
 
 
 def test_retrievers_that_share_a_database_elect_no_writer() -> None:

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import grpc
@@ -36,9 +36,14 @@ from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 URL_SETTING = "RAGCACHE_BACKEND_URL"
 SEARCH_LIMIT_S = 10.0
+ROWS_LIMIT_S = 10.0
+"""Longest time of a change of rows. A document waits for it, and the index can catch up later."""
 CHANGE_LIMIT_S = 60.0
+"""Longest time of a change of a collection or its index."""
 FIRST_SHARE = 1 / 8
 NUM_CELLS, PROBED_CELLS = 128, 64
 GRAPH_LINKS, GRAPH_BUILD_BEAM, GRAPH_BEAM = 16, 128, 160
@@ -46,9 +51,14 @@ MAX_HITS = 16_384
 """Most hits of one query of Milvus."""
 GROWTH = 4
 """Factor between the hits of two queries that are filtered after the search."""
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 4 << 20
 """Bytes of vectors that one call inserts. A message has 64 MiB at most."""
 READ_ROWS = 8192
+
+_NOT_LOADED = 101
+"""Code of Milvus for a collection that is in no memory, such as after some restarts."""
+RECONNECT: Final = {"grpc.max_reconnect_backoff_ms": 5000}
+"""gRPC waits up to two minutes before it connects again to a server that was away."""
 
 NO_PINGS: Final = {
     "grpc.keepalive_time_ms": (1 << 31) - 1,
@@ -83,14 +93,16 @@ class MilvusIndex:
         self._dimension = dimension
         self._kind = _used_kind(kind)
         self._estimator = SearchEstimator()
+        self._is_changing_kind = False
         with _errors():
             self._create()
 
     def __len__(self) -> int:
-        with _errors():
-            found = self._client.query(
+        found = self._loaded(
+            lambda: self._client.query(
                 self._name, filter="", output_fields=["count(*)"], timeout=SEARCH_LIMIT_S
             )
+        )
         return int(found[0]["count(*)"])
 
     @property
@@ -115,17 +127,7 @@ class MilvusIndex:
 
     def rows(self) -> Rows:
         """Return the sorted rows."""
-        found: list[int] = []
-        with _errors():
-            pages = self._client.query_iterator(
-                self._name, batch_size=READ_ROWS, filter=f"{_ROW} >= 0", output_fields=[_ROW]
-            )
-            try:
-                while page := pages.next():
-                    found += [int(one[_ROW]) for one in page]
-            finally:
-                pages.close()
-        return np.array(sorted(found), np.int64)
+        return np.array(sorted(self._loaded(self._read_rows)), np.int64)
 
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
         """Replace the content by rows and vectors in batches. No search may run."""
@@ -140,11 +142,17 @@ class MilvusIndex:
         wanted = _used_kind(kind)
         if wanted is self._kind:
             return
-        with _errors():
-            self._client.release_collection(self._name, timeout=CHANGE_LIMIT_S)
-            self._client.drop_index(self._name, _VECTOR, timeout=CHANGE_LIMIT_S)
-            self._client.create_index(self._name, self._index_of(wanted), timeout=CHANGE_LIMIT_S)
-            self._client.load_collection(self._name, timeout=CHANGE_LIMIT_S)
+        self._is_changing_kind = True
+        try:
+            with _errors():
+                self._client.release_collection(self._name, timeout=CHANGE_LIMIT_S)
+                self._client.drop_index(self._name, _VECTOR, timeout=CHANGE_LIMIT_S)
+                self._client.create_index(
+                    self._name, self._index_of(wanted), timeout=CHANGE_LIMIT_S
+                )
+                self._client.load_collection(self._name, timeout=CHANGE_LIMIT_S)
+        finally:
+            self._is_changing_kind = False
         self._kind = wanted
         self._estimator = SearchEstimator()
 
@@ -154,7 +162,7 @@ class MilvusIndex:
         self._add(added, vectors)
         if gone:
             with _errors():
-                self._client.delete(self._name, ids=gone, timeout=CHANGE_LIMIT_S)
+                self._client.delete(self._name, ids=gone, timeout=ROWS_LIMIT_S)
 
     def close(self) -> None:
         """Do nothing: Milvus keeps the collection."""
@@ -248,8 +256,8 @@ class MilvusIndex:
     ) -> list[tuple[int, float]]:
         if "ef" in parameters:  # no smaller than the number of hits
             parameters = {"ef": max(parameters["ef"], limit)}
-        with _errors():
-            [found] = self._client.search(
+        [found] = self._loaded(
+            lambda: self._client.search(
                 self._name,
                 [query],
                 filter=condition,
@@ -258,7 +266,31 @@ class MilvusIndex:
                 search_params={"metric_type": "IP", "params": parameters},
                 timeout=SEARCH_LIMIT_S,
             )
+        )
         return [(int(hit[_ROW]), float(hit["distance"])) for hit in found]
+
+    def _read_rows(self) -> list[int]:
+        pages = self._client.query_iterator(
+            self._name, batch_size=READ_ROWS, filter=f"{_ROW} >= 0", output_fields=[_ROW]
+        )
+        found: list[int] = []
+        try:
+            while page := pages.next():
+                found += [int(one[_ROW]) for one in page]
+        finally:
+            pages.close()
+        return found
+
+    def _loaded(self, read: Callable[[], T]) -> T:
+        """Return what is read, and load the collection before if Milvus has released it."""
+        with _errors():
+            try:
+                return read()
+            except MilvusException as error:
+                if error.code != _NOT_LOADED or self._is_changing_kind:
+                    raise
+            self._client.load_collection(self._name, timeout=SEARCH_LIMIT_S)
+            return read()
 
     def _add(self, rows: Sequence[int], vectors: Vectors) -> None:
         step = max(1, BATCH_BYTES // (4 * self._dimension))
@@ -269,7 +301,7 @@ class MilvusIndex:
                 self._client.upsert(
                     self._name,
                     [{_ROW: int(row), _VECTOR: vector} for row, vector in pairs],
-                    timeout=CHANGE_LIMIT_S,
+                    timeout=ROWS_LIMIT_S,
                 )
 
     def _create(self) -> None:
@@ -368,12 +400,15 @@ def _used_kind(kind: IndexKind) -> IndexKind:
 def client_arguments(url: str) -> dict[str, Any]:
     """Return the arguments of a client for a URL."""
     if url.endswith(".db") and "://" not in url:
-        return {"uri": str(Path(url).absolute()), "grpc_options": NO_PINGS}
+        return {"uri": str(Path(url).absolute()), "grpc_options": RECONNECT | NO_PINGS}
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:
             port = parts.port or 19530
-            arguments: dict[str, Any] = {"uri": f"{parts.scheme}://{parts.hostname}:{port}"}
+            arguments: dict[str, Any] = {
+                "uri": f"{parts.scheme}://{parts.hostname}:{port}",
+                "grpc_options": RECONNECT,
+            }
             if parts.username:
                 password = unquote(parts.password or "")
                 arguments["token"] = f"{unquote(parts.username)}:{password}"

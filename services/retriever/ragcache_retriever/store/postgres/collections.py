@@ -9,7 +9,11 @@ from __future__ import annotations
 from ragcache_core.errors import NotFound
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase, Row
+from ragcache_retriever.store.postgres.connections.database import (
+    APPLICATION_NAME,
+    PostgresDatabase,
+    Row,
+)
 from ragcache_retriever.store.postgres.schema import (
     create_generation,
     postings_table,
@@ -25,6 +29,11 @@ _GENERATION = (
     "SELECT row, state, splitter, size_tokens, overlap_tokens, tokenizer, embedder, dimension,"
     " num_documents, num_chunks, collection FROM generations"
 )
+_ABANDON_BUILDS = """
+SELECT pg_cancel_backend(pid) FROM pg_locks JOIN pg_stat_activity USING (pid)
+WHERE relation = to_regclass(%s) AND mode = 'ShareUpdateExclusiveLock' AND pid != pg_backend_pid()
+    AND application_name = %s AND usename = current_user
+"""
 
 
 class PostgresCollections:
@@ -138,7 +147,12 @@ class PostgresCollections:
         return generations <= {row for (row,) in found}
 
     def drop_tables(self, generation: int) -> None:
-        """Remove the tables of a generation, if they are there."""
+        """Remove the tables of a generation, if they are there.
+
+        An index that a retriever builds meanwhile is abandoned. Its build waits for this
+        transaction, and this one would wait for the build.
+        """
+        self._database.query(_ABANDON_BUILDS, (vector_table(generation), APPLICATION_NAME))
         self._database.execute(
             f"DROP TABLE IF EXISTS {vector_table(generation)}, {postings_table(generation)}"
         )

@@ -210,11 +210,21 @@ class PostgresDocumentStore:
         """See DocumentStore."""
         return self._reads.allowed_rows(generation, wanted, cancelled)
 
+    def rows_version(self, generation: int) -> int | None:
+        """See DocumentStore."""
+        return self._reads.rows_version(generation)
+
     def lexical_hits(
-        self, generation: int, words: Sequence[str], limit: int, *, allowed: Rows | None = None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
         """See DocumentStore."""
-        return self._lexical.hits(generation, words, limit, allowed)
+        return self._lexical.hits(generation, words, limit, allowed, cancelled)
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
         """See DocumentStore."""

@@ -4,21 +4,31 @@ PostgreSQL's own ranking of text knows no inverse document frequency. So each ge
 with the stems of its chunks, how often each has it, and the length of the chunk. The score is that
 of SQLite's FTS5, whose words are the same but for some rare ones.
 
+As in SQLite, only the rarer words of a question find chunks (see ``word_choice``), and a search
+ends after a second. The weight of a word follows from its frequency, which may be out of date.
+
 Source: Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009, section 3.4.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import psycopg
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
 from ragcache_retriever.store.postgres.connections.binary_types import BigintArray
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres.connections.database import Connection, PostgresDatabase
 from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
+from ragcache_retriever.store.sql.word_frequencies import WordFrequencies, most_counted
 
 TITLE_WEIGHT = 2.0
 HEADINGS_WEIGHT = 1.5
@@ -26,26 +36,41 @@ TEXT_WEIGHT = 1.0
 SATURATION, LENGTH_SHARE = 1.2, 0.75
 """k1 and b of BM25, as in FTS5."""
 
+LIMIT_S = 1.0
+"""Longest time of a search. Words of a large collection that many chunks have take longer."""
+
 MAX_WORD_CHARACTERS = 256
 """Longer words are cut. PostgreSQL's index takes words of up to a third of a page."""
 
 _WORD = re.compile(r"[^\W_]+")
+_ASKED = """
+SELECT num_chunks, num_words,
+    ARRAY(SELECT DISTINCT (ts_lexize('ragcache_stems', word))[1]
+        FROM unnest(%s::text[]) AS word WHERE ts_lexize('ragcache_stems', word) != '{}')
+FROM generations WHERE row = %s
+"""
+_COUNT = "SELECT count(*) FROM (SELECT 1 FROM {table} WHERE word = %s LIMIT %s) AS counted"
+# Rows that are found are looked up once for each word that only scores. A join of all rows with
+# such a word would read most of the table.
 _HITS = """
 WITH found AS MATERIALIZED (
-    SELECT postings.word, postings.row, postings.frequency, postings.length
-    FROM {table} AS postings WHERE postings.word IN (
-        SELECT (ts_lexize('ragcache_stems', word))[1] FROM unnest(%(words)s::text[]) AS word)
-), size AS (
-    SELECT num_chunks, num_words / greatest(num_chunks, 1)::double precision AS mean_length
-    FROM generations WHERE row = %(generation)s
-), weights AS (
-    SELECT word, greatest(1e-6, ln((num_chunks - count(*) + 0.5) / (count(*) + 0.5))) AS weight
-    FROM found, size GROUP BY word, num_chunks
+    SELECT word, row, frequency, length FROM {table}
+    WHERE word = ANY(%(finding)s::text[]) {condition}
+), counted AS (
+    SELECT * FROM found
+    UNION ALL
+    SELECT scored.* FROM (SELECT DISTINCT row FROM found) AS candidates
+    CROSS JOIN unnest(%(scoring)s::text[]) AS scoring (word)
+    CROSS JOIN LATERAL (
+        SELECT word, row, frequency, length FROM {table} AS postings
+        WHERE postings.word = scoring.word AND postings.row = candidates.row OFFSET 0
+    ) AS scored
 )
-SELECT found.row, sum(weight * frequency * {gain}
-    / (frequency + {saturation} * ({rest} + {share} * length / mean_length))) AS score
-FROM found JOIN weights USING (word), size {condition}
-GROUP BY found.row ORDER BY score DESC, found.row LIMIT %(limit)s
+SELECT counted.row, sum(weight * frequency * {gain}
+    / (frequency + {saturation} * ({rest} + {share} * length / %(mean_length)s))) AS score
+FROM counted JOIN unnest(%(words)s::text[], %(weights)s::float8[]) AS asked (word, weight)
+    USING (word)
+GROUP BY counted.row ORDER BY score DESC, counted.row LIMIT %(limit)s
 """
 
 
@@ -64,6 +89,7 @@ class PostgresLexical:
 
     def __init__(self, database: PostgresDatabase) -> None:
         self._database = database
+        self._frequencies = WordFrequencies()
 
     def add(self, generation: int, texts: Iterable[LexicalText]) -> None:
         """Add the words of chunks."""
@@ -105,25 +131,80 @@ class PostgresLexical:
         self._count(generation, -sum(length for _, _, length in counted))
 
     def hits(
-        self, generation: int, words: Sequence[str], limit: int, allowed: Rows | None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        allowed: Rows | None,
+        cancelled: Callable[[], bool] | None,
     ) -> list[LexicalHit]:
         """See DocumentStore.lexical_hits. Any thread may call it."""
         asked = [one for word in words for one in words_of(word)]
         if not asked or (allowed is not None and not len(allowed)):
             return []
+        end_s = time.monotonic() + LIMIT_S
+
+        def has_ended() -> bool:
+            return time.monotonic() > end_s or (cancelled is not None and cancelled())
+
+        try:
+            with (
+                self._database.snapshot() as connection,
+                connection.cancelled_by(has_ended),
+            ):
+                # The server ends it, too, so that a retriever that hangs leaves nothing behind.
+                connection.execute(f"SET LOCAL statement_timeout = {math.ceil(1000 * LIMIT_S)}")
+                return self._hits(connection, generation, asked, limit, allowed)
+        except Unavailable as error:
+            if isinstance(error.__cause__, psycopg.errors.QueryCanceled):
+                problem = f"a search by words has taken longer than {LIMIT_S:g} s, or was left"
+                raise Unavailable("PostgreSQL", problem) from error
+            raise
+
+    def _hits(
+        self,
+        connection: Connection,
+        generation: int,
+        asked: list[str],
+        limit: int,
+        allowed: Rows | None,
+    ) -> list[LexicalHit]:
+        sized = connection.execute(_ASKED, (asked, generation), binary=True).fetchone()
+        if sized is None or not sized[0]:
+            return []
+        num_chunks, num_words, stems = sized
+        table = postings_table(generation)
+        count = _COUNT.format(table=table)
+
+        def counts(words: Sequence[str]) -> Iterator[int]:
+            for word in words:
+                parameters = (word, most_counted(num_chunks))
+                [(counted,)] = connection.execute(count, parameters, binary=True).fetchall()
+                yield counted
+
+        frequencies = self._frequencies.of(generation, stems, num_chunks, counts)
+        share = 1.0 if allowed is None else min(1.0, len(allowed) / num_chunks)
+        choice = choose_words(frequencies, num_chunks, share)
+        used = [*choice.finding, *choice.scoring]
+        parameters = {
+            "finding": list(choice.finding),
+            "scoring": list(choice.scoring),
+            "words": used,
+            "weights": [word_weight(frequencies[word], num_chunks) for word in used],
+            "mean_length": num_words / num_chunks,
+            "limit": limit,
+        }
+        if allowed is not None:
+            parameters["allowed"] = BigintArray(allowed)
         sql = _HITS.format(
-            table=postings_table(generation),
+            table=table,
             gain=SATURATION + 1,
             saturation=SATURATION,
             share=LENGTH_SHARE,
             rest=1 - LENGTH_SHARE,
-            condition="" if allowed is None else "WHERE found.row = ANY(%(allowed)s)",
+            condition="" if allowed is None else "AND row = ANY(%(allowed)s)",
         )
-        parameters = {"words": asked, "generation": generation, "limit": limit}
-        if allowed is not None:
-            parameters["allowed"] = BigintArray(allowed)
-        with self._database.connection() as connection:
-            found = connection.execute(sql, parameters, binary=True).fetchall()
+        found = connection.execute(sql, parameters, binary=True).fetchall()
         return [LexicalHit(row, float(score)) for row, score in found]
 
     def _count(self, generation: int, num_words: int) -> None:

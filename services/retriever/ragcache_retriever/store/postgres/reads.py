@@ -184,6 +184,13 @@ class PostgresReads:
             ).fetchone()
         return rows_of(found[0] if found else None)
 
+    def rows_version(self, generation: int) -> int:
+        """See DocumentStore.rows_version. It is the last transaction that counted the chunks."""
+        found = self._database.read_one(
+            "SELECT xmin::text::bigint FROM generations WHERE row = %s", (generation,)
+        )
+        return -1 if found is None else int(found[0])
+
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
         """See DocumentStore.neighbourhoods."""
         around: dict[int, list[StoredChunk]] = {}

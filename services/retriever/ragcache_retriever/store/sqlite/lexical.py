@@ -8,17 +8,18 @@ find chunks, see ``word_choice``. The scores are those of all words.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.records import LexicalHit, Rows
+from ragcache_retriever.store.sql.word_frequencies import WordFrequencies, most_counted
 from ragcache_retriever.store.sqlite.database import Database, Row
 from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
-from ragcache_retriever.store.sqlite.word_frequencies import WordFrequencies
 
 MAX_LISTED_ROWS = 1 << 14
 """Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
@@ -47,7 +48,7 @@ class LexicalTables:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._frequencies = WordFrequencies(database)
+        self._frequencies = WordFrequencies()
 
     def create(self, generation: int) -> None:
         """Create the table of a new generation."""
@@ -112,12 +113,17 @@ class LexicalTables:
         )
 
     def hits(
-        self, generation: int, words: Sequence[str], limit: int, allowed: Rows | None
+        self,
+        generation: int,
+        words: Sequence[str],
+        limit: int,
+        allowed: Rows | None,
+        cancelled: Callable[[], bool] | None,
     ) -> list[LexicalHit]:
         """See DocumentStore.lexical_hits. Any thread may call it."""
         if allowed is not None and not len(allowed):
             return []
-        choice = self._choice(generation, words, allowed)
+        choice = self._choice(generation, words, allowed, cancelled)
         question = _choice_expression(choice)
         if not question:
             return []
@@ -127,21 +133,17 @@ class LexicalTables:
         score = f"-bm25({table}, {weights})" + (" / 2" if choice.scoring else "")
         select = f"SELECT rowid, {score} AS score FROM {table} WHERE {table} "
         ordered = " ORDER BY score DESC, rowid LIMIT ?"
+        read = functools.partial(self._database.iterate, limit_s=LIMIT_S, cancelled=cancelled)
         if allowed is None:
-            rows: Iterator[Row] = self._database.iterate(
-                f"{select} MATCH ?{ordered}", (question, limit), limit_s=LIMIT_S
-            )
+            rows: Iterator[Row] = read(f"{select} MATCH ?{ordered}", (question, limit))
         elif len(allowed) <= MAX_LISTED_ROWS:
             # With "+", FTS5 ranks all matches once, and not once for each row.
-            rows = self._database.iterate(
+            rows = read(
                 f"{select} MATCH ? AND +rowid IN (SELECT value FROM json_each(?)){ordered}",
                 (question, json.dumps(allowed.tolist()), limit),
-                limit_s=LIMIT_S,
             )
         else:
-            every = self._database.iterate(
-                f"{select} MATCH ?{ordered}", (question, -1), limit_s=LIMIT_S
-            )
+            every = read(f"{select} MATCH ?{ordered}", (question, -1))
             rows = _allowed_only(every, allowed, limit)
         return [LexicalHit(row, score) for row, score in rows]
 
@@ -149,16 +151,49 @@ class LexicalTables:
         found = self._database.query_one("SELECT 1 FROM sqlite_master WHERE name = ?", (name,))
         return found is not None
 
-    def _choice(self, generation: int, words: Sequence[str], allowed: Rows | None) -> WordChoice:
-        phrases = {word: _phrase(word) for word in words}
+    def _choice(
+        self,
+        generation: int,
+        words: Sequence[str],
+        allowed: Rows | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> WordChoice:
         counted = self._database.read_one(
             "SELECT num_chunks FROM generations WHERE row = ?", (generation,)
         )
         num_chunks = 0 if counted is None else int(counted[0])
-        frequencies = self._frequencies.of(generation, phrases, num_chunks, LIMIT_S)
+        count = functools.partial(
+            count_chunks, self._database, generation, num_chunks, cancelled=cancelled
+        )
+        frequencies = self._frequencies.of(generation, words, num_chunks, count)
         if allowed is None or num_chunks == 0:
             return choose_words(frequencies, num_chunks)
         return choose_words(frequencies, num_chunks, min(1.0, len(allowed) / num_chunks))
+
+
+def count_chunks(
+    database: Database,
+    generation: int,
+    num_chunks: int,
+    words: Sequence[str],
+    cancelled: Callable[[], bool] | None = None,
+) -> Iterator[int]:
+    """Yield how many chunks have each word, at most ``most_counted``.
+
+    Raises:
+        Unavailable: Counting has taken longer than a search may.
+    """
+    table = lexical_table(generation)
+    rows = database.iterate(
+        "SELECT (SELECT count(*) FROM"
+        f" (SELECT 1 FROM {table} WHERE {table} MATCH phrases.value LIMIT ?))"
+        " FROM json_each(?) AS phrases ORDER BY phrases.key",
+        (most_counted(num_chunks), json.dumps(list(map(_phrase, words)))),
+        limit_s=LIMIT_S,
+        cancelled=cancelled,
+    )
+    for (count,) in rows:
+        yield count
 
 
 def _detached(generation: int, part: str) -> str:

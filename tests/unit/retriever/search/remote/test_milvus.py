@@ -5,18 +5,28 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.remote.milvus import NO_PINGS, MilvusIndexes, client_arguments
+from ragcache_retriever.search.remote.milvus import (
+    NO_PINGS,
+    RECONNECT,
+    MilvusIndexes,
+    client_arguments,
+)
 
 
 @pytest.mark.parametrize(
     ("url", "arguments"),
     [
-        ("http://milvus", {"uri": "http://milvus:19530"}),
+        ("http://milvus", {"uri": "http://milvus:19530", "grpc_options": RECONNECT}),
         (
             "https://me:p%40ss@milvus:443/docs",
-            {"uri": "https://milvus:443", "token": "me:p@ss", "db_name": "docs"},
+            {
+                "uri": "https://milvus:443",
+                "grpc_options": RECONNECT,
+                "token": "me:p@ss",
+                "db_name": "docs",
+            },
         ),
-        ("/data/vectors.db", {"uri": "/data/vectors.db", "grpc_options": NO_PINGS}),
+        ("/data/vectors.db", {"uri": "/data/vectors.db", "grpc_options": RECONNECT | NO_PINGS}),
     ],
 )
 def test_urls_become_arguments(url: str, arguments: dict[str, object]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.filters import In
-from ragcache_core.retrieval.lexical import word_choice
 from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -72,35 +71,9 @@ def test_a_query_that_takes_too_long_is_ended_and_the_next_one_is_not(
     assert sum(1 for _ in store.database.iterate("SELECT row FROM chunks")) == 2000
 
 
-def test_hits_have_the_scores_that_all_words_give(
-    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_that_is_cancelled_is_ended(store: SqliteDocumentStore) -> None:
     generation = add_collection(store, "c")
-    texts = [f"{'rare ' * (i % 5 == 0)}{'common ' * (i % 2 + i % 3)}word{i} end" for i in range(60)]
-    put(store, "d", texts, title="")
-    words = ["common", "rare", "end", "absent"]
-    everything = {hit.row: hit.score for hit in store.lexical_hits(generation, words, 100)}
-    assert len(everything) == 60
-    monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 10)
-    monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 12)
-    found = store.lexical_hits(generation, words, 100)
-    assert len(found) == 12
-    # "end" is in all chunks and has the least weight, which is not zero.
-    assert [hit.score for hit in found] == pytest.approx(
-        [everything[hit.row] for hit in found], abs=1e-5
-    )
-    assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
-    put(store, "e", ["absent"], title="")
-    assert len(store.lexical_hits(generation, words, 100)) == 13
-
-
-def test_few_allowed_rows_are_found_by_all_words(
-    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generation = add_collection(store, "c")
-    put(store, "d", [f"{'rare ' * (i < 10)}common word{i}" for i in range(100)], title="")
-    monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 5)
-    monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 5)
-    assert len(store.lexical_hits(generation, ["rare", "common"], 100)) == 10
-    allowed = store.rows(generation)[50:60]
-    assert len(store.lexical_hits(generation, ["rare", "common"], 100, allowed=allowed)) == 10
+    put(store, "d", [f"apple {i}" for i in range(2000)])
+    with pytest.raises(Unavailable, match="interrupted"):
+        store.lexical_hits(generation, ["apple"], 10, cancelled=lambda: True)
+    assert len(store.lexical_hits(generation, ["apple"], 10, cancelled=lambda: False)) == 10

@@ -22,6 +22,7 @@ from ragcache_retriever.store.postgres.schema import prepare_schema
 log = logging.getLogger(__name__)
 
 URL_SETTING = "RAGCACHE_BACKEND_URL"
+APPLICATION_NAME = "ragcache-retriever"
 MAX_CONNECTIONS = 16
 """Of one retriever: its readers, its writer, and those that build indexes."""
 
@@ -231,7 +232,7 @@ def _conninfo(url: str) -> str:
             # A connection to a lost node ends within seconds.
             tcp_user_timeout=1000 * CONNECT_LIMIT_S,
             keepalives_idle=CONNECT_LIMIT_S,
-            application_name="ragcache-retriever",
+            application_name=APPLICATION_NAME,
         )
     except psycopg.ProgrammingError as error:
         # The message may have the password.

@@ -2,8 +2,9 @@
 
 Vectors are in the documents' own transaction, so a commit is all that a change needs. A search sees
 one snapshot. It scans small collections and small sets of allowed rows in parts. In a graph it
-reads on from one cursor, so that no stage repeats the work of another. Cells of an IVF index are
-searched with growing ``ivfflat.probes``.
+reads on from one cursor, so that no stage repeats the work of another. pgvector ends such a
+walk after ``hnsw.max_scan_tuples`` vectors, dead ones included. If too few of them may be found,
+all allowed rows are compared. Cells of an IVF index are searched with growing ``ivfflat.probes``.
 """
 
 from __future__ import annotations
@@ -257,10 +258,37 @@ class _Parts:
             found = self._connection.execute(
                 f"FETCH FORWARD {end - first} FROM found", binary=True
             ).fetchall()
-            is_last = end == beam or len(found) < end - first
-            yield [(row, score) for row, score in found], end / beam, end, is_last
+            num_found = first + len(found)
+            hits = [(row, score) for row, score in found]
+            if num_found < min(end, self._top_k):
+                yield from self._compare_all(hits, first / beam)
+                return
+            is_last = end == beam or num_found < end
+            yield hits, end / beam, end, is_last
             if is_last:
                 return
+
+    def _compare_all(self, hits: list[tuple[int, float]], progress: float) -> Iterator[_Part]:
+        """Go on after a walk that has ended early, by comparing all rows that may be found.
+
+        Args:
+            hits: Of the walk since its last part.
+            progress: At the end of that part. The walk counts as no further progress.
+        """
+        # Without index scans, so that no query uses the graph again. A bitmap finds rows by number.
+        self._set(
+            {
+                "enable_indexscan": "off",
+                "enable_bitmapscan": "on",
+                "enable_seqscan": "on",
+                "enable_sort": "on",
+            }
+        )
+        parts = self._scan() if self._allowed is None else self._scan_allowed(self._allowed)
+        for found, share, num_scored, is_last in parts:
+            so_far = 1.0 if is_last else progress + share * (1.0 - progress)
+            yield hits + found, so_far, num_scored, is_last
+            hits = []
 
     def _probe(self) -> Iterator[_Part]:
         [(num_rows,)] = self._connection.execute(f"SELECT count(*) FROM {self._table}").fetchall()

@@ -1,0 +1,74 @@
+"""Brings indexes up to date in the background after they have refused a change.
+
+A write that is committed succeeds, even if an index in another service does not answer. This task
+tries again until the index has all rows, and opens indexes that could not be opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from ragcache_core.errors import RagCacheError
+from ragcache_retriever.concurrency.threads import finish, run
+from ragcache_retriever.knowledge_base.collections import CollectionSet
+from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
+from ragcache_retriever.knowledge_base.store_threads import StoreThreads
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+"""Time between two looks for an index that is behind."""
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+"""Time after a failure. It doubles with each further one."""
+
+
+class IndexCatchUp:
+    """The background task of one knowledge base. It tries again until the indexes are complete."""
+
+    def __init__(
+        self, collections: CollectionSet, indexes: GenerationIndexes, threads: StoreThreads
+    ) -> None:
+        self._collections = collections
+        self._indexes = indexes
+        self._threads = threads
+        # A thread of its own, because a service that hangs must not hold the writer or a reader.
+        self._thread = ThreadPoolExecutor(1, "catch-up")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="catch-up")
+
+    async def close(self) -> None:
+        """End after the step that is running."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await finish(self._thread)
+
+    async def _run(self) -> None:
+        pause_s = MIN_PAUSE_S
+        while True:
+            try:
+                await self._step()
+            except Exception as error:
+                # A defect must not end the task for the life of the process.
+                is_expected = isinstance(error, RagCacheError)
+                log.warning("index: still behind error=%s", error, exc_info=not is_expected)
+                await asyncio.sleep(pause_s)
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            else:
+                pause_s = MIN_PAUSE_S
+                await asyncio.sleep(PERIOD_S)
+
+    async def _step(self) -> None:
+        if self._collections.is_stale:
+            await self._threads.write(self._collections.reload)
+        for generation in self._indexes.behind():
+            await run(self._thread, self._indexes.catch_up, generation)
