@@ -340,18 +340,21 @@ class Replica:
 
     async def _copy(self, client: RetrieverClient, epoch: int) -> None:
         """Replace the documents by those of the writer, and ask for a restart with them."""
-        self._is_copying = True
+        self._is_copying, has_copy = True, False
         try:
             async with contextlib.aclosing(client.backup()) as parts:
                 await self._take_copy(parts, epoch)
-        except BaseException as error:
-            self._is_copying = False
-            if not isinstance(error, RagCacheError | OSError):
-                raise
+                has_copy = True
+                position = self._position
+                log.warning("replica: has a copy and starts again position=%s", position)
+                self._restart()
+        except RagCacheError as error:
             log.warning("replica: copy failed error=%s", error)
-            return
-        # It stays so until the end: a change that it acknowledged now would not be in the copy.
-        log.warning("replica: has a copy and starts again position=%s", self._position)
-        self._restart()
-        # Nothing that the old documents could repeat is of use.
-        await asyncio.Event().wait()
+        except Exception:
+            log.exception("replica: copy failed")
+        finally:
+            # With a copy it stays so until the end. The copy would lack what is acknowledged now.
+            self._is_copying = has_copy
+        if has_copy:
+            # Nothing that the old documents could repeat is of use.
+            await asyncio.Event().wait()

@@ -181,7 +181,18 @@ async def test_a_follower_that_is_too_far_behind_takes_a_copy(tmp_path: Path) ->
         for i in range(5):
             await put(writer, f"more{i}")
         await behind.start()
+        take_copy = behind.replica._take_copy
+        failures: list[int] = []
+
+        async def failing(parts: AsyncIterator[bytes], epoch: int) -> None:
+            if not failures:
+                failures.append(epoch)
+                raise KeyError("part")
+            await take_copy(parts, epoch)
+
+        behind.replica._take_copy = failing
         await behind.restart_with_copy()
+        assert failures, "an unexpected error does not end it"
         await until(lambda: behind.replica._lag.has_caught_up, "caught up")
         assert await names(behind, "r", "more4") == ["r", "more4"]
 
