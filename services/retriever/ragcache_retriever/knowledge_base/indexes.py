@@ -177,7 +177,7 @@ class GenerationIndexes:
                     log.warning("index: damaged, loaded again generation=%d", generation)
                     opened.index.load(self._batches(generation))
         except Exception as error:
-            # The document is committed, whatever has failed.
+            # Any failure, because the document is committed.
             log.warning(
                 "index: behind generation=%d error=%s",
                 generation,
