@@ -71,6 +71,7 @@ class Metrics:
             rows.CHUNKS: sum(one.num_chunks for one in found),
             rows.TEXT_SIZE: sum(one.text_bytes for one in found),
             rows.REMAKE_WAITING: sum(one.num_documents - one.num_done for one in remakes),
+            rows.INDEX_MISSED: knowledge_base.num_missed,
             rows.DISK_USED: disk.used_bytes,
             rows.DISK_FREE: disk.free_bytes,
         }

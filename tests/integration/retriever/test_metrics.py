@@ -21,7 +21,15 @@ from tests.helpers.postgres_server import PostgresServer
 from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
 from tests.integration.retriever.test_process import SUBJECTS, environment, running
 
-SIZES = ("collections", "documents", "chunks", "text_bytes", "remake_waiting", "disk_used_bytes")
+SIZES = (
+    "collections",
+    "documents",
+    "chunks",
+    "text_bytes",
+    "remake_waiting",
+    "index_missed",
+    "disk_used_bytes",
+)
 FREE = "ragcache_retriever_disk_free_bytes"
 
 

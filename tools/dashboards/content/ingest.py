@@ -63,6 +63,16 @@ DASHBOARD: Final = Dashboard(
                     ],
                 ),
                 Panel(
+                    "Vectors that an index has missed",
+                    "The index refused a change. The retriever repeats it until it succeeds.",
+                    [
+                        Query(
+                            highest(series(retriever.INDEX_MISSED, *RAGCACHES), *_BY_CACHE),
+                            "{{ragcache}}",
+                        )
+                    ],
+                ),
+                Panel(
                     "Requests about documents",
                     "In the gateway now.",
                     [

@@ -218,6 +218,11 @@ class KnowledgeBase:
         self._collections.check_loaded()
         return await self._collections.index_infos()
 
+    @property
+    def num_missed(self) -> int:
+        """Vectors that indexes have yet to add or to remove, because they refused a change."""
+        return sum(map(self._indexes.num_missed, self._indexes.behind()))
+
     async def disk(self) -> DiskUse:
         """Return the used and the free disk space."""
         return await self.threads.read(self.store.disk)

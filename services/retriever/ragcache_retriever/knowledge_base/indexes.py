@@ -204,7 +204,7 @@ class GenerationIndexes:
                 if not self._is_missed(opened, change):
                     opened.index.apply(change.removed, change.added, change.vectors)
         except Exception as error:
-            # The document is committed, whatever has failed.
+            # Any failure, because the document is committed.
             log.warning(
                 "index: behind generation=%d error=%s",
                 change.generation,

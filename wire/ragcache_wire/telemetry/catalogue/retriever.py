@@ -72,6 +72,11 @@ REMAKE_WAITING: Final = gauge(
     "Documents that are still to be prepared again, after a change of chunking, tokenizer or "
     "embedder.",
 )
+INDEX_MISSED: Final = gauge(
+    "ragcache.retriever.index.missed",
+    "{vector}",
+    "Vectors that indexes have yet to add or to remove, because they refused a change.",
+)
 DISK_USED: Final = gauge(
     "ragcache.retriever.disk.used", "By", "Bytes that the stored documents take."
 )

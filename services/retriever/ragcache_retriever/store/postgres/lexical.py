@@ -39,6 +39,9 @@ SATURATION, LENGTH_SHARE = 1.2, 0.75
 LIMIT_S = 1.0
 """Longest time of a search. Words of a large collection that many chunks have take longer."""
 
+LOOKUP_COST = 8
+"""Rows of a word that are read in the time in which one row is looked up."""
+
 MAX_WORD_CHARACTERS = 256
 """Longer words are cut. PostgreSQL's index takes words of up to a third of a page."""
 
@@ -50,21 +53,26 @@ SELECT num_chunks, num_words,
 FROM generations WHERE row = %s
 """
 _COUNT = "SELECT count(*) FROM (SELECT 1 FROM {table} WHERE word = %s LIMIT %s) AS counted"
-# Rows that are found are looked up once for each word that only scores. A join of all rows with
-# such a word would read most of the table.
+# "OFFSET 0" keeps PostgreSQL from joining earlier: it would look up each of many rows.
 _HITS = """
 WITH found AS MATERIALIZED (
-    SELECT word, row, frequency, length FROM {table}
-    WHERE word = ANY(%(finding)s::text[]) {condition}
+    SELECT word, row, frequency, length FROM (
+        SELECT word, row, frequency, length FROM {table}
+        WHERE word = ANY(%(finding)s::text[]) OFFSET 0) AS every {condition}
+), candidates AS MATERIALIZED (
+    SELECT DISTINCT row FROM found
 ), counted AS (
     SELECT * FROM found
     UNION ALL
-    SELECT scored.* FROM (SELECT DISTINCT row FROM found) AS candidates
-    CROSS JOIN unnest(%(scoring)s::text[]) AS scoring (word)
+    SELECT * FROM (
+        SELECT word, row, frequency, length FROM {table}
+        WHERE word = ANY(%(read)s::text[]) OFFSET 0) AS every
+    WHERE row IN (SELECT row FROM candidates)
+    UNION ALL
+    SELECT postings.* FROM candidates CROSS JOIN unnest(%(looked_up)s::text[]) AS asked (word)
     CROSS JOIN LATERAL (
-        SELECT word, row, frequency, length FROM {table} AS postings
-        WHERE postings.word = scoring.word AND postings.row = candidates.row OFFSET 0
-    ) AS scored
+        SELECT word, row, frequency, length FROM {table}
+        WHERE {table}.word = asked.word AND {table}.row = candidates.row OFFSET 0) AS postings
 )
 SELECT counted.row, sum(weight * frequency * {gain}
     / (frequency + {saturation} * ({rest} + {share} * length / %(mean_length)s))) AS score
@@ -186,9 +194,12 @@ class PostgresLexical:
         share = 1.0 if allowed is None else min(1.0, len(allowed) / num_chunks)
         choice = choose_words(frequencies, num_chunks, share)
         used = [*choice.finding, *choice.scoring]
+        num_found = sum(frequencies[word] for word in choice.finding)
+        read = [word for word in choice.scoring if frequencies[word] <= LOOKUP_COST * num_found]
         parameters = {
             "finding": list(choice.finding),
-            "scoring": list(choice.scoring),
+            "read": read,
+            "looked_up": [word for word in choice.scoring if word not in read],
             "words": used,
             "weights": [word_weight(frequencies[word], num_chunks) for word in used],
             "mean_length": num_words / num_chunks,
@@ -202,7 +213,9 @@ class PostgresLexical:
             saturation=SATURATION,
             share=LENGTH_SHARE,
             rest=1 - LENGTH_SHARE,
-            condition="" if allowed is None else "AND row = ANY(%(allowed)s)",
+            condition=""
+            if allowed is None
+            else "WHERE row IN (SELECT unnest(%(allowed)s::bigint[]))",
         )
         found = connection.execute(sql, parameters, binary=True).fetchall()
         return [LexicalHit(row, float(score)) for row, score in found]

@@ -60,6 +60,6 @@ class WordFrequencies:
 def most_counted(num_chunks: int) -> int:
     """Return the number of chunks with a word up to which they are counted.
 
-    A word that more than half of the chunks have gets the least weight, whatever their number.
+    A word that more than half of the chunks have gets the least weight in any case.
     """
     return num_chunks // 2 + 1

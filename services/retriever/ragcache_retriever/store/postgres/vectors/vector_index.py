@@ -2,9 +2,9 @@
 
 Vectors are in the documents' own transaction, so a commit is all that a change needs. A search sees
 one snapshot. It scans small collections and small sets of allowed rows in parts. In a graph it
-reads on from one cursor, so that no stage repeats the work of another. pgvector ends such a
-walk after ``hnsw.max_scan_tuples`` vectors, dead ones included. If too few of them may be found,
-all allowed rows are compared. Cells of an IVF index are searched with growing ``ivfflat.probes``.
+reads on from one cursor, so that no stage repeats the work of another. pgvector ends such a walk
+after ``hnsw.max_scan_tuples`` vectors, dead ones included. If too few of them are allowed, all
+allowed rows are compared. Cells of an IVF index are searched with growing ``ivfflat.probes``.
 """
 
 from __future__ import annotations
