@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -104,9 +103,10 @@ def _common_share(old: Sequence[AttendedChunk], common: Sequence[bool]) -> float
 
 
 def _occurrences(chunks: Iterable[ChunkKey]) -> list[_Occurrence]:
-    times: Counter[ChunkKey] = Counter()
+    times: dict[ChunkKey, int] = {}
     numbered: list[_Occurrence] = []
     for chunk in chunks:
-        numbered.append((chunk, times[chunk]))
-        times[chunk] += 1
+        earlier = times.get(chunk, 0)
+        numbered.append((chunk, earlier))
+        times[chunk] = earlier + 1
     return numbered

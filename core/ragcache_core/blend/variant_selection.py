@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ragcache_core.blend.context_impact import HIGHEST_CCI
 from ragcache_core.blend.fix_overhead import VariantFit, best_variant
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import PrefixChunk
@@ -30,7 +31,7 @@ It is the highest value that the paper tries, and the one with the best quality 
 it only a chunk whose prefix is mostly unchanged asks for less than the recompute share allows.
 """
 
-UNKNOWN_CCI = 1.0
+UNKNOWN_CCI = HIGHEST_CCI
 """CCI of a variant without an observation: it may depend on its prefix as much as any other."""
 
 
