@@ -5,7 +5,6 @@
 - ``context_impact``: how much a chunk depends on the chunks before it.
 - ``fix_overhead``: both as one number, which selects a variant.
 - ``observation``: what an engine measured of a variant.
-- ``candidate_ranking``: the variants whose observations are read.
 - ``variant_selection``: the source of each chunk of a prompt.
 - ``token_ranking``: the order in which tokens are recomputed.
 - ``token_selection``: the tokens that are recomputed.

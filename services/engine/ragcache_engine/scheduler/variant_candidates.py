@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from ragcache_core.blend.candidate_ranking import most_promising
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.variant_selection import VariantCandidate
+from ragcache_core.blend.variant_selection import VariantCandidate, most_promising
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss

@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.candidate_ranking import estimated_overlap, most_promising
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
-from ragcache_core.blend.variant_selection import VariantCandidate, select_variants
+from ragcache_core.blend.prefix_overlap import estimated_overlap
+from ragcache_core.blend.variant_selection import (
+    VariantCandidate,
+    most_promising,
+    select_variants,
+)
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Provenance, Tier, VariantInfo
 from ragcache_core.plan.reuse_plan import Action, Segment
