@@ -42,6 +42,7 @@ from ragcache_wire.watched.members import FixedMembers
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
+    from ragcache_engine.blend.joint_pass import JointPass
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 BLOCK = 32
@@ -211,6 +212,7 @@ class WorkerHarness:
         blend: BlendComponents | None = None,
         client: ShardedStore | None = None,
         role: EngineRole = EngineRole.BOTH,
+        joint_pass: JointPass | None = None,
     ) -> None:
         """client: a client of a real store, instead of the fake one."""
         self.cache, self.store = FakePagedCache(), FakeStoreClient()
@@ -221,6 +223,7 @@ class WorkerHarness:
             client or cast("ShardedStore", self.store),
             blend,
             role=role,
+            joint_pass=joint_pass,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
