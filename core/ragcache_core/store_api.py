@@ -15,6 +15,9 @@ from ragcache_core.identity.variant import Miss, Origin, Tier, ValueShape, Varia
 MAX_KEYS = 4096
 """Bound of the keys, lookup keys, or names of one kind in one call."""
 
+MAX_VARIANTS = 32
+"""Bound of the variants of one chunk that a lookup returns."""
+
 MAX_PARTS = 1024
 """Bound of the parts of one value. No model has as many layers."""
 
@@ -69,10 +72,21 @@ class PutOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LookupKey:
-    """A variant to look up. prefix None: every variant of the chunk."""
+    """What to look up of one chunk.
+
+    Attributes:
+        prefix: The variant after this prefix. None: variants after any prefix.
+        others: With a prefix: variants after other prefixes, too.
+    """
 
     chunk: ChunkKey
     prefix: PrefixKey | None = None
+    others: bool = False
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it asks for variants after any prefix."""
+        return self.prefix is None or self.others
 
     @classmethod
     def for_variant(cls, key: VariantKey) -> LookupKey:
@@ -119,7 +133,7 @@ class StoredVariant:
 
     Attributes:
         load_s: Predicted seconds to load it from its tier to the caller.
-        prefix_chunks: Those of its origin. Given where every variant of a chunk was looked up.
+        prefix_chunks: Those of its origin. Given where variants after any prefix were looked up.
         copies: Other shards ("host:port") that store it.
         wants_higher_precision: It is read often and stored with less precision than the policy
             gives it. The next full computation should be put.
@@ -136,7 +150,13 @@ class StoredVariant:
 
 @dataclass(frozen=True, slots=True)
 class ChunkVariants:
-    """The answer to one LookupKey. miss: why no variant is stored; None if there is one."""
+    """The answer to one LookupKey.
+
+    Attributes:
+        stored: Of more than MAX_VARIANTS, the variant after the key's prefix and those that were
+            used most.
+        miss: Why no variant is stored; None if there is one.
+    """
 
     stored: tuple[StoredVariant, ...] = ()
     miss: Miss | None = None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.fingerprint import (
-    WEIGHT_SAMPLE_BYTES,
-    WeightsSample,
-    kv_space,
-    model_fingerprint,
-)
+from ragcache_core.identity.fingerprint import kv_space, model_fingerprint
 from ragcache_core.identity.keys import KVSpace
+from ragcache_kv.weights_digest import digest_weights
+
+_OTHER_FILES: Final = ("tokenizer.json", "params.json", "hf_quant_config.json")
+"""Files besides config.json that change KV. The last two have settings that vLLM reads: those of
+Mistral's format, and those of quantization by ModelOpt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,32 @@ class ModelFolder:
         return kv_space(self.fingerprint, self.config, dtype)
 
 
-def load_model_folder(source: str) -> ModelFolder:
-    """Find a model and compute its fingerprint. It reads at most 2 MiB of each weights file.
+def load_model_folder(source: str, revision: str | None = None) -> ModelFolder:
+    """Find a model and compute its fingerprint, which reads a part of the weights.
 
     Args:
         source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
+        revision: Branch, tag or commit of a Hugging Face name. None: the default branch.
 
     Raises:
         InvalidInput: The model does not exist, or it lacks files that serving needs.
     """
-    path = _folder(source, ["*.json", "*.safetensors", "*.jinja"])
+    path = _folder(source, ["*.json", "*.safetensors", "*.jinja"], revision)
     config = _read_json(path / "config.json")
-    tokenizer = _tokenizer(path)
-    weights = [_sample(file) for file in sorted(path.glob("*.safetensors"))]
-    if not weights:
+    _tokenizer(path)
+    names = [file.name for file in path.glob("*.safetensors")]
+    if not names:
         raise InvalidInput(
             "model.source", f"{path} holds no *.safetensors", "name a model with safetensors"
         )
-    fingerprint = model_fingerprint(config, tokenizer.read_bytes(), weights)
-    return ModelFolder(path, config, fingerprint)
+    try:
+        others = {
+            name: (path / name).read_bytes() for name in _OTHER_FILES if (path / name).is_file()
+        }
+        weights = digest_weights(path, names, _vocabulary(config))
+    except (OSError, ValueError) as error:
+        raise InvalidInput("model.source", str(error), "correct the model folder") from error
+    return ModelFolder(path, config, model_fingerprint(config, others, weights))
 
 
 def find_tokenizer(source: str) -> Path:
@@ -61,9 +69,18 @@ def find_tokenizer(source: str) -> Path:
     return _tokenizer(folder).parent
 
 
-def _folder(source: str, patterns: list[str]) -> Path:
+def _folder(source: str, patterns: list[str], revision: str | None = None) -> Path:
     path = Path(source)
-    return path if path.is_dir() else _snapshot(source, patterns)
+    return path if path.is_dir() else _snapshot(source, patterns, revision)
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a model knows; 0: unknown."""
+    for settings in (config, config.get("text_config")):
+        size = settings.get("vocab_size") if isinstance(settings, dict) else None
+        if isinstance(size, int):
+            return size
+    return 0
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -77,12 +94,12 @@ def _tokenizer(folder: Path) -> Path:
     return path
 
 
-def _snapshot(name: str, patterns: list[str]) -> Path:
+def _snapshot(name: str, patterns: list[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415  only for names, not for folders
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise InvalidInput(
             "model.source",
@@ -103,11 +120,3 @@ def _read_json(path: Path) -> dict[str, Any]:
             "model.source", f"{path} is not a JSON object", "correct the model folder"
         )
     return value
-
-
-def _sample(path: Path) -> WeightsSample:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = file.read(WEIGHT_SAMPLE_BYTES)
-        file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
-        return WeightsSample(path.name, size, first, file.read(WEIGHT_SAMPLE_BYTES))

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ragcache_kv.safetensors_header import read_header
+
 log = logging.getLogger("ragcache.model")
 
 _CONVERTED: Final = ("F64", "F32", "F16", "BF16")
@@ -21,8 +23,6 @@ _LOADED_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number, by the type that it is converted to."""
 _AUTO_BYTES: Final = 2
 """The most bytes of one number under ``auto``: vLLM then converts float32 to 16 bits."""
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""The bound of the safetensors library."""
 
 
 def read_weights_bytes(source: str, dtype: str) -> int | None:
@@ -91,10 +91,7 @@ def _pickles_bytes(folder: Path, dtype: str) -> int:
 def _file_sizes(path: Path, dtype: str) -> Mapping[str, int]:
     """Return the bytes of each tensor of a file after loading."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
+        header = json.loads(read_header(file))
     return {
         name: _loaded_bytes(tensor["dtype"], tensor["shape"], tensor["data_offsets"], dtype)
         for name, tensor in header.items()

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 BLOCKS_APART = 20
@@ -212,6 +213,45 @@ def prepare_joint_pass(worker: Any, token_ids: Sequence[int]) -> float:
     return float(worker.joint_error())
 
 
+def prepare_broken_pass(worker: Any, token_ids: Sequence[int], fault: str) -> None:
+    """Let the next pass of vLLM recompute a slice that fails, beside one that does not.
+
+    Args:
+        fault: ``blocks``: the inputs cannot be built. ``tokens``: the model raises an error.
+            ``size``: the slices do not fit the pass, and the inputs of one cannot be built.
+    """
+    from ragcache_engine.blend.joint_pass import JointPass
+    from ragcache_engine.blend.model_access import access_model
+    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_engine.blend.recomputer import Recomputer
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    recomputer, count = Recomputer(access_model(runner, block_size)), len(token_ids)
+    if not hasattr(worker, "joint_pass"):
+        worker.joint_pass = JointPass(runner, recomputer)
+    broken_table, *tables = (
+        [BLOCKS_APART * number + i for i in range(-(-count // block_size))] for number in (5, 6, 7)
+    )
+    if fault == "size":
+        others = [PromptSlice(token_ids, table, [range(count)]) for table in tables]
+    else:
+        others = [PromptSlice(token_ids, tables[0], [range(9)])]
+    runs = [range(count)] if fault == "size" else [range(300, 420)]
+    broken = PromptSlice(token_ids, broken_table, runs, [range(299, 420)])
+    if fault == "tokens":
+        broken = replace(broken, token_ids=[1 << 30] * count)
+    else:
+        broken = replace(broken, blocks=broken_table[:1])
+    worker.joint_pass.prepare([*others, broken])
+
+
+def failed_slices(worker: Any) -> list[list[int]]:
+    """Return the approximate ranges of what the last pass did not recompute."""
+    failed = worker.joint_pass.take_failed()
+    return [[one.approximate.start, one.approximate.stop] for one in failed]
+
+
 def joint_error(worker: Any) -> float:
     """Return the error of the prompt of ``prepare_joint_pass``."""
     return float(worker.joint_error())
@@ -312,6 +352,13 @@ def main() -> None:
         answers.append(answer.outputs[0].token_ids)
     found["same_answer_beside_joint_pass"] = answers[0] == answers[1]
     [found["joint_error"]] = engine.collective_rpc(joint_error)
+    found["broken"] = {}
+    for fault in ("blocks", "tokens", "size"):
+        engine.reset_prefix_cache()
+        engine.collective_rpc(prepare_broken_pass, args=(token_ids, fault))
+        [answer] = engine.generate(prompt, asked, use_tqdm=False)
+        [failed] = engine.collective_rpc(failed_slices)
+        found["broken"][fault] = [answer.outputs[0].token_ids == answers[0], failed]
     print(json.dumps({**found, **pieces, "reference": reference(model, token_ids)}))
 
 

@@ -212,7 +212,7 @@ class FakeBlendStore:
         found = [
             held
             for key, held in self.stored.items()
-            if key.chunk == want.chunk and want.prefix in (None, key.prefix)
+            if key.chunk == want.chunk and (want.takes_any or want.prefix == key.prefix)
             if held.info.serves_exact or not exact
         ]
         return ChunkVariants(tuple(found)) if found else ChunkVariants(miss=Miss.NEVER_STORED)

@@ -43,6 +43,7 @@ from tests.helpers.value_checksums import matches_checksums
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
+    from ragcache_engine.blend.joint_pass import JointPass
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 BLOCK = 32
@@ -212,6 +213,7 @@ class WorkerHarness:
         blend: BlendComponents | None = None,
         client: ShardedStore | None = None,
         role: EngineRole = EngineRole.BOTH,
+        joint_pass: JointPass | None = None,
     ) -> None:
         """client: a client of a real store, instead of the fake one."""
         self.cache, self.store = FakePagedCache(), FakeStoreClient()
@@ -222,6 +224,7 @@ class WorkerHarness:
             client or cast("ShardedStore", self.store),
             blend,
             role=role,
+            joint_pass=joint_pass,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:

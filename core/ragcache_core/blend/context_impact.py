@@ -16,6 +16,12 @@ from dataclasses import dataclass
 
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 
+LOWEST_CCI = 0.5
+"""CCI of a chunk that paid no attention to the chunks before it."""
+
+HIGHEST_CCI = 1.0
+"""CCI of a chunk that paid attention to the chunks before it only."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextImpact:
@@ -42,7 +48,7 @@ class ContextImpact:
         itself alone has 1.
         """
         if self.inter == 0:
-            return 0.5
+            return LOWEST_CCI
         ratio = self.inter / self.intra if self.intra > 0 else math.inf
         return 1.0 / (1.0 + math.exp(-ratio))
 

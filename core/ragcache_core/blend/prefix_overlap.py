@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +73,20 @@ def prefix_overlap(old: Sequence[AttendedChunk], new: Sequence[PrefixChunk]) -> 
     return PrefixOverlap(overlap, order_penalty([positions[o] for o in then if o in positions]))
 
 
+def estimated_overlap(old: Sequence[ChunkKey], new: Sequence[PrefixChunk]) -> float:
+    """Return beta' of a variant whose attention is unknown, in [0, 1].
+
+    Args:
+        old: Chunks before the variant when it was computed, first to last, without the template.
+            The length of those that are not in new is unknown. They count as the mean of new.
+        new: Chunks before it now, first to last, without the template.
+    """
+    tokens = {before.chunk: before.num_tokens for before in new}
+    mean = max(1, sum(tokens.values()) // max(1, len(tokens)))
+    attended = [AttendedChunk(chunk, tokens.get(chunk, mean), 0.0) for chunk in old]
+    return prefix_overlap(attended, new).adjusted
+
+
 def order_penalty(positions: Sequence[int]) -> float:
     """Return gamma, the normalized Kendall tau distance (eq. 7), in [0, 1].
 
@@ -104,9 +117,10 @@ def _common_share(old: Sequence[AttendedChunk], common: Sequence[bool]) -> float
 
 
 def _occurrences(chunks: Iterable[ChunkKey]) -> list[_Occurrence]:
-    times: Counter[ChunkKey] = Counter()
+    times: dict[ChunkKey, int] = {}
     numbered: list[_Occurrence] = []
     for chunk in chunks:
-        numbered.append((chunk, times[chunk]))
-        times[chunk] += 1
+        earlier = times.get(chunk, 0)
+        numbered.append((chunk, earlier))
+        times[chunk] = earlier + 1
     return numbered

@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ragcache_core.blend.context_impact import HIGHEST_CCI, LOWEST_CCI
 from ragcache_core.blend.fix_overhead import VariantFit, best_variant
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import PrefixChunk
-from ragcache_core.blend.prefix_overlap import prefix_overlap
+from ragcache_core.blend.prefix_overlap import estimated_overlap, prefix_overlap
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.blend.token_selection import share_to_tokens, wanted_tokens
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import VariantInfo
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import NamedSegment
+from ragcache_core.store_api import StoredVariant
 
 ALPHA = 3.0
 """Default recomputation factor (eq. 12) of a plan without a calibrated one.
@@ -30,7 +32,7 @@ It is the highest value that the paper tries, and the one with the best quality 
 it only a chunk whose prefix is mostly unchanged asks for less than the recompute share allows.
 """
 
-UNKNOWN_CCI = 1.0
+UNKNOWN_CCI = HIGHEST_CCI
 """CCI of a variant without an observation: it may depend on its prefix as much as any other."""
 
 
@@ -159,6 +161,44 @@ class Blend:
             if source.variant is None and max(first, source.start) < min(end, source.end)
             if not not_stored_only or source.start in self.not_stored
         )
+
+
+def most_promising(
+    stored: Sequence[StoredVariant], segments: Sequence[NamedSegment], index: int, limit: int
+) -> Sequence[StoredVariant]:
+    """Return at most limit variants, those with the lowest estimate of CCI * (1 - beta').
+
+    Both need an observation, and a chunk that is asked for often has many variants. The chunks
+    before each variant are known without it, and give an estimate of beta'. A variant that was
+    computed first in a prompt has the lowest CCI. The others are taken to have the highest.
+
+    The exact variant comes first, because it needs no recomputation. Among equal estimates the
+    variants that load faster come first, then those with the lower key.
+
+    Args:
+        stored: The variants of one segment's chunk, with their prefix chunks, in any order.
+        segments: The segments of the prompt.
+        index: Index of the segment.
+        limit: Number of variants.
+    """
+    if len(stored) <= limit:
+        return stored
+    before = segments[:index]
+    prefix = [
+        PrefixChunk(one.segment.chunk, one.segment.end - one.segment.start)
+        for one in before
+        if one.segment.action is Action.BLEND
+    ]
+    template = {one.segment.chunk for one in before if one.segment.action is not Action.BLEND}
+    exact = segments[index].variant
+
+    def rank(one: StoredVariant) -> tuple[bool, float, float, bytes]:
+        old = [chunk for chunk in one.prefix_chunks if chunk not in template]
+        cci = HIGHEST_CCI if old else LOWEST_CCI
+        mismatch = cci * (1.0 - estimated_overlap(old, prefix))
+        return one.key != exact, mismatch, one.load_s, one.key.to_bytes()
+
+    return sorted(stored, key=rank)[:limit]
 
 
 def select_variants(

@@ -8,76 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 
-WEIGHT_SAMPLE_BYTES = 1 << 20
-"""How many bytes at each end of a weights file are hashed.
-
-Hashing 100 GB would take minutes, and a fine-tune changes every tensor.
-"""
-
-# Fields of config.json that change the meaning of KV. The others (names, versions) do not.
-_KV_FIELDS = (
-    "architectures",
-    "hidden_size",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "model_type",
-    "no_rope_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "position_embedding_type",
-    "quantization_config",
-    "rms_norm_eps",
-    "rope_local_base_freq",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "rotary_emb_base",
-    "rotary_emb_fraction",
-    "rotary_pct",
-    "sliding_window",
-    "vocab_size",
+_FIELDS_WITHOUT_EFFECT = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "transformers_version"),
+        *("dtype", "torch_dtype"),  # part of the KV space
+        *("use_cache", "bos_token_id", "eos_token_id"),
+    }
 )
+"""Top-level fields of config.json that do not change KV.
 
-
-@dataclass(frozen=True, slots=True)
-class WeightsSample:
-    """A weights file: its name, its size in bytes, and the bytes at its beginning and end."""
-
-    name: str
-    size: int
-    first: bytes
-    last: bytes
+All others count. A field that does not change KV then costs reuse, once. A field that does change
+KV, and is left out, makes an engine use the KV of another model.
+"""
 
 
 def model_fingerprint(
-    config: Mapping[str, Any], tokenizer: bytes, weights: Sequence[WeightsSample]
+    config: Mapping[str, Any], other_files: Mapping[str, bytes], weights: bytes
 ) -> str:
     """Return the fingerprint of a model: 32 hex digits.
 
     Args:
         config: Content of config.json.
-        tokenizer: Bytes of tokenizer.json.
-        weights: All weights files, in any order.
+        other_files: Contents of the other files that change KV, such as tokenizer.json, by name.
+        weights: Digest of the weights (``weights_sample``).
     """
     hasher = hashlib.blake2b(digest_size=16, person=b"ragcache-model")
-    kv_config = {name: config[name] for name in _KV_FIELDS if name in config}
-    hasher.update(json.dumps(kv_config, sort_keys=True).encode() + b"\0")
-    hasher.update(hashlib.blake2b(tokenizer).digest())
-    for sample in sorted(weights, key=lambda s: s.name):
-        hasher.update(f"{sample.name}\0{sample.size}\0".encode())
-        hasher.update(sample.first)
-        hasher.update(sample.last)
+    effective = {
+        name: value for name, value in config.items() if name not in _FIELDS_WITHOUT_EFFECT
+    }
+    hasher.update(json.dumps(effective, sort_keys=True).encode() + b"\0")
+    for name, content in sorted(other_files.items()):
+        hasher.update(f"{name}\0{len(content)}\0".encode() + content)
+    hasher.update(weights)
     return hasher.hexdigest()
 
 

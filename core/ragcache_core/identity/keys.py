@@ -34,8 +34,7 @@ class KVSpace:
     """All properties that must be equal for KV to be interchangeable.
 
     Attributes:
-        model: Fingerprint of weights, tokenizer and rope settings
-            (``fingerprint.model_fingerprint``).
+        model: Fingerprint of weights, tokenizer and settings (``fingerprint.model_fingerprint``).
         num_layers: Number of layers.
         num_kv_heads: KV heads of one layer.
         head_dim: Numbers per head.

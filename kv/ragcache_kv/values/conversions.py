@@ -486,14 +486,14 @@ def from_value_header(
 
 def to_lookup_key(key: LookupKey) -> pb.LookupKey:
     """Convert the key of a lookup."""
-    return pb.LookupKey(chunk=key.chunk, prefix=key.prefix or b"")
+    return pb.LookupKey(chunk=key.chunk, prefix=key.prefix or b"", others=key.others)
 
 
 def from_lookup_key(field: str, message: pb.LookupKey) -> LookupKey:
     """Read the key of a lookup. Raises InvalidInput."""
     chunk = from_chunk(f"{field}.chunk", message.chunk)
     prefix = from_chunk(f"{field}.prefix", message.prefix) if message.prefix else None
-    return LookupKey(chunk, prefix)
+    return LookupKey(chunk, prefix, message.others)
 
 
 def to_lookup_request(keys: Iterable[LookupKey], exact: bool, domain: str) -> pb.LookupRequest:

@@ -10,10 +10,22 @@ from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreState, refusal
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.store_api import REUSE, AsOf, LookupAnswer, LookupKey, ReportedUses, VariantUse
+from ragcache_core.store_api import (
+    REUSE,
+    AsOf,
+    ChunkVariants,
+    LookupAnswer,
+    LookupKey,
+    ReportedUses,
+    VariantUse,
+)
 
 REREADS_PER_LOCK = 32
 """Number of repeated reads that are counted while the lock is held, so that no call waits long."""
+
+LOOKUPS_PER_LOCK = 8
+"""Number of lookup keys that are answered while the lock is held. One with many variants takes
+some hundred microseconds."""
 
 KEYS_PER_LOCK = 256
 """Number of keys that ``find_misses`` checks while the lock is held."""
@@ -34,14 +46,22 @@ class Reads:
 
     def lookup(self, wanted: Sequence[LookupKey], exact: bool, domain: str) -> LookupAnswer:
         """Return the stored variants of each key, and the deletes that the answer has seen."""
+        variants: list[ChunkVariants] = []
+        misses: list[Miss] = []
         with self._state.lock:
-            variants = tuple([self._state.lookup(one, exact, domain) for one in wanted])
+            # Before the first variant is read: a delete that comes after this is not seen by all.
             as_of = AsOf(self._state.store_id, self._state.tombstones.last_sequence)
-            misses = [one.miss for one in variants if one.miss is not None]
-            self._state.counters.misses.update(misses)
+        for start in range(0, len(wanted), LOOKUPS_PER_LOCK):
+            batch = wanted[start : start + LOOKUPS_PER_LOCK]
+            with self._state.lock:
+                found = [self._state.lookup(one, exact, domain) for one in batch]
+                missed = [one.miss for one in found if one.miss is not None]
+                self._state.counters.misses.update(missed)
+            variants += found
+            misses += missed
         for miss in misses:
             self._state.telemetry.miss(miss)
-        return LookupAnswer(variants, as_of)
+        return LookupAnswer(tuple(variants), as_of)
 
     def open(self, keys: Sequence[VariantKey], exact: bool, domain: str) -> list[ReadLease | Miss]:
         """Grant a lease for each value that is stored and may serve.

@@ -34,7 +34,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
@@ -129,7 +128,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_config(vllm_config, self._settings)
         check_full_attention(kv_cache_config)
         self._engine_role = EngineRole(vllm_config.kv_transfer_config.kv_role)
-        self._space = _kv_space(vllm_config)
+        model = vllm_config.model_config
+        self._model_folder = load_model_folder(str(model.model), model.revision)
+        self._space = self._model_folder.space(str(model.dtype).removeprefix("torch."))
         self._tracer = _make_tracer(self._settings)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -402,9 +403,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return None if this model cannot blend. The engine then serves on."""
         if self._recomputer is None:
             return None
-        config = load_model_folder(str(self._vllm_config.model_config.model)).config
         try:
-            model = current_worker().model_runner.model
+            model, config = current_worker().model_runner.model, self._model_folder.config
             return make_blend_components(model, self._recomputer, cache, config, self._space)
         except Exception as error:
             log.warning("connector: only exact reuse: this model cannot blend error=%s", error)
@@ -480,8 +480,3 @@ def _make_tracer(settings: EngineSettings) -> Tracer:
     # cores that vLLM computes on.
     with unpinned_pool(1, "ragcache-trace") as pool:
         return pool.submit(tracer, settings.otlp_endpoint, "engine", platform.node()).result()
-
-
-def _kv_space(vllm_config: VllmConfig) -> KVSpace:
-    model = vllm_config.model_config
-    return load_model_folder(str(model.model)).space(str(model.dtype).removeprefix("torch."))

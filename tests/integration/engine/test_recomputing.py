@@ -128,6 +128,15 @@ def test_a_pass_of_vllm_recomputes_tokens_of_another_prompt(
     assert found["same_answer_beside_joint_pass"]
 
 
+def test_a_pass_of_vllm_goes_on_without_slices_that_fail(found: dict[str, Any]) -> None:
+    """They are reported, so that vLLM recomputes their blocks."""
+    broken = [299, 420]
+    assert found["broken"]["blocks"] == [True, [[0, 9], broken]]
+    assert found["broken"]["tokens"] == [True, [[0, 9], broken]]
+    # Slices that do not fit the pass are computed one by one.
+    assert found["broken"]["size"] == [True, [[0, 700]]]
+
+
 def test_two_hooks_see_the_same_pass(found: dict[str, Any]) -> None:
     """The rest of the question's attention goes to its own tokens."""
     assert found["same_with_two_hooks"]

@@ -24,7 +24,15 @@ from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.knowledge.stored_node import StoredNode
 from ragcache_core.plan.prefix_pieces import plain_domain
 from ragcache_core.storage.extents import Extent
-from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, LookupKey, PutOutcome
+from ragcache_core.store_api import (
+    LEASE_S,
+    MAX_VARIANTS,
+    Ack,
+    AsOf,
+    Deletion,
+    LookupKey,
+    PutOutcome,
+)
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
@@ -200,6 +208,52 @@ def test_a_lookup_by_chunk_finds_every_variant(store: Store) -> None:
     assert none.miss is Miss.NEVER_STORED
     (exact,) = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
     assert [held.key for held in exact.stored] == [key(1, 1)]
+
+
+def test_a_lookup_returns_the_variants_that_were_used_most(store: Store) -> None:
+    number = MAX_VARIANTS + 20
+    for n in range(number):
+        put(store, key(1, n), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
+    used = [key(1, n) for n in range(0, number, 3)]
+    for one in used:
+        assert get(store, one) == value(10)
+    named = key(1, 1)
+    assert named not in used
+    wants = [
+        LookupKey(named.chunk),
+        LookupKey(named.chunk, named.prefix, others=True),
+        LookupKey(named.chunk, b"absent" + bytes(10), others=True),
+        LookupKey(key(9).chunk, named.prefix, others=True),
+    ]
+    every, with_named, without, none = store.lookup(wants).variants
+    for answer in (every, with_named, without):
+        assert len(answer.stored) == MAX_VARIANTS
+        assert {one.key for one in answer.stored} > set(used)
+        assert {one.prefix_chunks for one in answer.stored} == {(key(7).chunk,)}
+    assert with_named.stored[0].key == named
+    # Unused ones by the order of puts, the last first.
+    assert named not in {one.key for one in every.stored}
+    assert key(1, number - 1) in {one.key for one in every.stored}
+    assert none.miss is Miss.NEVER_STORED
+
+
+def test_variants_that_may_not_serve_displace_no_others(store: Store) -> None:
+    for n in range(MAX_VARIANTS):
+        put(store, key(1, n), value(10), exact=False)
+    put(store, key(1, MAX_VARIANTS), value(10))
+    for n in range(MAX_VARIANTS):
+        get(store, key(1, n))
+    [answer] = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
+    assert [one.key for one in answer.stored] == [key(1, MAX_VARIANTS)]
+
+
+def test_a_lookup_of_many_keys_keeps_their_order(store: Store) -> None:
+    for n in range(0, 100, 2):
+        put(store, key(n), value(10))
+    answers = store.lookup([LookupKey.for_variant(key(n)) for n in range(100)]).variants
+    assert [[one.key for one in answer.stored] for answer in answers] == [
+        [key(n)] if n % 2 == 0 else [] for n in range(100)
+    ]
 
 
 # Tiers

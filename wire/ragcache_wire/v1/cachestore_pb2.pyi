@@ -510,18 +510,22 @@ class LookupKey(_message.Message):
 
     CHUNK_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
     prefix: _builtins.bytes
-    """empty: every variant of the chunk"""
+    """the variant after this prefix; empty: variants after any prefix"""
+    others: _builtins.bool
+    """with a prefix: variants after other prefixes, too"""
     def __init__(
         self,
         *,
         chunk: _builtins.bytes = ...,
         prefix: _builtins.bytes = ...,
+        others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "others", b"others", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,7 +579,7 @@ class StoredVariant(_message.Message):
     def info(self) -> Global___VariantInfo: ...
     @_builtins.property
     def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of its origin; set if every variant of the chunk was asked for"""
+        """of its origin; set if variants after any prefix were asked for"""
 
     @_builtins.property
     def copies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -609,7 +613,9 @@ class ChunkVariants(_message.Message):
     miss: Global___Miss.ValueType
     """set if nothing is stored"""
     @_builtins.property
-    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredVariant]: ...
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredVariant]:
+        """of more than 32: the named one, and those used most"""
+
     def __init__(
         self,
         *,

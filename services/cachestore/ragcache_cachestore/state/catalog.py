@@ -95,7 +95,7 @@ class CatalogVariant:
 
     def note_use(self, now: float) -> None:
         """Count a use in the score."""
-        self._uses = self._decayed_uses(now) + 1.0
+        self._uses = self.decayed_uses(now) + 1.0
         self._uses_at = now
 
     @property
@@ -125,16 +125,17 @@ class CatalogVariant:
 
     def score(self, now: float) -> float:
         """Return the decayed saved seconds per byte, over the put and the reads since."""
-        return self._decayed_uses(now) * self.origin.cost_s / self.info.num_bytes
+        return self.decayed_uses(now) * self.origin.cost_s / self.info.num_bytes
+
+    def decayed_uses(self, now: float) -> float:
+        """Return the number of uses, each halved with every HALF_LIFE_S since. A put is one."""
+        return self._uses * math.exp2((self._uses_at - now) / HALF_LIFE_S)
 
     def inherit_use(self, other: CatalogVariant) -> None:
         """Take over the read counts of the variant that this one replaces."""
         self.reads, self._uses, self._uses_at = other.reads, other._uses, other._uses_at
         self._promote_at_reads = other._promote_at_reads
         self._wasted_promotions = other._wasted_promotions
-
-    def _decayed_uses(self, now: float) -> float:
-        return self._uses * math.exp2((self._uses_at - now) / HALF_LIFE_S)
 
 
 def replaces(new: VariantInfo, stored: CatalogVariant) -> bool:

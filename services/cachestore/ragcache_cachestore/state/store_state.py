@@ -7,6 +7,7 @@ mover removes their metadata and frees their pages.
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,14 @@ from ragcache_core.cost.tier_latency import TierLatency
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
-from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant, Tombstone
+from ragcache_core.store_api import (
+    MAX_VARIANTS,
+    AsOf,
+    ChunkVariants,
+    LookupKey,
+    StoredVariant,
+    Tombstone,
+)
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
@@ -105,27 +113,43 @@ class StoreState:
 
     def lookup(self, wanted: LookupKey, exact: bool, domain: str) -> ChunkVariants:
         """Return the stored variants of one lookup key that may serve, or why there are none."""
+        named = None if wanted.prefix is None else VariantKey(wanted.chunk, wanted.prefix)
         miss: Miss | None = None
-        if wanted.prefix is not None:
-            key = VariantKey(wanted.chunk, wanted.prefix)
-            variant = self.find(key)
-            found = [] if variant is None else [variant]
-            miss = self.miss_reason(key) if variant is None else None
-        else:
+        if named is None or wanted.others:
             variants = self.catalog.variants_of(wanted.chunk)
             found = [variant for variant in variants if not self.is_deleted(variant)]
             miss = self.misses.of_chunk(wanted.chunk)
+        else:
+            variant = self.find(named)
+            found = [] if variant is None else [variant]
+            miss = self.miss_reason(named) if variant is None else None
         refusals = [refusal(variant, exact, domain) for variant in found]
-        served = tuple(
-            [
-                self._describe(variant, with_prefix=wanted.prefix is None)
-                for variant, refused in zip(found, refusals, strict=True)
-                if refused is None
-            ]
+        serving = [
+            variant for variant, refused in zip(found, refusals, strict=True) if refused is None
+        ]
+        if not serving:
+            return ChunkVariants((), refusals[0] if found else miss)
+        return ChunkVariants(
+            tuple(
+                [
+                    self._describe(variant, with_prefix=wanted.takes_any)
+                    for variant in self._most_used(serving, named)
+                ]
+            )
         )
-        return (
-            ChunkVariants(served) if served else ChunkVariants((), refusals[0] if found else miss)
-        )
+
+    def _most_used(
+        self, variants: list[CatalogVariant], named: VariantKey | None
+    ) -> list[CatalogVariant]:
+        """Return at most MAX_VARIANTS variants: the named one, and then those used most."""
+        if len(variants) <= MAX_VARIANTS:
+            return variants
+        now = self.clock()
+
+        def rank(variant: CatalogVariant) -> tuple[bool, float, int]:
+            return variant.key != named, -variant.decayed_uses(now), -variant.identity
+
+        return heapq.nsmallest(MAX_VARIANTS, variants, key=rank)
 
     def _describe(self, variant: CatalogVariant, *, with_prefix: bool) -> StoredVariant:
         return StoredVariant(

@@ -5,6 +5,9 @@ recomputed in a pass of its own pays it twice. Here vLLM's own pass computes the
 too. vLLM neither schedules nor sees them: their rows follow its own rows, and are cut off the
 output. In each layer all rows write their KV before any row attends, so the rest of the prompt
 attends to recomputed KV.
+
+vLLM ends the engine on an exception. So if a slice fails, vLLM's own pass runs without it, and the
+slice is reported: vLLM then recomputes its blocks.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class JointPass:
         self._recomputer = recomputer
         self._forward = getattr(runner, _FORWARD)
         self._slices: tuple[PromptSlice, ...] = ()
+        self._failed: tuple[PromptSlice, ...] = ()
         setattr(runner, _FORWARD, self._forward_jointly)
 
     @staticmethod
@@ -61,7 +65,12 @@ class JointPass:
 
     def prepare(self, slices: Sequence[PromptSlice]) -> None:
         """Compute these slices in the next pass."""
-        self._slices = tuple(slices)
+        self._slices, self._failed = tuple(slices), ()
+
+    def take_failed(self) -> tuple[PromptSlice, ...]:
+        """Return the prepared slices that the last pass did not recompute."""
+        failed, self._slices, self._failed = (*self._slices, *self._failed), (), ()
+        return failed
 
     def _forward_jointly(
         self,
@@ -73,16 +82,14 @@ class JointPass:
     ) -> Any:
         slices, self._slices = self._slices, ()
         if slices:
-            context = get_forward_context()
             is_plain = inputs_embeds is None and intermediate_tensors is None and not model_kwargs
-            if (
-                is_plain
-                and input_ids is not None
-                and positions is not None
-                and self._fits(context, input_ids, positions, slices)
-            ):
-                return self._run_jointly(context, input_ids, positions, slices)
-            self._run_separately(slices)
+            output = None
+            if is_plain and input_ids is not None and positions is not None:
+                output = self._try_jointly(input_ids, positions, slices)
+            else:
+                self._run_separately(slices)
+            if output is not None:
+                return output
         return self._forward(
             input_ids=input_ids,
             positions=positions,
@@ -90,6 +97,21 @@ class JointPass:
             inputs_embeds=inputs_embeds,
             **model_kwargs,
         )
+
+    def _try_jointly(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slices: Sequence[PromptSlice]
+    ) -> torch.Tensor | None:
+        """Run vLLM's pass with the slices; return None if vLLM's pass has yet to run."""
+        try:
+            context = get_forward_context()
+            if self._fits(context, input_ids, positions, slices):
+                return self._run_jointly(context, input_ids, positions, slices)
+        except Exception:
+            log.exception("joint pass: recompute failed slices=%d", len(slices))
+            self._failed += tuple(slices)
+            return None
+        self._run_separately(slices)
+        return None
 
     def _fits(
         self,
@@ -143,7 +165,12 @@ class JointPass:
         return output[: len(input_ids)]
 
     def _run_separately(self, slices: Sequence[PromptSlice]) -> None:
+        """Recompute slices in passes of their own. One that fails does not affect the others."""
+        limits = {"max_tokens": self._recomputer.max_tokens, "max_runs": self._recomputer.max_runs}
         for one in slices:
-            limits = {"max_tokens": self._recomputer.max_tokens}
-            for runs in split_into_passes(one.runs, max_runs=self._recomputer.max_runs, **limits):
-                self._recomputer.recompute_slices([replace(one, runs=runs)])
+            try:
+                for runs in split_into_passes(one.runs, **limits):
+                    self._recomputer.recompute_slices([replace(one, runs=runs)])
+            except Exception:
+                log.exception("joint pass: recompute failed slices=1")
+                self._failed += (one,)

@@ -34,6 +34,12 @@ class PromptSlice:
         """Number of positions."""
         return sum(map(len, self.runs))
 
+    @property
+    def approximate(self) -> range:
+        """Positions from the first to the last one that a pass recomputes, or that is not exact."""
+        ranges = [*self.runs, *self.chunks]
+        return range(min(one.start for one in ranges), max(one.stop for one in ranges))
+
     def slots(self, block_size: int) -> torch.Tensor:
         """Return the slot of each position; int64."""
         positions = torch.tensor([p for run in self.runs for p in run], dtype=torch.int64)

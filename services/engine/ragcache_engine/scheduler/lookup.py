@@ -146,9 +146,11 @@ class LookupExecutor:
             return LookupResult(segments, answer)
         deadline = time.monotonic() + timeout_s
         wants = [
-            LookupKey(named.variant.chunk)
-            if named.segment.action is Action.BLEND
-            else LookupKey.for_variant(named.variant)
+            LookupKey(
+                named.variant.chunk,
+                named.variant.prefix,
+                others=named.segment.action is Action.BLEND,
+            )
             for named in segments
         ]
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.variant_selection import VariantCandidate
+from ragcache_core.blend.variant_selection import VariantCandidate, most_promising
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
@@ -19,7 +19,7 @@ from ragcache_kv.store_client.sharded_results import ShardedLookup
 log = logging.getLogger("vllm.ragcache")
 
 MAX_CANDIDATES = 16
-"""How many variants of one chunk are compared at most."""
+"""Variants of one chunk whose observations are compared, at most: the most promising ones."""
 
 
 def find_candidates(
@@ -39,7 +39,7 @@ def find_candidates(
         timeout_s: Bounds the request. A candidate whose observation does not arrive has none.
     """
     stored = {
-        index: _limit(found.stored, named.variant)
+        index: most_promising(found.stored, segments, index, MAX_CANDIDATES)
         for index, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
         if named.segment.action is Action.BLEND and found.stored
     }
@@ -49,11 +49,6 @@ def find_candidates(
         index: [VariantCandidate(e.key, e.info, observations.get(e.key)) for e in entries]
         for index, entries in stored.items()
     }
-
-
-def _limit(stored: Sequence[StoredVariant], exact: VariantKey) -> Sequence[StoredVariant]:
-    """Return at most MAX_CANDIDATES variants, the exact one first: it needs no recomputation."""
-    return sorted(stored, key=lambda entry: entry.key != exact)[:MAX_CANDIDATES]
 
 
 def _observations(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
@@ -15,6 +16,18 @@ from ragcache_wire.settings import EngineSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_DEFAULT_BRANCH: Final = "main"
+"""Default branch of the Hugging Face hub. The gateway reads the model's files on it."""
+_CONFIG_FORMATS: Final = ("auto", "hf", "mistral")
+_SAFETENSORS_FORMATS: Final = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral"),
+        *("runai_streamer", "runai_streamer_sharded", "sharded_state"),
+    }
+)
+"""Load formats that read the folder's ``*.safetensors``. ``auto`` and ``hf`` read others only if
+there are none, and a model without them has no fingerprint."""
 
 
 def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
@@ -63,6 +76,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "set --hf-overrides or --quantization",
             "make a model folder whose config.json has these settings",
         )
+    _check_model_files(vllm_config)
     if model.enable_sleep_mode:
         # Sleep discards KV that the connector has yet to copy out.
         raise InvalidInput("engines[].args", "set --enable-sleep-mode", "leave it out")
@@ -71,6 +85,30 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "engines[].args",
             "set --kv-cache-dtype",
             "leave it out: the store keeps KV in the model's type",
+        )
+
+
+def _check_model_files(vllm_config: VllmConfig) -> None:
+    """Check that vLLM reads the files that keys are a hash of, and no others."""
+    model = vllm_config.model_config
+    is_folder = Path(model.model).is_dir()
+    load_format = vllm_config.load_config.load_format
+    changes = {
+        # vLLM ignores the revisions of a folder, and resolves an unset one to the default branch.
+        "--revision": not is_folder and model.revision not in (None, _DEFAULT_BRANCH),
+        "--code-revision": not is_folder and model.code_revision is not None,
+        "--hf-config-path": model.hf_config_path not in (None, model.model),
+        "--config-format": model.config_format not in _CONFIG_FORMATS,
+        "--model-class-overrides": bool(model.model_class_overrides),
+        "--load-format": load_format not in _SAFETENSORS_FORMATS,
+    }
+    wrong = [flag for flag, is_changed in changes.items() if is_changed]
+    if wrong:
+        raise InvalidInput(
+            "engines[].args",
+            f"set {' and '.join(wrong)}, so vLLM serves another model than the one that names the"
+            " stored KV",
+            "leave it out, or download that model and name its folder of safetensors",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome
@@ -30,14 +31,18 @@ class LoadResults:
         """Count the prompt tokens that a forward pass computed."""
         self._counts.add_pass(prompt_tokens)
 
-    def mark_bad(self, job: LoadJob, first_bad: int) -> int:
-        """Report a load's blocks from position first_bad on as bad.
+    def mark_bad(self, blocks: Sequence[int], bad: range) -> int:
+        """Report the blocks of positions as bad.
+
+        Args:
+            blocks: The block table of the request.
+            bad: Positions.
 
         Returns:
             The position from which vLLM recomputes: the start of the first bad block.
         """
-        first_block = first_bad // self._block_size
-        self._bad_blocks.update(job.blocks[first_block : -(-job.end // self._block_size)])
+        first_block = bad.start // self._block_size
+        self._bad_blocks.update(blocks[first_block : -(-bad.stop // self._block_size)])
         return first_block * self._block_size
 
     def take_received(self) -> set[str]:
@@ -69,7 +74,7 @@ class LoadResults:
         good_end = job.first + outcome.tokens
         if job.recompute is not None:
             good_end = min(good_end, max(job.first, job.recompute.exact_end))
-        tokens = max(0, self.mark_bad(job, good_end) - job.first)
+        tokens = max(0, self.mark_bad(job.blocks, range(good_end, job.end)) - job.first)
         return replace(
             outcome, tokens=tokens, missing_ranges=(), blended_tokens=0, recomputed_tokens=0
         )

@@ -153,7 +153,7 @@ class ConnectorWorker:
         writes_layers = False
         if self._layerwise is not None:
             for load in self._layerwise.write_deferred(jobs.finished_ids):
-                self._results.mark_bad(load, load.first)
+                self._results.mark_bad(load.blocks, range(load.first, load.end))
             writes_layers = bool(jobs.num_tokens) and self._layerwise.begin_pass()
         # The duration of a pass that also writes layers says nothing about computing.
         self._timer.begin_pass(timed=not writes_layers)
@@ -205,14 +205,17 @@ class ConnectorWorker:
             jobs: The step's jobs.
             failed: Whether the pass ended by an exception, so that none of its KV is correct.
         """
-        self._timer.end_pass(jobs, failed=failed)
+        not_recomputed = self._joint_pass.take_failed() if self._joint_pass is not None else ()
+        self._timer.end_pass(jobs, failed=failed or bool(not_recomputed))
         incomplete: list[LoadJob] = []
         if jobs.num_tokens and self._layerwise is not None:
             incomplete = self._layerwise.end_pass()
         for load in incomplete:
-            self._results.mark_bad(load, load.first)
-        # vLLM recomputes a pass that lacked a layer, so its KV is not saved.
-        succeeded = not failed and not incomplete
+            self._results.mark_bad(load.blocks, range(load.first, load.end))
+        for one in not_recomputed:
+            self._results.mark_bad(one.blocks, one.approximate)
+        # vLLM recomputes a pass that lacked a layer or a recomputation, so its KV is not saved.
+        succeeded = not failed and not incomplete and not not_recomputed
         if succeeded:
             self._results.add_pass(jobs.prompt_tokens)
         self._exporter.end_pass(jobs.saves if succeeded else ())

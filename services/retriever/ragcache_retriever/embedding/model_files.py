@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.identity.fingerprint import WEIGHT_SAMPLE_BYTES
+from ragcache_kv.weights_digest import digest_weights
 
 _MAX_TOKENS = 8192
 """Chunks are shorter, and the time of attention grows with the square."""
@@ -105,7 +105,7 @@ def _model_files(folder: Path, config: Mapping[str, Any]) -> ModelFiles:
     prompts = _read_json(folder / "config_sentence_transformers.json") or {}
     return ModelFiles(
         folder=folder,
-        fingerprint=_fingerprint(folder),
+        fingerprint=_fingerprint(folder, config),
         max_tokens=_max_tokens(folder, config, settings),
         query_prompt=_prompt(prompts, _QUERY_PROMPTS),
         document_prompt=_prompt(prompts, _DOCUMENT_PROMPTS),
@@ -157,21 +157,19 @@ def _bert_pooling(folder: Path, config: Mapping[str, Any]) -> str | None:
     return _POOLINGS.get(modes.pop()) if len(modes) == 1 else None
 
 
-def _fingerprint(folder: Path) -> str:
-    """Return a digest of the settings and of a sample of the weights, as of a served model."""
+def _fingerprint(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return a digest of the settings and of the weights, sampled as those of a served model."""
     hasher = hashlib.blake2b(digest_size=16, person=b"ragcache-embed")
     pooling = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/config.json"))
     for name in (*_DESCRIBED_BY, *pooling):
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
         hasher.update(f"{name}\0{len(content)}\0".encode() + content)
-    for path in sorted(folder.rglob("*.safetensors")):
-        size = path.stat().st_size
-        hasher.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with path.open("rb") as file:
-            hasher.update(file.read(WEIGHT_SAMPLE_BYTES))
-            file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
-            hasher.update(file.read(WEIGHT_SAMPLE_BYTES))
+    weights = [path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")]
+    try:
+        hasher.update(digest_weights(folder, weights, int(config.get("vocab_size") or 0)))
+    except (OSError, ValueError) as error:
+        raise _refused(f"{folder} cannot be loaded: {error}") from error
     return hasher.hexdigest()
 
 

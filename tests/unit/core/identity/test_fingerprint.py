@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.fingerprint import WeightsSample, kv_space, model_fingerprint
+from ragcache_core.identity.fingerprint import kv_space, model_fingerprint
 from ragcache_core.identity.keys import KVSpace
 
 CONFIG: dict[str, Any] = {
@@ -20,15 +20,15 @@ CONFIG: dict[str, Any] = {
     "dtype": "float16",
     "_name_or_path": "somewhere",
 }
-WEIGHTS = [WeightsSample("a", 9, b"first", b"last"), WeightsSample("b", 9, b"x", b"y")]
+FILES = {"tokenizer.json": b"tokenizer", "params.json": b"{}"}
 
 
 def fingerprint(
     config: dict[str, Any] = CONFIG,
-    tokenizer: bytes = b"tokenizer",
-    weights: list[WeightsSample] = WEIGHTS,
+    other_files: dict[str, bytes] = FILES,
+    weights: bytes = b"weights",
 ) -> str:
-    return model_fingerprint(config, tokenizer, weights)
+    return model_fingerprint(config, other_files, weights)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,13 @@ def fingerprint(
         fingerprint(config=CONFIG | {"rope_theta": 1.0}),
         fingerprint(config=CONFIG | {"rope_scaling": {"factor": 2}}),
         fingerprint(config=CONFIG | {"num_hidden_layers": 4}),
-        fingerprint(tokenizer=b"another"),
-        fingerprint(weights=WEIGHTS[:1]),
-        fingerprint(weights=[WEIGHTS[0], WeightsSample("b", 8, b"x", b"y")]),
-        fingerprint(weights=[WEIGHTS[0], WeightsSample("b", 9, b"x", b"z")]),
-        fingerprint(weights=[WEIGHTS[0], WeightsSample("c", 9, b"x", b"y")]),
+        fingerprint(config=CONFIG | {"num_experts_per_tok": 2}),
+        fingerprint(config=CONFIG | {"attn_logit_softcapping": 50.0}),
+        fingerprint(config=CONFIG | {"text_config": {"dtype": "float16"}}),
+        fingerprint(other_files=FILES | {"tokenizer.json": b"another"}),
+        fingerprint(other_files={"tokenizer.json": b"tokenizer"}),
+        fingerprint(other_files={"tokenizer.json": b"tokenizer{}", "params.json": b""}),
+        fingerprint(weights=b"others"),
     ],
 )
 def test_another_model_has_another_fingerprint(other: str) -> None:
@@ -53,8 +55,8 @@ def test_the_folder_of_a_model_does_not_matter() -> None:
     assert fingerprint(config=moved) == fingerprint()
 
 
-def test_the_order_of_weight_files_does_not_matter() -> None:
-    assert fingerprint(weights=WEIGHTS[::-1]) == fingerprint()
+def test_the_dtype_is_part_of_the_space_and_not_of_the_fingerprint() -> None:
+    assert fingerprint(config=CONFIG | {"dtype": "bfloat16"}) == fingerprint()
 
 
 def test_a_space_has_the_sizes_of_the_config() -> None:

@@ -12,11 +12,13 @@ from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_core.cost.load_or_compute import TIMED_OUT_LOADS, ReuseOption
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
-from ragcache_core.identity.keys import chunk_key
-from ragcache_core.identity.variant import Tier
+from ragcache_core.identity.keys import VariantKey, chunk_key
+from ragcache_core.identity.variant import Provenance, Tier, VariantInfo
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
+from ragcache_core.store_api import StoredVariant
 from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, MeasuredPass
+from ragcache_engine.scheduler.variant_candidates import MAX_CANDIDATES
 from ragcache_kv.values.layout import value_bytes
 from tests.helpers.engine_scheduler import (
     BLOCKS,
@@ -233,6 +235,31 @@ def test_the_best_fitting_variant_is_chosen(engine: BlendHarness) -> None:
     assert job.spans[-1].base_position == other.chunk_ends[2]
     engine.arrive("s", make_prompt(range(500, 520), A, C))
     assert engine.load("s").spans[-1].base_position == one.chunk_ends[0]
+
+
+def test_the_best_fitting_of_many_variants_is_chosen(engine: BlendHarness) -> None:
+    """Whichever of them the store returns first."""
+    teach(engine)
+    last = chunk_key(SPACE, "public", D)
+    firsts = [range(1000 * n, 1000 * n + 40) for n in range(1, 3 * MAX_CANDIDATES)]
+    for n, first in enumerate(firsts):
+        head, before = (chunk_key(SPACE, "public", one) for one in (TEMPLATE, first))
+        engine.arrive("r", make_prompt(first))
+        engine.scheduler.loadable_tokens("r", 0)
+        engine.compute("r", make_prompt(first))
+        engine.finish("r")
+        # The position tells which variant a load uses.
+        info = VariantInfo(len(D), 9, 1000 + n, Provenance(exact=True))
+        key = VariantKey(last, bytes([n]) * 16)
+        engine.store.stored[key] = StoredVariant(
+            key, info, Tier.MEMORY, prefix_chunks=(head, before)
+        )
+        seen = ChunkObservation((AttendedChunk(before, 40, 5.0),), 1.0, (0.5,) * len(D))
+        engine.store.seen[observation_key(key)] = seen.to_bytes()
+    for n, first in enumerate(firsts):
+        engine.arrive("r", make_prompt(first, D))
+        assert engine.load("r").spans[-1].base_position == 1000 + n
+        engine.finish("r")
 
 
 @pytest.mark.parametrize("outage", [Unavailable("cachestore", "gone"), None])

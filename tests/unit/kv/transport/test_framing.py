@@ -129,7 +129,9 @@ def test_a_lookup_round_trips(found: Any, store: bytes, sequence: int) -> None:
 
 
 @given(
-    st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids), max_size=4), st.booleans(), names
+    st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids, st.booleans()), max_size=4),
+    st.booleans(),
+    names,
 )
 def test_lookup_keys_round_trip(wants: Any, exact: bool, domain: str) -> None:
     raw = conversions.to_lookup_request(wants, exact, domain).SerializeToString()
