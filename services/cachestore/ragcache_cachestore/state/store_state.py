@@ -95,7 +95,8 @@ class StoreState:
         self.leases = LeaseTable()
         self.misses = MissReasons()
         self.tombstones = Tombstones()
-        self._deletes_before: int | None = None  # the one that is being applied
+        # Sequence of the last delete before the one that is being applied. None: none is.
+        self._deletes_before: int | None = None
         self.counters = Counters()
         self.feed = StoreFeed()
         self.incoming: Counter[VariantKey] = Counter()
