@@ -32,7 +32,7 @@ def made_by(command: str) -> tuple[str, str]:
 
 
 def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
     path = tmp_path / "keys.toml"
     keys = []
     for command in COMMANDS:
@@ -41,7 +41,7 @@ def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path:
         keys.append(key)
         with path.open("a") as file:
             file.write(entry)
-    app_caller, ingest, site = (ApiKeys(path, KeyTable({})).find(key) for key in keys)
+    app_caller, ingest, site, admin = (ApiKeys(path, KeyTable({})).find(key) for key in keys)
     assert app_caller is not None
     assert (app_caller.tenant, app_caller.scopes) == ("team-a", {Scope.ASK})
     assert ingest is not None
@@ -49,6 +49,8 @@ def test_the_commands_of_the_guide_make_a_file_that_lets_their_keys_in(tmp_path:
     assert site is not None
     assert (site.priority, site.collections) == (10, ("handbook", "public-*"))
     assert site.filter == In("public", ("true",))
+    assert admin is not None
+    assert admin.scopes == {Scope.ADMIN}
 
 
 def test_the_command_of_the_guide_makes_the_entry_that_it_shows(tmp_path: Path) -> None:
