@@ -228,6 +228,13 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "{{ $labels.pod }} lacks changes that are older than maxLagSeconds.",
     ),
     Alert(
+        "RagCacheIndexBehind",
+        [Condition(highest(series(retriever.INDEX_MISSED), *BY, "pod"), ">", "0")],
+        "10m",
+        "warning",
+        "Searches by vectors of {{ $labels.pod }} lack changes of documents.",
+    ),
+    Alert(
         "RagCacheRetrieverHasNoWriter",
         [Condition(highest(series(retriever.WRITING), *BY), "==", "0")],
         "5m",
