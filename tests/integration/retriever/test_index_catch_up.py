@@ -19,7 +19,7 @@ from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.files import base_files
 from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.segmented_index import SegmentedIndex
-from ragcache_retriever.store.change_log import ChangeLog
+from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -50,6 +50,24 @@ async def loaded(
         yield knowledge_base
     finally:
         await knowledge_base.close()
+
+
+@contextlib.asynccontextmanager
+async def one_change_behind(
+    folder: Path, model: Path
+) -> AsyncIterator[tuple[KnowledgeBase, CommittedChange]]:
+    """A follower with a page on the apple, and the change that adds one on the banana."""
+    async with (
+        loaded(folder / "writer", model) as writer,
+        loaded(folder / "follower", model, is_writer=False) as follower,
+    ):
+        source, target = log_of(writer), log_of(follower)
+        await writer.upsert("default", page("apple"))
+        for change in source.changes_after(0, 1 << 20) or ():
+            await follower.apply_change(target, change)
+        await writer.upsert("default", page("banana"))
+        [change] = source.changes_after(target.sequence, 1 << 20) or []
+        yield follower, change
 
 
 def log_of(knowledge_base: KnowledgeBase) -> ChangeLog:
@@ -93,19 +111,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, times: int) ->
 async def test_a_repeated_change_whose_index_failed_is_found_later(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        loaded(tmp_path / "writer", tiny_model) as writer,
-        loaded(tmp_path / "follower", tiny_model, is_writer=False) as follower,
-    ):
-        source, target = log_of(writer), log_of(follower)
-        await writer.upsert("default", page("apple"))
-        for change in source.changes_after(0, 1 << 20) or ():
-            await follower.apply_change(target, change)
-        await writer.upsert("default", page("banana"))
-        [change] = source.changes_after(target.sequence, 1 << 20) or []
+    async with one_change_behind(tmp_path, tiny_model) as (follower, change):
+        target = log_of(follower)
         failures = fail(monkeypatch, SegmentedIndex, "apply", times=2)
         await follower.apply_change(target, change)
-        assert target.sequence == source.sequence, "it is committed"
+        assert target.sequence == change.sequence, "it is committed"
         await until_found(follower, "banana")
         assert await found(follower, "apple")
         assert len(failures) == 2, "the first attempt to catch up failed, too"
@@ -114,20 +124,12 @@ async def test_a_repeated_change_whose_index_failed_is_found_later(
 async def test_a_repeated_change_whose_vectors_cannot_be_read_is_found_later(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        loaded(tmp_path / "writer", tiny_model) as writer,
-        loaded(tmp_path / "follower", tiny_model, is_writer=False) as follower,
-    ):
-        source, target = log_of(writer), log_of(follower)
-        await writer.upsert("default", page("apple"))
-        for change in source.changes_after(0, 1 << 20) or ():
-            await follower.apply_change(target, change)
-        await writer.upsert("default", page("banana"))
-        [change] = source.changes_after(target.sequence, 1 << 20) or []
+    async with one_change_behind(tmp_path, tiny_model) as (follower, change):
+        target = log_of(follower)
         fail(monkeypatch, SqliteDocumentStore, "vectors", times=1)
         with pytest.raises(OSError, match="No space"):
             await follower.apply_change(target, change)
-        assert target.sequence == source.sequence, "it is committed"
+        assert target.sequence == change.sequence, "it is committed"
         await until_found(follower, "banana")
 
 

@@ -1,11 +1,41 @@
-"""Keeps errors from ending background tasks."""
+"""Background tasks: their start and end, and what keeps errors from ending them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from ragcache_core.errors import RagCacheError
+
+
+class BackgroundTask:
+    """Runs from ``start`` until ``stop``. One event loop uses it.
+
+    Args:
+        name: Of the asyncio task.
+        run: What runs. It does not end by itself.
+    """
+
+    def __init__(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._name = name
+        self._run = run
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, unless it runs."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=self._name)
+
+    async def stop(self) -> None:
+        """Cancel it and wait for its end."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 async def attempted(log: logging.Logger, failure: str, step: Awaitable[object]) -> bool:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
+from ragcache_retriever.concurrency.background import BackgroundTask
 
 log = logging.getLogger(__name__)
 
@@ -40,22 +41,17 @@ class ItemTask:
         self._is_idle = asyncio.Event()
         self._retry_at_s: dict[str, float] = {}
         """Time of the event loop's clock, by item."""
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(name, self._run)
 
     def start(self) -> None:
         """Begin, or look for work again."""
         self._is_idle.clear()
         self._has_work.set()
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=self._name)
+        self._task.start()
 
     async def stop(self) -> None:
         """End after the transaction that is running."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._task.stop()
 
     @property
     def is_idle(self) -> bool:

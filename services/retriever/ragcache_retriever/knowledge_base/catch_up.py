@@ -7,11 +7,10 @@ tries again until the index has all rows, and opens indexes that could not be op
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from ragcache_core.errors import RagCacheError
+from ragcache_retriever.concurrency.background import BackgroundTask, attempted
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
@@ -36,36 +35,26 @@ class IndexCatchUp:
         self._threads = threads
         # A thread of its own, because a service that hangs must not hold the writer or a reader.
         self._thread = ThreadPoolExecutor(1, "catch-up")
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask("catch-up", self._run)
 
     def start(self) -> None:
         """Begin."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="catch-up")
+        self._task.start()
 
     async def close(self) -> None:
         """End after the step that is running."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._task.stop()
         await finish(self._thread)
 
     async def _run(self) -> None:
         pause_s = MIN_PAUSE_S
         while True:
-            try:
-                await self._step()
-            except Exception as error:
-                # A defect must not end the task for the life of the process.
-                is_expected = isinstance(error, RagCacheError)
-                log.warning("index: still behind error=%s", error, exc_info=not is_expected)
-                await asyncio.sleep(pause_s)
-                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
-            else:
+            if await attempted(log, "index: still behind", self._step()):
                 pause_s = MIN_PAUSE_S
                 await asyncio.sleep(PERIOD_S)
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
     async def _step(self) -> None:
         if self._collections.is_stale:

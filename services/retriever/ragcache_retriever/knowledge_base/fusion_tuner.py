@@ -6,12 +6,11 @@ They are chosen when a collection has chunks, and again when it has twice as man
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from ragcache_core.retrieval.fusion import FusionWeights, weights_from_text, weights_to_text
 from ragcache_core.retrieval.fusion_tuning import MIN_QUESTIONS
-from ragcache_retriever.concurrency.background import attempted
+from ragcache_retriever.concurrency.background import BackgroundTask, attempted
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
@@ -50,20 +49,15 @@ class FusionTuner:
         self._embedder = embedder
         self._preparer = preparer
         self._ranker = ranker
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask("fusion tuner", self._run)
 
     def start(self) -> None:
         """Begin, unless it runs."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="fusion tuner")
+        self._task.start()
 
     async def stop(self) -> None:
         """End after the step that is running."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._task.stop()
 
     async def tune(self) -> None:
         """Choose weights for all collections that need them."""

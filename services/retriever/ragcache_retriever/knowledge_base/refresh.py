@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
-from ragcache_retriever.concurrency.background import attempted
+from ragcache_retriever.concurrency.background import BackgroundTask, attempted
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.remake import Remake
 from ragcache_retriever.knowledge_base.store_threads import StoreThreads
@@ -24,20 +23,15 @@ class CollectionRefresh:
         self._collections = collections
         self._threads = threads
         self._remake = remake
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask("refresh", self._run)
 
     def start(self) -> None:
         """Begin."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="refresh")
+        self._task.start()
 
     async def stop(self) -> None:
         """End."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._task.stop()
 
     async def _run(self) -> None:
         while True:
