@@ -138,7 +138,7 @@ class Replicator:
                 self._try(self._drop, key, self._copies[key])
             for key in changes.copy:
                 owner, second = self._rendezvous.ranked([key.chunk], 2)[0]
-                # A variant of which this shard has a copy itself is not copied.
+                # A variant that this shard itself copied is not copied on.
                 if owner == self._own and not self._stop.is_set():
                     self._try(self._copy, key, second)
 
