@@ -92,6 +92,7 @@ FAR_ROWS = np.sort(np.argsort(FAR @ FAR[0])[:300])
 def far(threads: IndexThreads) -> SegmentedIndex:
     index = opened(threads)
     index.load([(np.arange(len(FAR)), FAR)])
+    wait_until_built(index)
     return index
 
 
@@ -114,6 +115,7 @@ def test_a_walk_that_costs_more_than_direct_comparison_ends(
     if are_removed:
         index = opened(threads)
         index.load([(np.arange(len(FAR)), FAR)])
+        wait_until_built(index)
         monkeypatch.setattr(segmented_index, "MIN_TAIL", len(FAR))  # no merge meanwhile
         index.apply(np.setdiff1d(np.arange(len(FAR)), rows).tolist(), (), NONE)
         allowed = None
