@@ -200,7 +200,9 @@ def test_clients_that_disconnect_during_their_recomputations_end_them(
         # If the test stalls for so long that all are recomputed, try again.
         if ended > 0:
             break
-    assert 0 < ended <= platform.failed("cancelled") - cancelled
+    assert ended > 0
+    # One may end by itself just before its client is found to have left.
+    assert platform.failed("cancelled") > cancelled
     assert all(one.blended_tokens in (0, num_blended) for one in records)
     again = platform.plan("blend", prompt)
     assert platform.answer(prompt, again) == expected
