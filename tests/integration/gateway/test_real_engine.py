@@ -76,9 +76,15 @@ class Platform:
 
     def num_unfinished(self) -> float:
         """Return the number of requests that run or wait in the engine."""
-        text = httpx.get(f"{self.engine.url}/metrics", timeout=10).text
-        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
-        lines = [line for line in text.splitlines() if line.startswith(gauges)]
+        return self._sum("vllm:num_requests_running", "vllm:num_requests_waiting{")
+
+    def num_generated(self) -> float:
+        """Return the number of tokens that the engine has generated."""
+        return self._sum("vllm:generation_tokens_total")
+
+    def _sum(self, *names: str) -> float:
+        text = httpx.get(f"{self.engine.url}/metrics", timeout=30).text
+        lines = [line for line in text.splitlines() if line.startswith(names)]
         assert lines
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -303,7 +309,7 @@ def test_responses_come_whole_and_streamed(platform: Platform) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_the_engines_work(platform: Platform, stream: bool) -> None:
-    body = {
+    body: dict[str, Any] = {
         "messages": ASK,
         "stream": stream,
         "max_tokens": 3000,
@@ -311,22 +317,23 @@ def test_a_client_that_leaves_ends_the_engines_work(platform: Platform, stream: 
         "temperature": 0,
     }
 
-    async def leave() -> None:
+    async def leave(after_s: float) -> None:
         async with httpx.AsyncClient(base_url=platform.url, timeout=60) as client:
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            begun = asyncio.create_task(asyncio.to_thread(platform.wait_for_unfinished, 1))
-            await asyncio.wait((asking, begun), return_when=asyncio.FIRST_COMPLETED)
-            assert not asking.done(), (await asking).text
-            await begun
+            await asyncio.wait((asking,), timeout=after_s)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    platform.wait_for_unfinished(0)
-    started = time.monotonic()
-    asyncio.run(leave())
-    platform.wait_for_unfinished(0)
-    # 3,000 tokens take many times as long as the abort.
-    assert time.monotonic() - started < 30
+    num_generated = 0.0
+    for after_s in (0.5, 0.25, 1.0, 2.0, 4.0):  # an engine can be fast or slow
+        platform.wait_for_unfinished(0)
+        before = platform.num_generated()
+        asyncio.run(leave(after_s))
+        platform.wait_for_unfinished(0)
+        num_generated = platform.num_generated() - before
+        if 0 < num_generated < body["max_tokens"]:
+            break
+    assert 0 < num_generated < body["max_tokens"]
 
 
 def test_langchain_calls_tools_and_gets_structured_output(platform: Platform) -> None:
