@@ -200,9 +200,11 @@ def test_clients_that_disconnect_during_their_recomputations_end_them(
         # If the test stalls for so long that all are recomputed, try again.
         if ended > 0:
             break
-    assert ended > 0
-    # One may end by itself just before its client is found to have left.
-    assert platform.failed("cancelled") > cancelled
+    # They are recomputed one after the other, so one of them at most can end by itself while its
+    # client leaves.
+    num_cancelled = platform.failed("cancelled") - cancelled
+    assert num_cancelled > 0
+    assert 0 < ended <= num_cancelled + 1
     assert all(one.blended_tokens in (0, num_blended) for one in records)
     again = platform.plan("blend", prompt)
     assert platform.answer(prompt, again) == expected
