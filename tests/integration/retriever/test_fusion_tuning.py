@@ -13,6 +13,7 @@ from ragcache_core.retrieval.fusion_tuning import MIN_QUESTIONS
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.knowledge_base import fusion_tuner
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.ranking.tuning import TuningSample
 from ragcache_retriever.store.records import Document
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
@@ -66,23 +67,21 @@ async def test_weights_are_chosen_for_a_collection_and_again_when_it_has_doubled
 async def test_an_unexpected_error_does_not_end_the_choice_of_weights(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion_tuner, "INTERVAL_S", 0.01)
-    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
-    collections = knowledge_base.store.collections
     failures = 0
 
-    def failing() -> Any:
+    def failing(*args: Any) -> TuningSample:
         nonlocal failures
         if failures < 3:
             failures += 1
             raise KeyError("weights")
-        return collections()
+        return TuningSample(*args)
 
+    monkeypatch.setattr(fusion_tuner, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(fusion_tuner, "TuningSample", failing)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     await knowledge_base.load()
     await knowledge_base.put_collection("team", CollectionSettings(Chunking(200, 0)))
     await put_pages(knowledge_base, range(MIN_QUESTIONS))
-    await knowledge_base.wait_until_idle()
-    monkeypatch.setattr(knowledge_base.store, "collections", failing)
     async with asyncio.timeout(20):
         while weights_of(knowledge_base) == FusionWeights():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
