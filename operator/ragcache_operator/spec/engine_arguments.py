@@ -229,7 +229,7 @@ REFUSED_FLAGS: Final = (
         dict.fromkeys(
             (
                 *("quantization", "quantization-config", "hf-overrides", "hf-config-path"),
-                "revision",
+                *("revision", "code-revision", "model-class-overrides"),
             ),
             "make a model folder with these settings, and name it with pvc: or path:",
         ),

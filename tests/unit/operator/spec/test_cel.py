@@ -240,6 +240,7 @@ def test_all_problems_are_reported_together() -> None:
         *("--tensor-parallel-size=2", "--tens=2", "--data-parallel-rank=1", "--data=2", "--nn=2"),
         *("--hf-overrides.a=1", "--hf-o={}", "--quant=awq", "--enable-sleep", "--kv-cache-dt=fp8"),
         *("--no-enforce-eager", "--no-enforce", "--scheduling-policy=fcfs", "--rev=main"),
+        *("--code-revision=v2", "--code-rev=v2", "--model-class-overrides={}"),
         *("--kv-offloading-size=4", "--kv-off=4", "--kv-offloading-backend=lmcache"),
         *("-tp=2", "-tp2", "-O3", "-q", "-", "--", "--=1", "8", "x--port", "--A", "--model-impl.x"),
         *("--model_impl=vllm", "--max+model+len", "--a--b", "--a\n", "--a=\n", ""),
