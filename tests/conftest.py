@@ -7,14 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.cluster import availability
 from tests.helpers.browser import chromium_path
 from tests.helpers.tiny_model import make_tiny_model
 
-# Timing never decides a test: a busy machine is no counterexample.
-settings.register_profile("ragcache", deadline=None)
+# Timing never decides a test: a busy machine is no counterexample. Nor does chance: every run tries
+# the same examples. `--hypothesis-profile=other-examples` tries others.
+_untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ragcache", _untimed, derandomize=True, database=None)
+settings.register_profile("other-examples", _untimed, derandomize=False)
 settings.load_profile("ragcache")
 
 

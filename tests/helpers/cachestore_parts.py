@@ -38,7 +38,7 @@ from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
 MIB = 1 << 20
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class ManualClock:

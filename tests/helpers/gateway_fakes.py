@@ -774,7 +774,7 @@ class World:
         port = await stack.enter_async_context(serving(self.app(), admin_listen=admin_listen))
         self.base_url = f"http://127.0.0.1:{port}"
         self.client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=30)
+            httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=60)
         )
         return self
 
@@ -867,7 +867,7 @@ async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
 
 async def until_predicted(client: httpx.AsyncClient) -> None:
     """Wait until the gateway predicts the caches of all its engines: the fakes have no feed."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             sources = (await client.get("/v1/cache")).json()["sources"]
             states = [one["state"] for one in sources if one["source"].startswith("engine:")]

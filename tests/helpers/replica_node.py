@@ -255,7 +255,7 @@ async def _no_answer(*_: Any) -> Any:
     raise Unavailable("lease", "it does not answer")
 
 
-async def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+async def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not holds():

@@ -163,10 +163,10 @@ def digest_of(tokenizer: ServingTokenizer, text: str) -> bytes:
 async def stages_of(client: RetrieverClient, request: pb.SearchRequest) -> list[pb.SearchStage]:
     """Return all stages of a search with any of its options."""
     try:
-        return [stage async for stage in client._stub.Search(request, timeout=10)]
+        return [stage async for stage in client._stub.Search(request, timeout=60)]
     except grpc.RpcError as error:
         raise from_rpc_error("retriever", error) from error
 
 
 async def status_of(client: RetrieverClient) -> pb.RetrieverStatus:
-    return await client._stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+    return await client._stub.GetStatus(pb.GetStatusRequest(), timeout=60)

@@ -32,7 +32,7 @@ def test_the_endpoint_answers_with_other_vectors_for_other_texts() -> None:
     with serving_embeddings() as url:
         body = json.dumps({"model": "m", "input": ["a", "b", "c"]}).encode()
         request = urllib.request.Request(f"{url}/embeddings", body)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             rows = json.load(response)["data"]
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert all(len(row["embedding"]) == DIMENSION for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import psutil
 
 from bench.support.processes import Service
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 STARTS_ONE = f"""
 import sys, time
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_a_signal_to_end_ends_the_services_too(tmp_path: Path) -> None:
         starter.send_signal(signal.SIGTERM)
         assert starter.wait(LIMIT_S) != 0
     deadline = time.monotonic() + LIMIT_S
-    while service.is_running() and service.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ends between the two questions
+        while service.is_running() and service.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "it is still there"
+            time.sleep(0.01)

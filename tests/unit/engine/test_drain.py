@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -121,17 +120,17 @@ def command(url: str, *more: str) -> list[str]:
 
 
 def test_the_command_waits_for_a_real_server() -> None:
-    with serving([metrics(1), metrics(1), metrics()]) as url:
-        began = time.monotonic()
+    polls = [metrics(1), metrics(1), metrics()]
+    with serving(polls) as url:
         done = subprocess.run(
-            command(url, "--deadline-s", "30"),
+            command(url, "--deadline-s", "120"),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=True,
         )
     assert "no request is left" in done.stderr
-    assert 1 <= time.monotonic() - began < 20
+    assert polls == [metrics()], "it has asked again while there was a request"
 
 
 def test_the_command_succeeds_without_a_server_and_starts_fast() -> None:
@@ -139,10 +138,10 @@ def test_the_command_succeeds_without_a_server_and_starts_fast() -> None:
         command("http://127.0.0.1:9/metrics", "--deadline-s", "30"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert "there is no server" in done.stderr
     heavy = "{'torch', 'vllm', 'grpc', 'numpy'}"
     code = f"import ragcache_engine.drain, sys; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=200, check=True)

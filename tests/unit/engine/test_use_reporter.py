@@ -12,7 +12,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import REUSE, ReportedUses, VariantUse
 from ragcache_engine.use_reporter import COMPUTED, DROPPED, PREFIX_CACHE, UseReporter
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def key(number: int) -> VariantKey:
@@ -52,17 +52,19 @@ def store() -> Iterator[GatedStore]:
 
 
 def test_uses_of_one_interval_are_one_report(store: GatedStore) -> None:
-    store.gate.set()
-    reporter = UseReporter(store, every_s=0.2)
+    reporter = UseReporter(store, every_s=0.01)
     blended = VariantUse(fix_overhead=0.5)
+    reporter.note(PREFIX_CACHE, [(key(3), REUSE)])
+    assert store.asked.wait(TIMEOUT_S)
+    # The next interval ends after the first report, which waits at the gate.
     reporter.note(PREFIX_CACHE, [(key(1), REUSE), (key(2), REUSE), (key(1), REUSE)])
     reporter.note(COMPUTED, [(key(1), blended)])
-    eventually(lambda: bool(store.reports))
-    assert store.reports == [
-        [ReportedUses(key(1), times=2), ReportedUses(key(2)), ReportedUses(key(1), blended)]
-    ]
-    reporter.note(PREFIX_CACHE, [(key(3), REUSE)])
+    store.gate.set()
     eventually(lambda: len(store.reports) == 2)
+    assert store.reports == [
+        [ReportedUses(key(3))],
+        [ReportedUses(key(1), times=2), ReportedUses(key(2)), ReportedUses(key(1), blended)],
+    ]
     assert reporter.take_counts() == {PREFIX_CACHE: 4, COMPUTED: 1}
     assert reporter.take_counts() == {}
     reporter.close()

@@ -52,6 +52,7 @@ from ragcache_kv.codecs import decode_part
 from ragcache_kv.values.layout import FORMAT, checksum
 from tests.helpers.cachestore_parts import ManualClock
 
+LIMIT_S = 120.0
 SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 TOKENS = 4
 NATIVE_BYTES = 2 * 2 * TOKENS * 2 * 64 * 2
@@ -400,9 +401,9 @@ def test_the_thread_survives_errors_of_the_store() -> None:
     re_encoder = ReEncoder(Watched(), FixedAssignment(INT8), pace, time.monotonic)
     re_encoder.start()
     try:
-        assert scanned.wait(20)
+        assert scanned.wait(LIMIT_S)
         store.down = False
-        assert swapped.wait(20)
+        assert swapped.wait(LIMIT_S)  # it compiles
     finally:
         re_encoder.close()
     assert store.precision(0) == INT8
@@ -525,7 +526,7 @@ def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
         re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(re_encoder, clock, 15)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             tiers = {one.key: one.tier for one in store.candidates(0.0)}
             if tiers[key(2)] is Tier.MEMORY:

@@ -46,6 +46,11 @@ def test_urgent_writes_run_first() -> None:
     assert writer.close(TIMEOUT_S)
 
 
+def note_call_at(idle_window: IdleWindow, now: float) -> None:
+    """Note a call of a time that the window's clock has not reached yet."""
+    idle_window._idle_at = now + IDLE_AFTER_S
+
+
 class Written:
     """Notes the writes, with a clock that a test sets."""
 
@@ -64,6 +69,11 @@ class Written:
     def _write(self, one: CatalogVariant) -> None:
         self.numbers.append(one.identity)
         self._some.release()
+
+    def call_at(self, now: float) -> None:
+        """Set the clock to the time of another call. No thread sees the time without the call."""
+        note_call_at(self.idle_window, now)
+        self.now = now
 
     def within(self, timeout_s: float) -> bool:
         """Return whether another value is written in this time."""
@@ -86,8 +96,7 @@ def test_without_an_idle_window_a_write_runs_after_the_longest_wait() -> None:
     written = Written(max_waiting_bytes=100)
     written.idle_window.note_call()
     written.writer.submit(variant(1), urgent=False)
-    written.now = MAX_WAIT_S - IDLE_AFTER_S / 2
-    written.idle_window.note_call()
+    written.call_at(MAX_WAIT_S - IDLE_AFTER_S / 2)
     assert not written.within(0.1)
     written.now = MAX_WAIT_S
     assert written.within(TIMEOUT_S)
@@ -191,8 +200,8 @@ def test_promotions_wait_for_an_idle_window_unless_prefetched() -> None:
     idle_window.note_call()
     for _ in range(2):  # queued again while it waits, which does not extend the wait
         assert promoter.submit(variant(1), now=False)
+        note_call_at(idle_window, MAX_WAIT_S - IDLE_AFTER_S / 2)
         now = MAX_WAIT_S - IDLE_AFTER_S / 2
-        idle_window.note_call()
     assert promoter.submit(variant(2), now=False)
     assert promoter.submit(variant(3), now=True)
     assert some.acquire(timeout=TIMEOUT_S)

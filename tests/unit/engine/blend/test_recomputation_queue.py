@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -107,6 +109,9 @@ class BlendWorkerHarness:
 
     def run(self, job: LoadJob, *, busy: bool = False) -> LoadOutcome:
         self.worker.connector.start_loads(StepJobs(loads=(job,)))
+        return self.outcome_of(job, busy=busy)
+
+    def outcome_of(self, job: LoadJob, *, busy: bool = False) -> LoadOutcome:
         deadline = time.monotonic() + TIMEOUT_S
         while job.request_id not in self.worker.connector.take_received():
             assert time.monotonic() < deadline, "the load never ended"
@@ -334,23 +339,36 @@ def test_chunks_of_a_blend_after_an_outage_are_recomputed(
     assert blend.worker.connector.take_counts().failures == {"store unavailable": len(missing)}
 
 
-def test_chunks_of_a_blend_that_time_out_are_recomputed(blend: BlendWorkerHarness) -> None:
+def test_chunks_of_a_blend_that_time_out_are_recomputed(
+    blend: BlendWorkerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = spans(40, 60, 120)
     worker = blend.worker
     worker.store.fill(wanted)
-    opened = worker.store.get_gate
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
+    monkeypatch.setattr("ragcache_engine.worker.loader.time", clock)
+    hangs, goes_on = threading.Event(), threading.Event()
     seen = []
 
     class Gate:
+        """The store hangs before the third value."""
+
         def wait(self, timeout_s: float) -> None:
             seen.append(timeout_s)
             if len(seen) == 3:
-                opened.clear()
-            opened.wait(timeout_s)
+                hangs.set()
+                goes_on.wait(timeout_s)
 
     worker.store.get_gate = cast("Any", Gate())
-    outcome = blend.run(replace(job(wanted, recompute(exact_end=40)), deadline_s=0.3))
-    opened.set()
+    wanted_job = replace(job(wanted, recompute(exact_end=40)), deadline_s=2.0)
+    worker.connector.start_loads(StepJobs(loads=(wanted_job,)))
+    assert hangs.wait(TIMEOUT_S)
+    worker.connector.advance((), busy=False)  # writes the first two
+    assert worker.connector.take_received() == set()
+    now_s += 3.0
+    outcome = blend.outcome_of(wanted_job)
+    goes_on.set()
     assert (outcome.reason, outcome.missing_ranges) == ("", (range(60, 120),))
     assert (outcome.missing_reasons, outcome.timed_out) == ({"load timed out": 1}, True)
     assert blend.model.recomputed == list(range(60, 120))

@@ -305,7 +305,10 @@ def test_signing_keys_can_be_rotated_while_the_engine_runs(
         return loadable != 0
 
     for keys in ((KEY,), (KEY, OTHER_KEY), (OTHER_KEY, KEY), (OTHER_KEY,)):
-        key_file.write_text("".join(f"{key.hex()}\n" for key in keys))
+        # Swapped as Kubernetes does, because the time of a file may stay in spite of a change.
+        new_file = key_file.with_suffix(".new")
+        new_file.write_text("".join(f"{key.hex()}\n" for key in keys))
+        new_file.replace(key_file)
         now_s += CHECK_EVERY_S
         assert {key for key in (KEY, OTHER_KEY) if is_accepted(key)} == set(keys)
     assert engine.scheduler.take_counts().refused_plans == {"forged": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
+from ragcache_engine.telemetry import health
 from ragcache_engine.telemetry.health import HealthMiddleware, LastStep
 
 LIMIT_S = 10.0
@@ -27,7 +27,7 @@ class Server:
         self.steps = LastStep()
         self.now_s = 1000.0
         self.asked: list[str] = []
-        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         client = SimpleNamespace(get_num_unfinished_requests=lambda: self.unfinished)
         self.state = SimpleNamespace(engine_client=client)
         self.health = HealthMiddleware(self._answer, self.steps, LIMIT_S)

@@ -18,7 +18,16 @@ from ragcache_engine.telemetry.request_records import (
     serve_records,
 )
 from ragcache_engine.telemetry.segment_outcomes import SegmentOutcome, SpanSource
+from ragcache_wire.clients import engine_client
 from ragcache_wire.clients.engine_client import EngineClient
+
+LIMIT_S = 60.0
+"""Deadline of calls that are answered, however slow the machine is."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "RECORD_TIMEOUT_S", LIMIT_S)
 
 
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
@@ -33,12 +42,12 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
         ),
     )
     records.put("slow", RequestRecord(miss="never stored", compute_is_faster=True))
-    assert (await client.request_record("slow")).miss == "computing is faster"
-    record = await client.request_record("r")
+    assert (await client.request_record("slow", LIMIT_S)).miss == "computing is faster"
+    record = await client.request_record("r", LIMIT_S)
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
     assert list(record.missing_chunks) == [2, 5]
     with pytest.raises(RagCacheError) as caught:
-        await client.request_record("other")
+        await client.request_record("other", LIMIT_S)
     assert isinstance(caught.value, NotFound)
     await client.close()
     server.stop(None).wait()
@@ -73,7 +82,7 @@ async def test_a_record_serves_the_outcome_of_each_segment() -> None:
         SegmentOutcome(30, 50, 0, 0, 0, None, blended=False, reason="evicted"),
     )
     records.put("r", RequestRecord(segments=segments))
-    cached, loaded, computed = (await client.request_record("r")).segments
+    cached, loaded, computed = (await client.request_record("r", LIMIT_S)).segments
     assert (cached.cached_tokens, cached.HasField("source")) == (10, False)
     assert (loaded.start, loaded.end, loaded.loaded_tokens, loaded.blended) == (10, 30, 20, True)
     assert (loaded.recomputed_tokens, loaded.source.tier, loaded.source.num_bytes) == (

@@ -32,7 +32,7 @@ SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat
 CPU = torch.device("cpu")
 PAGE = value_bytes(SPACE, PAGE_TOKENS)
 GPU, PINNED = Placement.GPU, Placement.PINNED
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def key(number: int) -> VariantKey:

@@ -259,7 +259,8 @@ def fetcher() -> Iterator[FetcherHarness]:
 
 
 def stored_with(precision: Precision, num_tokens: int, *, exact: bool = True) -> StoredValue:
-    value = torch.randn(2, 2, num_tokens, 1, 4).bfloat16()
+    generator = torch.Generator().manual_seed(num_tokens)
+    value = torch.randn(2, 2, num_tokens, 1, 4, generator=generator).bfloat16()
     layers = [layer.view(torch.uint8).numpy().reshape(-1) for layer in value]
     encoded = [encode_part(one, value_shape(SPACE), num_tokens, precision) for one in layers]
     raw = np.concatenate(encoded).data

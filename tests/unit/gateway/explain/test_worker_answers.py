@@ -17,6 +17,9 @@ from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.explain.schema import ExplainedPlan
 from ragcache_gateway.explain.worker_answers import MAX_ID_CHARACTERS, WorkerAnswers
 
+LIMIT_S = 60.0
+"""Time in which workers of one process answer each other, however slow the machine is."""
+
 PLAN = ExplainedPlan(engine="10.0.0.1:8000", order=[0], predicted_ms=None, next_best=None)
 
 
@@ -41,7 +44,7 @@ async def workers(
     async with AsyncExitStack() as stack:
         found = []
         for index, answers in enumerate(recent):
-            worker = WorkerAnswers(answers, folder, index)
+            worker = WorkerAnswers(answers, folder, index, timeout_s=LIMIT_S)
             await worker.start()
             stack.push_async_callback(worker.close)
             found.append(worker)
@@ -96,7 +99,7 @@ async def test_a_worker_that_does_not_answer_is_not_waited_for(short_folder: Pat
         with pytest.raises(Unavailable, match="workers"):
             await impatient.explain("chatcmpl-0")
         patient = WorkerAnswers(RecentAnswers(), short_folder, 3, timeout_s=600)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             assert (await patient.explain("chatcmpl-1")).id == "chatcmpl-1"
 
 
@@ -114,7 +117,7 @@ async def test_a_worker_that_has_ended_is_not_an_error(short_folder: Path) -> No
 
 @asynccontextmanager
 async def workers_of_index_one(folder: Path, recent: RecentAnswers) -> AsyncGenerator[None, None]:
-    worker = WorkerAnswers(recent, folder, 1)
+    worker = WorkerAnswers(recent, folder, 1, timeout_s=LIMIT_S)
     await worker.start()
     yield
     await worker.close()

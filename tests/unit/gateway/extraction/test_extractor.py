@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ragcache_core.documents.formats import DocumentFormat
@@ -14,12 +15,27 @@ from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_gateway.extraction.extractor import ExtractionLimit, TextExtractor
 from tests.helpers.document_files import HTML, docx, pdf
 
+LIMIT_S = 60.0
+
 
 @pytest.fixture
 async def extractor() -> AsyncGenerator[TextExtractor, None]:
     extractor = TextExtractor()
     yield extractor
     await extractor.close()
+
+
+def _readers_of(extractor: TextExtractor) -> list[psutil.Process]:
+    """Return the processes that read a document now: children of the extractor's own."""
+    running = [one._process for one in extractor._all if one._process is not None]
+    return [child for one in running for child in psutil.Process(one.pid).children()]
+
+
+def _works(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _environment_of(process: int) -> bytes:
@@ -135,11 +151,15 @@ async def test_a_cancelled_caller_ends_the_work() -> None:
     try:
         nested = b"<a>" * 2_000_000
         working = asyncio.create_task(extractor.extract(nested, DocumentFormat.HTML, "file"))
-        while not any(one._process for one in extractor._all):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(LIMIT_S):
+            while not (readers := _readers_of(extractor)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
+        async with asyncio.timeout(LIMIT_S):
+            while any(map(_works, readers)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         read = await extractor.extract(b"<p>short</p>", DocumentFormat.HTML, "file")
         assert read.text == "short"
     finally:

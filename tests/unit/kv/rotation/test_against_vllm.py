@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragcache_kv.codecs.numbers import BFLOAT16, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 280.0
 TOKENS, HEADS = 5, 2
 BFLOAT16_STEP = 2.0**-7  # between neighbours, of their size, at most
 LLAMA3 = {

@@ -47,7 +47,7 @@ from ragcache_kv.values import conversions
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_VALUE_BYTES = 1 << 30
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 # Imports numba, which is no part of any test's time.
 encoded_part_bytes(ValueShape(1, 1, 1, "bfloat16"), 1, Precision(Codec.INT8))

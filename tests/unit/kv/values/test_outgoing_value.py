@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.store_api import LEASE_S
+from ragcache_kv.values import outgoing_value
 from ragcache_kv.values.outgoing_value import (
     ANSWER_S,
     IncompleteValue,
@@ -19,21 +21,34 @@ from ragcache_kv.values.outgoing_value import (
     OutgoingValue,
     ReadyValue,
 )
-from tests.helpers.cachestore_parts import key, value, variant, whole
+from tests.helpers.cachestore_parts import ManualClock, key, value, variant, whole
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """The clock of the values' deadlines."""
+    clock = ManualClock(1000.0)
+    monkeypatch.setattr(outgoing_value, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 class Scripted(OutgoingValue):
     """Has the given numbers of parts ready at a time, and records the deadlines of its callers."""
 
-    def __init__(self, raw: bytes, came: Sequence[Sequence[int]], delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        raw: bytes,
+        came: Sequence[Sequence[int]],
+        compute: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(memoryview(raw))
         self._came = iter(came)
-        self._delay_s = delay_s
+        self._compute = compute
         self.deadlines: list[float] = []
 
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
         self.deadlines.append(deadline)
-        time.sleep(self._delay_s)
+        self._compute()
         return next(self._came)
 
     def wait_until_final(self, deadline: float) -> float:
@@ -70,31 +85,35 @@ def test_a_ready_value_is_one_run() -> None:
     )
 
 
-def test_time_is_left_for_the_replies_and_memory_is_reserved_for_a_lease_at_most() -> None:
+def test_time_is_left_for_the_replies_and_memory_is_reserved_for_a_lease_at_most(
+    clock: ManualClock,
+) -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
     for left_s, latest in ((10.0, 10 - ANSWER_S), (1.0, 0.8), (300.0, 300 - ANSWER_S)):
         outgoing = Scripted(b"abcd", [[1], [2]])
-        deadline = time.monotonic() + left_s
-        runs = OutgoingRuns(new, outgoing, deadline)
+        runs = OutgoingRuns(new, outgoing, clock.now + left_s)
         list(runs)
         runs.completion()
         first, second, last = outgoing.deadlines
-        assert first == pytest.approx(deadline - left_s + latest, abs=0.1)
-        assert second == last <= min(first, time.monotonic() + LEASE_S - ANSWER_S)
+        assert first == pytest.approx(clock.now + latest)
+        assert second == last == min(first, clock.now + LEASE_S - ANSWER_S)
 
 
-def test_a_slow_store_is_not_mistaken_for_a_slow_value() -> None:
+def test_a_slow_store_is_not_mistaken_for_a_slow_value(clock: ManualClock) -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
-    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
+    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]]), clock.now + 2)
     assert next(runs) == b"ab"
-    time.sleep(0.03)  # until the store has taken it
+    clock.now += 3  # until the store has taken it
     assert next(runs) == b"cd"
     assert runs.completion().checksums == (1, 2)
 
 
-def test_a_part_after_the_deadline_is_not_sent() -> None:
+def test_a_part_after_the_deadline_is_not_sent(clock: ManualClock) -> None:
+    def take_long() -> None:
+        clock.now += 3
+
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
-    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)
+    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]], take_long), clock.now + 2)
     with pytest.raises(IncompleteValue):
         next(runs)
 
