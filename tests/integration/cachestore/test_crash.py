@@ -50,8 +50,8 @@ DISK_BYTES = 8 << 30
 """Enough for all values, so that none is evicted."""
 
 MAX_VALUE_BYTES = 200_000
-START_TIMEOUT_S = 30.0
-TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def key(number: int) -> VariantKey:

@@ -246,7 +246,7 @@ def test_concurrent_requests_get_the_same_answers_as_single_ones(blends: Blends)
 
 
 def metric(blends: Blends, name: str, **labels: str) -> float:
-    lines = httpx.get(f"{blends.engine.url}/metrics", timeout=5).text.splitlines()
+    lines = httpx.get(f"{blends.engine.url}/metrics", timeout=60).text.splitlines()
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(
         float(line.rsplit(maxsplit=1)[1])
@@ -263,7 +263,7 @@ def test_metrics_count_the_tokens_of_a_load(blends: Blends) -> None:
     recomputations = metric(blends, "ragcache_engine_recompute_seconds_count")
     _, record = blends.blend(make_blend_prompt(2, 4, question="counted"), 0.25)
     assert record.recomputed_tokens == int(0.25 * (LENGTHS[2] + LENGTHS[4]))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while metric(blends, "ragcache_engine_recompute_seconds_count") == recomputations:
         assert time.monotonic() < deadline, "the recomputation is not counted"
         time.sleep(0.1)
@@ -315,18 +315,18 @@ def test_clients_that_disconnect_at_any_time_leave_no_blocks(blends: Blends) -> 
         body = _body(prompt, plan_blend(prompt, blends.space, "public", "left", 1.0).encode())
         with httpx.stream("POST", f"{blends.engine.url}/v1/completions", json=body, timeout=30):
             time.sleep(seconds)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while busy := blends.unfinished_requests():
         assert time.monotonic() < deadline, busy
         time.sleep(0.1)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while blends_usage(blends) > 0:
         assert time.monotonic() < deadline, "blocks are not free"
         time.sleep(0.1)
 
 
 def blends_usage(blends: Blends) -> float:
-    metrics = httpx.get(f"{blends.engine.url}/metrics", timeout=5).text.splitlines()
+    metrics = httpx.get(f"{blends.engine.url}/metrics", timeout=60).text.splitlines()
     [usage] = [line for line in metrics if line.startswith("vllm:kv_cache_usage_perc{")]
     return float(usage.rsplit(maxsplit=1)[1])
 

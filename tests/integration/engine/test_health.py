@@ -61,7 +61,7 @@ def test_health_fails_while_no_step_ends(tiny_model: Path, tmp_path: Path) -> No
     ) as engine:
 
         def health() -> int:
-            return httpx.get(f"{engine.url}/health", timeout=10).status_code
+            return httpx.get(f"{engine.url}/health", timeout=60).status_code
 
         def ask() -> None:
             tokens.append(len(complete(engine.url, [7] * 40, max_tokens=5).token_ids))
@@ -77,7 +77,7 @@ def test_health_fails_while_no_step_ends(tiny_model: Path, tmp_path: Path) -> No
             asking.start()
             assert health() == 200, "the limit has not passed"
             wait_until(lambda: health() == 503)
-            assert httpx.get(f"{engine.url}/v1/models", timeout=10).status_code == 200
+            assert httpx.get(f"{engine.url}/v1/models", timeout=60).status_code == 200
         finally:
             os.kill(worker, signal.SIGCONT)
         wait_until(lambda: health() == 200)

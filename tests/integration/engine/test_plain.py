@@ -77,7 +77,7 @@ class Plain:
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the engine has loaded since its start."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
         found = [line for line in lines if line.startswith("ragcache_engine_prompt_tokens_total")]
         loaded = [line for line in found if 'kind="computed"' not in line]
         return sum(int(float(line.rsplit(" ", 1)[1])) for line in loaded)

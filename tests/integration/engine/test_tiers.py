@@ -31,7 +31,7 @@ from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_
 
 pytestmark = pytest.mark.timeout(900)
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Tiered(Platform):
@@ -50,7 +50,7 @@ class Tiered(Platform):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with these labels."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.startswith(f"ragcache_engine_{name}")]
         return sum(

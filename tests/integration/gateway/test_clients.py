@@ -404,7 +404,7 @@ async def test_what_needs_state_or_other_tools_is_refused(
 @pytest.fixture
 async def http_client() -> AsyncGenerator[httpx.AsyncClient, None]:
     """LangChain closes no connections of its own."""
-    async with httpx.AsyncClient() as found:
+    async with httpx.AsyncClient(timeout=60) as found:
         yield found
 
 

@@ -65,7 +65,7 @@ class Fleet:
         }
 
     async def until(self, claim: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # A client can only poll.
             while not await claim():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -123,7 +123,9 @@ async def test_an_engine_without_ragcache_gets_no_plan_and_no_question_for_a_rec
         parts.config = parts.config.replace(engines=(EngineAddress("127.0.0.1", port),))
         gateway_port = await stack.enter_async_context(serving(parts.app()))
         client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway_port}", trust_env=False)
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{gateway_port}", trust_env=False, timeout=60
+            )
         )
         fleet = Fleet(client, parts.retriever, port)
         await fleet.until_ready("127.0.0.1")

@@ -15,7 +15,7 @@ from ragcache_gateway.pipeline import captures, engine_request, prompt
 from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
 from tests.helpers.gateway_fakes import world
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """No test waits as long, unless the event loop is blocked."""
 
 

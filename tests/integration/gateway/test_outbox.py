@@ -255,7 +255,7 @@ async def test_a_change_that_was_not_interrupted_leaves_no_kv_and_an_empty_outbo
     assert platform.stored(keys) == []
     client = RetrieverClient(platform.retriever_address)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await client.claim_deletes(10)).unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:

@@ -42,7 +42,7 @@ async def put(gateway: World, name: str, text: str = "") -> None:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -132,7 +132,7 @@ async def test_only_engines_that_run_ragcache_compute_ahead(tiny_model: Path) ->
                 status = (await gateway.client.get("/v1/status")).json()
                 return sum(one["ready"] for one in status["parts"]["engine"]["endpoints"])
 
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await num_ready() < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             for number in range(4):  # engines take turns
@@ -168,7 +168,7 @@ async def test_chunks_are_computed_in_sequences_and_the_first_ones_again_at_the_
 
 
 async def until_computed(gateway: World, count: int, outcome: str = "computed") -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         outcomes = await counted(gateway, "precomputed_chunks_total")
         if sum(value for name, value in outcomes.items() if f'"{outcome}"' in name) == count:
@@ -280,7 +280,7 @@ async def test_a_chunk_that_the_engine_refuses_does_not_block_the_next(tiny_mode
         gateway.engine.refuse = (400, {"error": {"message": "too long"}})
         await put(gateway, "a.md")
         refused: dict[str, float] = {}
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not any("refused" in name for name in refused):
             assert time.monotonic() < deadline
             refused = await counted(gateway, "precomputed_chunks_total")
@@ -458,7 +458,7 @@ async def test_a_chunk_that_makes_engines_fail_is_abandoned(tiny_model: Path) ->
         gateway.engine.drop_after = 0
         await put(gateway, "a.md")
         outcomes: dict[str, float] = {}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any("failed" in name for name in outcomes):
             assert time.monotonic() < deadline
             outcomes = await counted(gateway, "precomputed_chunks_total")
@@ -482,7 +482,7 @@ async def test_an_abandoned_chunk_gets_as_many_attempts_the_next_time(
         for times, name in enumerate(("a.md", "b.md"), start=1):
             await put(gateway, name, "A text that both have.")
             failed: list[float] = []
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while failed != [times]:
                 assert time.monotonic() < deadline
                 outcomes = await counted(gateway, "precomputed_chunks_total")
@@ -545,7 +545,7 @@ async def test_under_exact_the_first_document_is_computed(tiny_model: Path) -> N
         for _ in range(3):  # a chunk that was computed once needs more misses
             await gateway.ask()
         stored: list[float] = []
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not stored:
             assert time.monotonic() < deadline
             outcomes = await counted(gateway, "precomputed_chunks_total")
@@ -622,7 +622,7 @@ async def test_a_chunk_that_the_engine_evicts_between_requests_is_abandoned(
     gateway.engine.reports_cached = False
     await put(gateway, "a.md", LONG)
     outcomes: dict[str, float] = {}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not outcomes:
         assert time.monotonic() < deadline
         outcomes = await counted(gateway, "precomputed_chunks_total")
@@ -693,7 +693,7 @@ async def test_a_busy_engine_does_not_count_as_failed(
         gateway.engine.prefill = None
         waiting.set()
         outcomes: dict[str, float] = {}
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not outcomes:
             assert time.monotonic() < deadline
             outcomes = await counted(gateway, "precomputed_chunks_total")

@@ -42,7 +42,7 @@ async def test_the_process_runs_without_the_other_components_and_stops_cleanly(
     process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
     try:
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", trust_env=False
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
         ) as client:
             await until_it_answers(client)
             assert (await client.get("/readyz")).json() == {"status": "ready"}
@@ -66,7 +66,7 @@ async def test_the_process_runs_without_the_other_components_and_stops_cleanly(
 
 
 async def until_it_refuses_connections(port: int) -> None:
-    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
+    async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False, timeout=60) as client:
         while True:
             try:
                 await client.get(f"http://127.0.0.1:{port}/healthz")

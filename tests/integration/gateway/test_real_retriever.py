@@ -155,7 +155,7 @@ async def test_a_backup_brings_all_documents_to_another_retriever(
         assert not target.restarts.is_set()
         reply = await target.world.client.post("/v1/restore", content=file)
         assert reply.json() == {"object": "backup.restored", "documents": 20}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await target.restarts.wait()
     async with AsyncExitStack() as stack:
         restarted = await start(stack, other, tiny_model)

@@ -79,7 +79,7 @@ async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

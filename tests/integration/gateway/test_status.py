@@ -21,7 +21,7 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
 
 
 async def until(gateway: World, status: int) -> httpx.Response:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         # A client can only poll.
         while (response := await gateway.client.get("/v1/status")).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -138,7 +138,9 @@ async def test_an_unreachable_shard_is_named_and_the_others_are_summed(tiny_mode
         gateway.config = gateway.config.replace(cachestore=members)
         async with (
             serving(gateway.app()) as port,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
+            ) as client,
         ):
             answer = (await client.get("/v1/cache")).json()
             document = {"id": "a", "text": "Old."}

@@ -61,7 +61,7 @@ from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from tests.helpers.cachestore_parts import whole
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 MIB = 1 << 20
 
 R = TypeVar("R")

@@ -54,7 +54,7 @@ async def put(
 async def delete_collection(client: RetrieverClient, name: str) -> pb.DeleteCollectionReply:
     try:
         request = pb.DeleteCollectionRequest(name=name)
-        return await client._stub.DeleteCollection(request, timeout=10)
+        return await client._stub.DeleteCollection(request, timeout=60)
     except grpc.RpcError as error:
         raise from_rpc_error("retriever", error) from error
 

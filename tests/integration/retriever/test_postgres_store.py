@@ -30,7 +30,7 @@ from tests.helpers.stored_documents import (
     version_of,
 )
 
-LIMIT_S = 30
+LIMIT_S = 60
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ async def services(address: str) -> set[str]:
     async with grpc.aio.insecure_channel(address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        async for reply in stub.ServerReflectionInfo(iter([request]), timeout=10):
+        async for reply in stub.ServerReflectionInfo(iter([request]), timeout=60):
             return {service.name for service in reply.list_services_response.service}
     return set()
 
@@ -162,7 +162,7 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
         assert found == min(1000, info.chunks)
         assert (await best(client, "spacecraft above our planet"))[0] == "orbit"
 
-        async with httpx.AsyncClient(trust_env=False) as kubelet:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as kubelet:
             assert (await kubelet.get(f"http://{health}/healthz")).status_code == 200
             assert (await kubelet.get(f"http://{health}/readyz")).status_code == 200
 
@@ -241,7 +241,7 @@ async def test_a_damaged_file_is_restored_without_a_loop_of_failing_starts(
     process = await start(env)
     try:
         port = (await log_line(process, r"listening on port (\d+)"))[1]
-        async with httpx.AsyncClient(trust_env=False) as kubelet:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as kubelet:
             assert (await kubelet.get(f"http://{health}/healthz")).status_code == 200
             unready = await kubelet.get(f"http://{health}/readyz")
         assert unready.status_code == 503

@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1:0"
 
 
 async def ask(health: HealthServer, path: str, method: str = "GET") -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await client.request(method, f"http://127.0.0.1:{health.port}{path}")
 
 
@@ -110,7 +110,9 @@ def test_a_thread_serves_metrics_alone() -> None:
     registry = MetricRegistry("cachestore")
     serving = MetricsThread(LOOPBACK, registry.collectors)
     serving.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{serving.port}", trust_env=False) as client:
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{serving.port}", trust_env=False, timeout=60
+    ) as client:
         accept = {"accept": "application/openmetrics-text;version=1.0.0"}
         assert client.get("/metrics", headers=accept).text.endswith("# EOF\n")
         assert client.get("/healthz").status_code == 404
