@@ -122,10 +122,14 @@ async def test_a_missing_reader_names_the_extra(
 
 
 async def test_a_document_over_a_limit_is_refused_and_the_next_one_is_read() -> None:
-    nested = b"<a>" * 200_000
+    nested = b"<a>" * 2_000_000  # takes seconds and a GiB on any machine
     wide = b"<p>word</p>" * 20_000
     cases = [
-        (ExtractionLimit(base_cpu_s=1, cpu_s_per_mib=0), nested, "of CPU time to read"),
+        (
+            ExtractionLimit(base_cpu_s=0.9, cpu_s_per_mib=0, memory_bytes=4 << 30),
+            nested,
+            "of CPU time to read",
+        ),
         (ExtractionLimit(memory_bytes=1 << 20), wide, "of memory to read"),
         (ExtractionLimit(wall_s=0.5), nested, "takes more than 0.5 s to read"),
     ]
