@@ -58,7 +58,7 @@ class Platform:
             env={**os.environ, "RAGCACHE_GATEWAY": self.url, "NO_COLOR": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert done.returncode == status, done.stdout + done.stderr
@@ -344,7 +344,7 @@ def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
         replies.append(platform.post(question.text))
     killer.join()
     assert [reply.status_code for reply in replies] == [200] * len(questions)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while platform.ask(questions[0].text)["ragcache"]["cache"]["miss"]:
         assert time.monotonic() < deadline, "the store did not come back"
         time.sleep(0.5)
@@ -352,7 +352,7 @@ def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
 
 def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> None:
     platform.kill("retriever")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while (reply := platform.post(platform.singles()[0].text)).status_code != 200:
         assert reply.status_code == 503, reply.text
         assert time.monotonic() < deadline, "the retriever did not come back"

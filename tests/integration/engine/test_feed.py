@@ -38,6 +38,9 @@ pytestmark = pytest.mark.timeout(900)
 # 13 blocks of 128 tokens, and one that stays free. A prompt takes six.
 BLOCKS = ("--num-gpu-blocks-override", "14", "--max-num-batched-tokens", "384")
 
+MARKER = assemble(range(100), [range(100, 150)], range(150, 160))
+"""A prompt of two blocks, so that it evicts one block at most."""
+
 
 @dataclass
 class Fed:
@@ -162,8 +165,10 @@ async def test_blocks_that_others_cannot_find_are_not_told(fed: Fed) -> None:
         request = fed.ask(turned, blend=True)
         assert fed.engine is not None
         record = await asyncio.to_thread(record_of, fed.engine, request)
-        fed.ask(blended)  # a later step has told all of the earlier ones
         assert record.blended_tokens > 0
+        # Changes arrive in order, so those of the steps before the marker's have arrived, too.
+        fed.ask(MARKER)
+        await until(lambda: view.tiers.get(fed.nodes(MARKER)[-1]) == "device")
         own = [key for key in fed.nodes(turned) if key not in fed.nodes(blended)]
         assert not {key for key in own if view.tiers.get(key) == "device"}
         source = view.follower.source

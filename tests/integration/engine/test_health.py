@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -26,9 +27,10 @@ def worker_of(server: int) -> int:
     """Return the worker process below vLLM's server."""
     parents, names = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        pid, _, rest = stat.read_text().partition(" (")
-        names[int(pid)], _, fields = rest.rpartition(") ")
-        parents[int(pid)] = int(fields.split()[1])
+        with contextlib.suppress(OSError):  # processes of other tests end meanwhile
+            pid, _, rest = stat.read_text().partition(" (")
+            names[int(pid)], _, fields = rest.rpartition(") ")
+            parents[int(pid)] = int(fields.split()[1])
 
     def is_below(pid: int) -> bool:
         while pid in parents and pid != server:

@@ -33,6 +33,8 @@ from tests.integration.engine.test_vllm import Platform
 pytestmark = pytest.mark.timeout(900)
 
 WAIT_S = 60.0
+ANSWER_S = 400.0
+"""An answer may come after hundreds of steps."""
 BLOCK = 128
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 2
 """Layers, keys and values, KV heads, head_dim, bytes of bfloat16."""
@@ -100,7 +102,7 @@ class Interrupted(Platform):
         }
         if plan is not None:
             body["kv_transfer_params"] = {"ragcache": plan.encode()}
-        connection = http.client.HTTPConnection(urlsplit(self.engine.url).netloc, timeout=WAIT_S)
+        connection = http.client.HTTPConnection(urlsplit(self.engine.url).netloc, timeout=ANSWER_S)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         try:

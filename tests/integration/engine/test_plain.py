@@ -64,7 +64,7 @@ class Plain:
 
     def wait_until_stored(self, prompt: Sequence[int], salt: str | None = None) -> None:
         """Wait: values are saved after the answer."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self.is_stored(prompt, salt):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)

@@ -143,7 +143,7 @@ class Reader:
         Before the decision, every SAMPLE_UNDECIDED_EVERY-th question is tried.
         """
         answers: list[Any] = []
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         for number in range(1, MIN_QUESTIONS + 1):
             for _ in range(SAMPLE_UNDECIDED_EVERY):
                 answers.append(await self.ask(*self.pick()))

@@ -13,7 +13,7 @@ import pytest
 
 from ragcache_core.blend.chunk_shift import SHIFT_FACTOR
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 ROUNDING = 0.01
 """Relative error of sums in another order. bfloat16 has about three decimal digits."""

@@ -48,7 +48,7 @@ def test_an_engine_that_does_not_fit_ends_with_sizes_and_fix(tmp_path: Path) -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == INSUFFICIENT_MEMORY_EXIT_CODE, done.stderr
     assert "vllm" not in done.stderr

@@ -94,7 +94,7 @@ def test_computed_values_are_loaded_from_the_tiers(tiered: Tiered) -> None:
     computed, _ = tiered.ask_uncached(prompt)
     tiered.wait_until_stored(prompt)
     client = StoreClient(tiered.store.address)
-    uses = client.stats().reported_uses
+    uses = client.stats(WAIT_S).reported_uses
     loaded, record = tiered.ask_uncached(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert record.loaded_bytes == sum(map(len, tiered.values(prompt)))
@@ -104,7 +104,7 @@ def test_computed_values_are_loaded_from_the_tiers(tiered: Tiered) -> None:
     held = tiered.metric("tier_bytes", tier="host") + tiered.metric("tier_bytes", tier="device")
     assert held >= record.loaded_bytes
     # The engine reports these uses to the store, which served none of them.
-    tiered.wait_until(lambda: client.stats().reported_uses >= uses + 5)
+    tiered.wait_until(lambda: client.stats(WAIT_S).reported_uses >= uses + 5)
     client.close()
 
 
@@ -155,7 +155,7 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_needed(tmp_path: Path)
             new = NewVariant(
                 *(span.variant, stored.info, origin, stored.shape, sizes, stored.value_format)
             )
-            client.put(new, ReadyValue.with_checksums(stored.value, sizes), 10.0)
+            client.put(new, ReadyValue.with_checksums(stored.value, sizes), WAIT_S)
         job = LoadJob("first", wanted, 0, 131, BLOCKS, "tenant")
         assert worker.load(job).values_by_tier == {"store": 3}
         tiers = worker.connector._tiers

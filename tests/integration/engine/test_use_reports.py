@@ -37,6 +37,15 @@ def eventually(claim: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def settings_for(served: ServedStore, min_load_tokens: int) -> EngineSettings:
+    return EngineSettings(
+        cachestore=FixedMembers((served.address,)),
+        lookup_wait_s=TIMEOUT_S,
+        lookup_deadline_s=TIMEOUT_S,
+        min_load_tokens=min_load_tokens,
+    )
+
+
 def put(served: ServedStore, key: VariantKey, num_tokens: int) -> None:
     raw = value(PAGE)
     info = VariantInfo(num_tokens, PAGE, 0, Provenance(exact=True), Precision())
@@ -60,9 +69,7 @@ def test_a_variant_hit_only_in_vllms_prefix_cache_survives_pressure(tmp_path: Pa
     cold = [VariantKey(bytes([n]) * 16, bytes(16)) for n in range(1, 5)]
     with serving(tmp_path, policy="lru", memory_bytes=16 * PAGE, disk_bytes=16 * PAGE) as served:
         client = ShardedStore(FixedMembers((served.address,)))
-        settings = EngineSettings(
-            cachestore=FixedMembers((served.address,)), lookup_wait_s=5.0, min_load_tokens=16
-        )
+        settings = settings_for(served, min_load_tokens=16)
         scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
@@ -75,7 +82,7 @@ def test_a_variant_hit_only_in_vllms_prefix_cache_survives_pressure(tmp_path: Pa
         for number in range(100, 109):
             put(served, VariantKey(bytes([number]) * 16, bytes(16)), 256)
         wants = [LookupKey.for_variant(key) for key in (*hot, *cold)]
-        found = [bool(one.stored) for one in served.client.lookup(wants).variants]
+        found = [bool(one.stored) for one in served.client.lookup(wants, TIMEOUT_S).variants]
         assert all(found[: len(hot)])
         assert not all(found[len(hot) :])  # which were put later
         scheduler.close()
@@ -85,9 +92,7 @@ def test_a_variant_that_is_computed_although_it_is_stored_is_a_use(tmp_path: Pat
     """For instance if loading it was predicted to be slower."""
     with serving(tmp_path) as served:
         client = ShardedStore(FixedMembers((served.address,)))
-        settings = EngineSettings(
-            cachestore=FixedMembers((served.address,)), lookup_wait_s=5.0, min_load_tokens=LENGTH
-        )
+        settings = settings_for(served, min_load_tokens=LENGTH)
         scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
@@ -110,9 +115,7 @@ def test_a_request_reports_only_what_it_has_computed_until_it_ends(
 ) -> None:
     with serving(tmp_path) as served:
         client = ShardedStore(FixedMembers((served.address,)))
-        settings = EngineSettings(
-            cachestore=FixedMembers((served.address,)), lookup_wait_s=5.0, min_load_tokens=LENGTH
-        )
+        settings = settings_for(served, min_load_tokens=LENGTH)
         scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)

@@ -568,7 +568,7 @@ def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
     """Return whether a shard has written all keys to its disk."""
     client = StoreClient(address)
     try:
-        return client.stats().disk_bytes >= sum(len(raw_of(wanted)) for wanted in keys)
+        return client.stats(TIMEOUT_S).disk_bytes >= sum(len(raw_of(wanted)) for wanted in keys)
     finally:
         client.close()
 
@@ -597,19 +597,20 @@ def test_a_hot_variant_gets_a_copy_that_serves_for_its_owner(tmp_path: Path) -> 
         hot, raw = KEYS[0], value(8 * MIB)
         assert put(store, hot, raw) is PutOutcome.STORED
         owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
-        deadline = time.monotonic() + 60
-        while not store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].copies:
+        wants = [LookupKey.for_variant(hot)]
+        deadline = time.monotonic() + 120
+        while not store.lookup(wants, TIMEOUT_S).by_key()[hot].copies:
             assert time.monotonic() < deadline, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
-        assert store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].copies == (second,)
+        assert store.lookup(wants, TIMEOUT_S).by_key()[hot].copies == (second,)
         shards.kill(owner)
         eventually(lambda: values(store, [hot], 5.0) == [raw])
-        assert hot in store.lookup([LookupKey.for_variant(hot)]).by_key()
+        assert hot in store.lookup(wants, TIMEOUT_S).by_key()
         assert values(store, [hot]) == [raw]
         result = store.delete(deletion(hot.chunk))
         assert owner in result.unacknowledged
         assert values(store, [hot]) == [Miss.LOST]
         shards.restart(owner)
-        eventually(lambda: owner in store.lookup([LookupKey.for_variant(hot)]).as_of)
+        eventually(lambda: owner in store.lookup(wants, TIMEOUT_S).as_of)
         assert values(store, [hot]) == [Miss.DELETED]
