@@ -47,7 +47,4 @@ def test_the_demo_answers_cold_from_the_store_and_blended(tmp_path: Path) -> Non
     assert figures["questions"] == len(QUESTIONS)
     assert figures["mixed_questions"] == 1
     assert figures["warm_loaded_tokens"] > 1000
-    # How much sooner the answers start depends on what else the machine does meanwhile.
-    assert figures["warm_ratio"] == pytest.approx(
-        figures["cold_ms"] / figures["warm_ms"], abs=0.02, rel=0.01
-    )
+    assert figures["warm_ratio"] > 1.5
