@@ -197,3 +197,18 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
                 status = await client.status()
         await knowledge_base.upsert("team", page("banana"))
         assert {one.num_vectors for one in await knowledge_base.indexes()} == {1}
+
+
+async def test_an_index_that_cannot_be_opened_delays_no_other_one(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up, "MAX_PAUSE_S", 0.1)
+    async with loaded(tmp_path, tiny_model) as knowledge_base:
+        await knowledge_base.upsert("default", page("apple"))
+        refused = fail(monkeypatch, SegmentedIndexes, "open", times=1_000_000)
+        await knowledge_base.put_collection("team", CollectionSettings())
+        fail(monkeypatch, SegmentedIndex, "apply", times=1)
+        await knowledge_base.upsert("default", page("banana"))
+        await until_found(knowledge_base, "banana")
+        assert await found(knowledge_base, "apple")
+        assert len(refused) > 1, "it was tried again"

@@ -65,7 +65,13 @@ class ItemTask:
     async def _run(self) -> None:
         while True:
             self._has_work.clear()
-            items = self._items()
+            try:
+                items = self._items()
+            except Exception:
+                # A defect must not end the task for the life of the process.
+                log.exception("%s: items not listed", self._name)
+                await asyncio.sleep(FAILURE_PAUSE_S)
+                continue
             for item in items:
                 await self._try(item)
             for item in self._retry_at_s.keys() - items:

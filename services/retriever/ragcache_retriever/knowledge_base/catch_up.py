@@ -49,15 +49,21 @@ class IndexCatchUp:
     async def _run(self) -> None:
         pause_s = MIN_PAUSE_S
         while True:
-            if await attempted(log, "index: still behind", self._step()):
+            if await self._step():
                 pause_s = MIN_PAUSE_S
                 await asyncio.sleep(PERIOD_S)
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """Try each index, so that one that fails delays no other. Return whether all succeeded."""
+        results = []
         if self._collections.is_stale:
-            await self._threads.write(self._collections.reload)
+            reloading = self._threads.write(self._collections.reload)
+            results.append(await attempted(log, "index: not open", reloading))
         for generation in self._indexes.behind():
-            await run(self._thread, self._indexes.catch_up, generation)
+            catching_up = run(self._thread, self._indexes.catch_up, generation)
+            failure = f"index: still behind generation={generation}"
+            results.append(await attempted(log, failure, catching_up))
+        return all(results)

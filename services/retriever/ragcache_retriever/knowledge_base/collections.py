@@ -87,7 +87,8 @@ class CollectionSet:
 
     def all(self) -> list[StoredCollection]:
         """Return all collections by name, those that are being deleted, too."""
-        return [self._stored[name] for name in sorted(self._stored)]
+        stored = self._stored  # the writer's thread may replace it
+        return [stored[name] for name in sorted(stored)]
 
     def serving(self, name: str) -> Generation:
         """Return the generation that a search uses. Raises NotFound."""

@@ -234,9 +234,14 @@ class HybridRanking:
             self._threads.submit(self._save)
 
     def _save(self) -> None:
-        if self._learned is not None:
+        if self._learned is None:
+            return
+        try:
             with self._save_lock:
                 write_learned(self._learned, self._finalities.to_json())
+        except Exception:
+            # The thread has no caller, and a search does not need what was saved.
+            log.exception("search: estimates not saved file=%s", self._learned)
 
     def _ranked(
         self, running: _HybridSearch, stage: IndexStage | None, *, is_final: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,8 +24,29 @@ async def store_copy(folder: Path, parts: AsyncIterator[bytes], epoch: int) -> N
         InvalidInput: It is damaged, not complete, or not of this writer.
         Unavailable: It could not be written.
     """
+    # A task of its own that is cancelled once at most, so it can remove what it has stored.
+    storing = asyncio.create_task(_store(folder, parts, epoch))
     try:
-        incoming = await asyncio.to_thread(IncomingCopy, folder, COPY_READY, epoch)
+        await asyncio.shield(storing)
+    except asyncio.CancelledError:
+        storing.cancel()
+        while not storing.done():
+            with contextlib.suppress(asyncio.CancelledError):  # callers can cancel more than once
+                await asyncio.wait((storing,))
+        if not storing.cancelled() and storing.exception() is None:  # it had ended already
+            (folder / COPY_READY).unlink(missing_ok=True)
+        raise
+
+
+async def _store(folder: Path, parts: AsyncIterator[bytes], epoch: int) -> None:
+    opening = asyncio.create_task(asyncio.to_thread(IncomingCopy, folder, COPY_READY, epoch))
+    try:
+        incoming = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait((opening,))  # its thread goes on after a cancellation
+        if opening.exception() is None:
+            await asyncio.to_thread(opening.result().discard)
+        raise
     except OSError as error:
         raise Unavailable("retriever", f"a copy cannot be stored: {error}", 5.0) from error
     finishing: asyncio.Task[int] | None = None

@@ -82,6 +82,23 @@ async def test_a_failed_item_is_tried_until_it_succeeds(
     assert sorted(work.failed) == ["a", "a", "b", "b"]
 
 
+async def test_items_that_cannot_be_listed_are_listed_again(
+    work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    errors = [KeyError("it was deleted meanwhile")]
+
+    def items() -> list[str]:
+        if errors:
+            raise errors.pop()
+        return work.items
+
+    work.task = ItemTask("work", items, work._work_on)
+    await work.run()
+    assert work.done == ["a", "b", "c"]
+    assert "work: items not listed" in caplog.text
+
+
 async def test_an_item_that_vanished_is_not_waited_for(work: Work) -> None:
     work.errors = {"a": [Unavailable("disk", "it is full", retry_after_s=3600)]}
     work.task.start()

@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragcache_core.errors import InvalidInput
+from ragcache_retriever.replication import copies
 from ragcache_retriever.replication.copies import store_copy
 from ragcache_retriever.replication.epoch import start_epoch
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -51,8 +53,9 @@ async def test_a_copy_of_an_earlier_writer_is_refused(content: bytes, tmp_path: 
     assert left_in(folder) == []
 
 
+@pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_copy_is_gone_although_its_last_step_ended(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     folder = tmp_path / "follower"
     folder.mkdir()
@@ -68,9 +71,37 @@ async def test_a_cancelled_copy_is_gone_although_its_last_step_ended(
     monkeypatch.setattr(IncomingCopy, "finish", slow_finish)
     storing = asyncio.create_task(store_copy(folder, parts_of(content), EPOCH))
     assert await asyncio.to_thread(has_finished.wait, 30)
+    for _ in range(times):
+        storing.cancel()
+        for _ in range(5):  # until it waits for the thread again
+            await asyncio.sleep(0)
+    may_return.set()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    assert left_in(folder) == []
+
+
+async def test_a_copy_that_is_cancelled_as_it_begins_hinders_no_later_one(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "follower"
+    folder.mkdir()
+    has_opened, may_return = threading.Event(), threading.Event()
+
+    def slow_open(*args: Any) -> IncomingCopy:
+        incoming = IncomingCopy(*args)
+        has_opened.set()
+        assert may_return.wait(30)
+        return incoming
+
+    monkeypatch.setattr(copies, "IncomingCopy", slow_open)
+    storing = asyncio.create_task(store_copy(folder, parts_of(content), EPOCH))
+    assert await asyncio.to_thread(has_opened.wait, 30)
     storing.cancel()
     await asyncio.sleep(0)
     may_return.set()
     with pytest.raises(asyncio.CancelledError):
         await storing
     assert left_in(folder) == []
+    await store_copy(folder, parts_of(content), EPOCH)
+    assert left_in(folder) == [COPY_READY]

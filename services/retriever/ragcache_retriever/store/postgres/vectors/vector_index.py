@@ -173,6 +173,9 @@ class PgvectorIndex:
         except RagCacheError as error:
             # The next check tries again; until then a search reads more vectors.
             log.warning("index: not built generation=%d error=%s", self._generation, error)
+        except Exception:
+            # The thread has no caller that could see it.
+            log.exception("index: not built generation=%d", self._generation)
 
 
 _Part = tuple[list[tuple[int, float]], float, int, bool]
