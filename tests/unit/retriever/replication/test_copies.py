@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -53,55 +54,52 @@ async def test_a_copy_of_an_earlier_writer_is_refused(content: bytes, tmp_path: 
     assert left_in(folder) == []
 
 
+class HeldStep:
+    """A step of a copy whose thread has done its work and does not return yet."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._is_done, self._may_return = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any) -> Any:
+        result = self._step(*args)
+        self._is_done.set()
+        assert self._may_return.wait(30)
+        return result
+
+    async def cancel(self, storing: asyncio.Task[None], times: int) -> None:
+        """Cancel the copy during the step, and wait for its end."""
+        assert await asyncio.to_thread(self._is_done.wait, 30)
+        for _ in range(times):
+            storing.cancel()
+            for _ in range(5):  # until it waits for the thread again
+                await asyncio.sleep(0)
+        self._may_return.set()
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+
+
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_copy_is_gone_although_its_last_step_ended(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     folder = tmp_path / "follower"
     folder.mkdir()
-    has_finished, may_return = threading.Event(), threading.Event()
-    finish = IncomingCopy.finish
-
-    def slow_finish(incoming: IncomingCopy) -> int:
-        num_documents = finish(incoming)
-        has_finished.set()
-        assert may_return.wait(30)
-        return num_documents
-
-    monkeypatch.setattr(IncomingCopy, "finish", slow_finish)
-    storing = asyncio.create_task(store_copy(folder, parts_of(content), EPOCH))
-    assert await asyncio.to_thread(has_finished.wait, 30)
-    for _ in range(times):
-        storing.cancel()
-        for _ in range(5):  # until it waits for the thread again
-            await asyncio.sleep(0)
-    may_return.set()
-    with pytest.raises(asyncio.CancelledError):
-        await storing
+    held = HeldStep(IncomingCopy.finish)
+    monkeypatch.setattr(IncomingCopy, "finish", partialmethod(held))
+    await held.cancel(asyncio.create_task(store_copy(folder, parts_of(content), EPOCH)), times)
     assert left_in(folder) == []
 
 
+@pytest.mark.parametrize("times", [1, 3])
 async def test_a_copy_that_is_cancelled_as_it_begins_hinders_no_later_one(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     folder = tmp_path / "follower"
     folder.mkdir()
-    has_opened, may_return = threading.Event(), threading.Event()
-
-    def slow_open(*args: Any) -> IncomingCopy:
-        incoming = IncomingCopy(*args)
-        has_opened.set()
-        assert may_return.wait(30)
-        return incoming
-
-    monkeypatch.setattr(copies, "IncomingCopy", slow_open)
-    storing = asyncio.create_task(store_copy(folder, parts_of(content), EPOCH))
-    assert await asyncio.to_thread(has_opened.wait, 30)
-    storing.cancel()
-    await asyncio.sleep(0)
-    may_return.set()
-    with pytest.raises(asyncio.CancelledError):
-        await storing
+    held = HeldStep(IncomingCopy)
+    monkeypatch.setattr(copies, "IncomingCopy", held)
+    await held.cancel(asyncio.create_task(store_copy(folder, parts_of(content), EPOCH)), times)
     assert left_in(folder) == []
     await store_copy(folder, parts_of(content), EPOCH)
     assert left_in(folder) == [COPY_READY]
