@@ -72,6 +72,10 @@ class PagedCache:
                 block_size,
                 kernel.block_size,
             )
+        self._last_table: tuple[list[int], torch.Tensor] = (
+            [],
+            torch.empty(0, dtype=torch.int64, device=device),
+        )
         self._packings = _probe_packing(self.layers[0], kernel) if device.type == "cpu" else None
 
     @property
@@ -201,7 +205,7 @@ class PagedCache:
             blocks: The request's block table.
             positions: int64, on the CPU.
         """
-        table = torch.tensor(self._kernel_blocks(blocks))
+        table = torch.tensor(self._kernel_blocks(blocks), dtype=torch.int64)
         return table[positions // self._kernel_size], positions % self._kernel_size
 
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
@@ -222,15 +226,29 @@ class PagedCache:
             return tokens
         size = self._kernel_size
         first = start // size
-        table = torch.tensor(self._kernel_blocks(blocks)[first : -(-end // size)])
+        table = self._uploaded(self._kernel_blocks(blocks)[first : -(-end // size)])
         halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
         tokens = (
-            halves[table.to(self.device)]
+            halves[table]
             .transpose(1, 2)
             .reshape(-1, shape.num_kv_heads, shape.head_dim)
         )
         inside: torch.Tensor = tokens[start - first * size : end - first * size]
         return inside
+
+    def _uploaded(self, table: list[int]) -> torch.Tensor:
+        """Return a block table on the device; int64.
+
+        All layers of a value are read by the same table. So only the first one uploads it, and from
+        pinned memory: a GPU's queue would have to run empty first for a copy from other memory.
+        """
+        known, uploaded = self._last_table
+        if known != table:
+            uploaded = torch.tensor(table, dtype=torch.int64)
+            if self.device.type == "cuda":
+                uploaded = uploaded.pin_memory().to(self.device, non_blocking=True)
+            self._last_table = table, uploaded
+        return uploaded
 
 
 def cut_blocks(blocks: Sequence[int], per_block: int) -> list[int]:

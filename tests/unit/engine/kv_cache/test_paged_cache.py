@@ -132,6 +132,28 @@ class StridedLayer:
             kv_cache[block, :, offset, DIM:] = value[token]
 
 
+@pytest.mark.parametrize("start", [0, BLOCK, BLOCK + 5])
+def test_a_device_reads_no_tokens_at_all(start: int) -> None:
+    """As the first chunk of a prompt is observed: there is no other chunk before it."""
+    layers = {"layer": FakeLayer(BESIDE, torch.float32)}
+    cache = PagedCache(layers, torch.device("cpu"))
+    cache._packings = None  # as on a device
+    for tokens in cache.layer(0, [5, 2, 7], start, start):
+        assert tokens.shape == (0, HEADS, DIM)
+
+
+def test_a_device_reads_each_block_table_that_it_is_asked_for() -> None:
+    layers = {"layer": FakeLayer(BESIDE, torch.float32)}
+    cache = PagedCache(layers, torch.device("cpu"))
+    cache._packings = None  # as on a device
+    value = torch.randn(1, 2, 2 * BLOCK, HEADS, DIM)
+    cache.write(value, cache.slots([5, 2], 0, 2 * BLOCK))
+    for blocks, first in (([5], 0), ([2], BLOCK), ([5], 0)):
+        expected = value[0, 0, first : first + BLOCK]
+        assert torch.equal(cache.keys(0, blocks, 0, BLOCK), expected)
+
+
+
 @pytest.mark.parametrize("axes", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BNLHC"])
 def test_a_device_reads_memory_whose_axes_are_permuted(axes: str) -> None:
     sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * DIM}
