@@ -19,8 +19,10 @@ from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 DTYPE = torch.bfloat16
 THETA = 500_000.0
-BLOCK_TOKENS = 64
-SPARE_BLOCKS = 8
+BLOCK_TOKENS = 16
+"""As vLLM's default on GPUs."""
+
+SPARE_BLOCKS = 32
 VOCABULARY = 4096
 MAX_TOKENS = 8192
 MAX_RUNS = 256
@@ -54,8 +56,9 @@ class Attention:
     """An attention layer with its cache, as the plugin knows vLLM's."""
 
     def __init__(self, shape: Shape, num_blocks: int, device: torch.device) -> None:
-        size = (num_blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_dim)
-        self.kv_cache = torch.zeros(size, dtype=DTYPE, device=device)
+        size = (num_blocks, BLOCK_TOKENS, shape.kv_heads, 2 * shape.head_dim)
+        # A token's heads are next to each other, behind a view in vLLM's logical order.
+        self.kv_cache = torch.zeros(size, dtype=DTYPE, device=device).transpose(1, 2)
         self.scale = shape.head_dim**-0.5
         self.impl = self
 

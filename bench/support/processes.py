@@ -111,8 +111,10 @@ class Service:
             time.sleep(0.05)
 
     def freeze(self) -> None:
-        """Stop the whole group, as a machine that hangs would."""
+        """Stop the whole group, as a machine that hangs would; return once all threads stopped."""
         os.killpg(self._process.pid, signal.SIGSTOP)
+        while not all(state in "TZX" for state in _thread_states(self._process.pid)):
+            time.sleep(0.0005)
 
     def thaw(self) -> None:
         """Let a frozen group go on. Does nothing if it has ended."""
@@ -132,6 +134,13 @@ class Service:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
         self.kill()
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    """Yield the state of each thread of a process, as proc(5) names it."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            yield stat.read_text().rpartition(")")[2].split()[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decoding in Triton, with its interpreter, equals that of the CPU; and it compiles for a GPU.
+"""Decoding in Triton, with its interpreter, equals that of the CPU; and it compiles for GPUs.
 
 Triton reads TRITON_INTERPRET as it is imported, so each runs in a process of its own: this file as
 a program. To compile takes no GPU. The interpreter accepts what the compiler does not.
@@ -91,7 +91,9 @@ def compiled() -> list[str]:
         "gse8": {"PER_PROGRAM": 2048, "FRACTION_BITS": 3, "NOT_FINITE": NOT_FINITE},
     }
     done = []
-    for pointer, (name, constants) in itertools.product(("*i16", "*fp16", "*fp32"), kinds.items()):
+    # Every dtype for one chip, and the dtype of most models for the others.
+    targets = [*itertools.product(("*i16", "*fp16", "*fp32"), (90,)), ("*i16", 80), ("*i16", 100)]
+    for (pointer, chip), (name, constants) in itertools.product(targets, kinds.items()):
         numbers = ("num_numbers",) if name == "gse8" else ("num_groups", "groups", "dim")
         chosen = {**constants, "BFLOAT16": pointer == "*i16"}
         signature = {"encoded": "*u8", "out": pointer} | dict.fromkeys(numbers, "i32")
@@ -99,8 +101,8 @@ def compiled() -> list[str]:
         kernel = device._decode_gse if name == "gse8" else device._decode_grouped
         constexprs = {(list(signature).index(one),): value for one, value in chosen.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-        done.append(f"{name} {pointer}")
+        assert triton.compile(source, target=GPUTarget("cuda", chip, 32)).asm["cubin"]
+        done.append(f"{name} {pointer} {chip}")
     return done
 
 
@@ -121,8 +123,8 @@ def test_triton_decodes_as_the_cpu_does() -> None:
     assert as_a_program(__file__, TRITON_INTERPRET="1") == {"of": 1 + len(CASES) * 10}
 
 
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    assert len(as_a_program(__file__, TRITON_CACHE_DIR=str(tmp_path))) == 15
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    assert len(as_a_program(__file__, TRITON_CACHE_DIR=str(tmp_path))) == 25
 
 
 if __name__ == "__main__":

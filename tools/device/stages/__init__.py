@@ -1,0 +1,1 @@
+"""Programs that ``run.py`` starts. Each prints the lines of its stages."""
