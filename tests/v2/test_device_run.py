@@ -1,4 +1,4 @@
-"""The program that checks a GPU, on the CPU: with vLLM's own runner there, and with that of GPUs."""
+"""The program that checks a GPU, run on the CPU: with vLLM's runner for CPUs and for GPUs."""
 
 from __future__ import annotations
 
