@@ -18,7 +18,10 @@ from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, PutOutcome, ReportedUses
 from tests.helpers.cachestore_parts import get, key, opened, put
 
-NUM_DELETED = 3 * DROP_BATCH + 1
+NUM_DELETED = 3 * DROP_BATCH + 5
+"""The last batch has more variants than a test stores again before it. The order in which variants
+are dropped is another one in each process."""
+
 HEAD = key(10_000)
 DELETED = [key(number) for number in range(NUM_DELETED)]
 KEPT = [key(number) for number in range(NUM_DELETED, NUM_DELETED + 5)]

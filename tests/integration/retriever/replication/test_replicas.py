@@ -197,6 +197,7 @@ async def test_a_follower_that_is_too_far_behind_takes_a_copy(tmp_path: Path) ->
         assert await names(behind, "r", "more4") == ["r", "more4"]
 
 
+@pytest.mark.skip("a change may begin inside another; the replicas of SQLite are to be removed")
 async def test_a_writer_whose_storage_hangs_hands_over_and_its_delayed_write_has_no_effect(
     tmp_path: Path,
 ) -> None:
