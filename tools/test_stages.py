@@ -55,7 +55,10 @@ STAGES: Final = (
     Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
     Stage(
         "integration, end to end",
-        (f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow' tests/integration tests/v2 tests/e2e",),
+        (
+            f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow'"
+            " tests/integration tests/v2 tests/e2e",
+        ),
     ),
     Stage("dashboards", ("python -m tools.dashboards --check",)),
     Stage("cluster", ("python -m pytest --durations=10 -m 'not slow' tests/cluster",)),

@@ -51,7 +51,7 @@ def test_a_dry_run_passes_every_stage_that_needs_no_gpu(tmp_path: Path) -> None:
         assert {way for way, ms in times.items() if ms == "not built"} == NOT_BUILT
         assert all(ms > 0 for way, ms in times.items() if way not in NOT_BUILT)
     assert set(stages["engine B: eight others decode"]["gaps"]) >= {"alone", "store", "blend15"}
-    assert set(stages["engine B: host waits"]) >= {"decode", "store", "blend15"}
+    assert set(stages["engine B: host waits"]) >= {"alone", "store", "blend15"}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one step", "two steps in flight"])

@@ -26,6 +26,7 @@ from bench.support.processes import (
 )
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
@@ -227,9 +228,11 @@ class InProcessEngine:
 
         found = []
         for _, value in self._client.get(self.variants(prompt), timeout_s=STORED_S):
-            tensor = decode(value, value.info.num_tokens, self.space)  # type: ignore[union-attr]
+            tensor = None
+            if not isinstance(value, Miss):
+                tensor = decode(value, value.info.num_tokens, self.space)
             if tensor is None:
-                raise ValueError("a stored value has another layout")
+                raise LookupError(f"not stored, or in another layout: {value}")
             found.append(tensor.clone())
         return found
 

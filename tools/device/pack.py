@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import lzma
 import subprocess
 import sys
 import tarfile
@@ -48,8 +49,6 @@ _PLATFORMS: Final = (
     *("manylinux2014_x86_64", "manylinux1_x86_64"),
 )
 """pip compares the names of platforms and not their versions."""
-
-_PRESET: Final = 9 | 1 << 31  # lzma.PRESET_EXTREME
 
 
 def download() -> dict[str, Path]:
@@ -105,7 +104,10 @@ def _files(wheel: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
 
 def _write(target: Path, files: Iterator[tuple[str, bytes]]) -> None:
     """Write an archive whose bytes depend on its files only."""
-    with tarfile.open(target, "w:xz", preset=_PRESET, format=tarfile.PAX_FORMAT) as archive:
+    with (
+        lzma.open(target, "wb", preset=9 | lzma.PRESET_EXTREME) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for name, content in files:
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
@@ -127,9 +129,7 @@ def pack() -> dict[str, Any]:
     by_size = sorted(LIBRARIES, key=lambda name: -zipfile.ZipFile(vllm).getinfo(name).file_size)
     with ProcessPoolExecutor() as pool:
         libraries = {
-            name: pool.submit(
-                *(pack_library, vllm, name, PACKED / f"library-{index}.tar.xz"),
-            )
+            name: pool.submit(pack_library, vllm, name, PACKED / f"library-{index}.tar.xz")
             for index, name in enumerate(by_size)
         }
         others = [path for path in wheels.values() if path != vllm]

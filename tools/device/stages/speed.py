@@ -14,13 +14,16 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
+from tools.device.chosen_tier import DEVICE, HOST, STORE, ChosenTier, install_tiers
+from tools.device.decoding import decoding
 from tools.device.engine import (
     GIB,
     Answer,
@@ -43,77 +46,11 @@ SHARE: Final = 0.15
 DECODING: Final = 8
 DECODED_TOKENS: Final = {"cuda": 1000, "cpu": 500}
 PROFILED_STEPS: Final = 20
+STEPS_ALONE: Final = 24
 MAX_GAP_MS: Final = 20.0
 """Most that a load may add to the longest pause between two tokens of other requests."""
 
 TURN_S: Final = 300.0
-STORE, HOST, DEVICE = "store", "host", "device"
-
-# CUDA calls in which the calling thread waits for the GPU.
-WAITS: Final = (
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaMemcpy",
-    "aten::item",
-    "aten::_local_scalar_dense",
-)
-LAUNCHES: Final = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
-COPIES: Final = ("cudaMemcpyAsync",)
-
-
-class ChosenTier:
-    """Stands for a worker's tiers, and is the host tier, the device pool, or none of both.
-
-    An engine has its values in one tier only. The comparison needs the same value from each.
-    """
-
-    def __init__(self, tiers: Mapping[str, Any]) -> None:
-        self.tiers = dict(tiers)
-        self.choose(STORE)
-
-    def choose(self, tier: str) -> None:
-        """Use one of the tiers from now on, and count its reads from 0."""
-        self.chosen, self.found, self.not_found = tier, 0, 0
-
-    def read(self, *arguments: Any, **options: Any) -> Any:
-        """Read from the chosen tier; None: the value comes from the store."""
-        read = self.tiers[self.chosen].read(*arguments, **options)
-        self.found += read is not None
-        self.not_found += read is None
-        return read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tiers[self.chosen], name)
-
-    def close(self) -> None:
-        """Close all tiers."""
-        for tier in self.tiers.values():
-            tier.close()
-
-
-def install_tiers() -> list[ChosenTier]:
-    """Let the connector's worker make a ``ChosenTier``; return the list that will have it."""
-    from ragcache_engine.worker import worker  # noqa: PLC0415
-
-    made: list[ChosenTier] = []
-    make = worker.make_local_tiers
-
-    def make_all(settings: Any, *rest: Any) -> Any:
-        off = {"host_tier_bytes": 0, "device_pool_bytes": 0}
-        made.append(
-            ChosenTier(
-                {
-                    STORE: make(settings.model_copy(update=off), *rest),
-                    HOST: make(settings.model_copy(update={"device_pool_bytes": 0}), *rest),
-                    DEVICE: make(settings.model_copy(update={"host_tier_bytes": 0}), *rest),
-                }
-            )
-        )
-        return made[0]
-
-    worker.make_local_tiers = make_all
-    return made
 
 
 class Speed:
@@ -188,52 +125,55 @@ class Speed:
         }
 
     def gaps(self) -> dict[str, Any]:
-        """Measure pauses between tokens of eight requests while another one begins."""
-        scene = self.scenes[LENGTHS[self.device][0]]
-        found: dict[str, dict[str, float]] = {}
-        rounds = max(2, ROUNDS[self.device] // 2)
-        cases: dict[str, Callable[[str], None]] = {
-            "alone": lambda name: self._steps(24),
-            "computed": lambda name: self._begin(scene.captured(0, name), None),
-            "store": lambda name: self._begin_planned(scene.captured(0, name), None),
-            "blend15": lambda name: self._begin_planned(scene.blended(name), SHARE),
-        }
+        """Measure the time between two tokens of eight requests while another one begins."""
+        scene, device = self.scenes[LENGTHS[self.device][0]], self.device
         self.tiers.choose(STORE)
         worst: defaultdict[str, list[float]] = defaultdict(list)
         usual: defaultdict[str, list[float]] = defaultdict(list)
-        for number in range(1 + rounds):
-            with self._decoding():
-                for name, case in cases.items():
-                    self._times = []
-                    case(f"gap {number}")
-                    pauses = [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
+        for number in range(1 + max(2, ROUNDS[device] // 2)):
+            with decoding(self.engine, DECODING, DECODED_TOKENS[device]) as others:
+                for name, case in self._cases(scene, f"gap {number}").items():
+                    others.take_gaps_s()
+                    if case is None:
+                        others.run(STEPS_ALONE)
+                    else:
+                        others.answer(*case)
+                    gaps_s = others.take_gaps_s()
                     if number:
-                        worst[name].append(max(pauses) * 1e3)
-                        usual[name].append(statistics.median(pauses) * 1e3)
+                        worst[name].append(max(gaps_s) * 1e3)
+                        usual[name].append(statistics.median(gaps_s) * 1e3)
         found = {
             name: {
                 "worst_ms": round(statistics.median(worst[name]), 2),
                 "median_ms": round(statistics.median(usual[name]), 2),
             }
-            for name in cases
+            for name in worst
         }
         added = found["store"]["worst_ms"] - found["alone"]["worst_ms"]
         return {"gaps": found, "load_adds_ms": round(added, 2), "gap_within": added <= MAX_GAP_MS}
 
     def host_waits(self) -> dict[str, Any]:
         """Count waits for the GPU, copies and launches in steps of eight decoding requests."""
-        scene = self.scenes[LENGTHS[self.device][0]]
+        scene, device = self.scenes[LENGTHS[self.device][0]], self.device
         self.tiers.choose(STORE)
-        cases: dict[str, tuple[Prompt, ReusePlan | None] | None] = {"decode": None}
-        prompt = scene.captured(1, "profiled")
-        cases["store"] = prompt, self.engine.exact_plan(prompt)
-        blended = scene.blended("profiled")
-        cases["blend15"] = blended, self.engine.blend_plan(blended, SHARE)
-        found = {}
-        with self._decoding():
-            for name, asked in cases.items():
-                found[name] = self._profile(asked)
-        return {"in_steps": PROFILED_STEPS, **found}
+        found: dict[str, Any] = {"in_steps": PROFILED_STEPS}
+        with decoding(self.engine, DECODING, DECODED_TOKENS[device]) as others:
+            for name, case in self._cases(scene, "profiled").items():
+                token_ids, plan = case or ((), None)
+                found[name] = others.profile(PROFILED_STEPS, token_ids, plan)
+        return found
+
+    def _cases(
+        self, scene: Scene, name: str
+    ) -> dict[str, tuple[Sequence[int], ReusePlan | None] | None]:
+        """Return what begins while others decode: nothing, or a request with its plan."""
+        exact, blended = scene.captured(0, name), scene.blended(name)
+        return {
+            "alone": None,
+            "computed": (exact.token_ids, None),
+            "store": (exact.token_ids, self.engine.exact_plan(exact)),
+            "blend15": (blended.token_ids, self.engine.blend_plan(blended, SHARE)),
+        }
 
     def end(self) -> dict[str, Any]:
         """Report memory of the GPU."""
@@ -303,79 +243,6 @@ class Speed:
             time.sleep(0.1)  # a thread in the background copies
         raise TimeoutError(f"the tier {tier} does not keep what it has loaded")
 
-    # Requests that decode meanwhile.
-
-    def _decoding(self) -> Any:
-        import contextlib  # noqa: PLC0415
-
-        @contextlib.contextmanager
-        def running() -> Any:
-            self._times: list[float] = []
-            self._others = {
-                self.engine.start(
-                    list(range(20 + number, 68 + number)), max_tokens=DECODED_TOKENS[self.device]
-                )
-                for number in range(DECODING)
-            }
-            self._steps(12)
-            try:
-                yield
-            finally:
-                for request in self._others:
-                    self.engine.abort(request)
-                self.engine.run_until(self.engine.is_idle, "aborted requests did not end")
-
-        return running()
-
-    def _steps(self, count: int) -> None:
-        """Run steps until the other requests have got so many more tokens each."""
-        until = len(self._times) + count
-        while len(self._times) < until:
-            self._step()
-
-    def _step(self) -> list[Any]:
-        outputs = self.engine.step()
-        if any(output.request_id in self._others for output in outputs):
-            self._times.append(time.perf_counter())
-            ended = [o for o in outputs if o.request_id in self._others and o.finished]
-            require(not ended, "a decoding request ended too early")
-        return outputs
-
-    def _begin_planned(self, prompt: Prompt, share: float | None) -> None:
-        plan = self._plan(prompt, share)
-        self._begin(prompt, plan)
-        require(self.engine.record(plan).miss == "", "a load beside decoding requests missed")
-
-    def _begin(self, prompt: Prompt, plan: ReusePlan | None) -> None:
-        """Answer one request while the others decode."""
-        self._steps(4)
-        request = self.engine.start(prompt.token_ids, plan, max_tokens=1)
-        while not any(o.request_id == request and o.finished for o in self._step()):
-            pass
-        self._steps(4)
-
-    def _profile(self, asked: tuple[Prompt, ReusePlan | None] | None) -> dict[str, Any]:
-        from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
-
-        activities = [ProfilerActivity.CPU]
-        if self.device == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._steps(4)
-        with profile(activities=activities) as profiled:
-            if asked is not None:
-                self.engine.start(asked[0].token_ids, asked[1], max_tokens=1)
-            for _ in range(PROFILED_STEPS):
-                self._step()
-        counts: Counter[str] = Counter()
-        for event in profiled.key_averages():
-            counts[event.key] += event.count
-        self._steps(4)
-        return {
-            "waits": {name: counts[name] for name in WAITS if counts[name]},
-            "copies": sum(counts[name] for name in COPIES),
-            "launches": sum(counts[name] for name in LAUNCHES),
-        }
-
 
 def _wait_for(turn: Path | None) -> None:
     """Wait until no other program uses the GPU."""
@@ -422,11 +289,9 @@ def main() -> int:
     _wait_for(given.wait_for)
     run_stage("engine B: fill the store", speed.fill_store)
     for tier in (HOST, DEVICE):
-        run_stage(f"engine B: fill the {tier} tier", lambda tier=tier: speed.fill_tier(tier))
+        run_stage(f"engine B: fill the {tier} tier", partial(speed.fill_tier, tier))
     for length in LENGTHS[given.device]:
-        run_stage(
-            f"engine B: first token, {length}", lambda length=length: speed.first_token(length)
-        )
+        run_stage(f"engine B: first token, {length}", partial(speed.first_token, length))
     run_stage("engine B: eight others decode", speed.gaps)
     run_stage("engine B: host waits", speed.host_waits)
     run_stage("engine B: memory", speed.end)
