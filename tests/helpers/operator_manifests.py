@@ -16,8 +16,8 @@ class RejectedBy(Enum):
     """The first check that rejects a manifest on its way into a cluster. Later ones would too."""
 
     SCHEMA = "the OpenAPI schema, in every version of Kubernetes"
-    CEL = "CEL from Kubernetes 1.28 on, the webhook in older versions"
-    WEBHOOK = "the webhook, or the operator if there is no webhook"
+    CEL = "CEL, and the operator"
+    OPERATOR = "the operator, in the status"
     PARSER = "the parser; API servers drop unknown fields first"
 
 
@@ -93,7 +93,7 @@ _WITH_URL = (
     "is set together with url, and RagCache does not run this engine",
     "leave it out, or leave out url",
 )
-_S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.WEBHOOK, RejectedBy.PARSER
+_S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.OPERATOR, RejectedBy.PARSER
 
 
 def external(**more: Any) -> Object:

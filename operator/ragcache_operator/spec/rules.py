@@ -1,7 +1,7 @@
 """Validation of RagCache and RagCollection objects in a cluster, without side effects.
 
-The webhook validates an object before the API server stores it. The operator validates it again
-before each pass, because a webhook is optional. The CLI validates it before it sends anything.
+The API server evaluates the CEL form of the rules before it stores an object. The operator checks
+every rule before each pass, because CEL cannot express all of them.
 """
 
 from __future__ import annotations

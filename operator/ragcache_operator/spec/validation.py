@@ -1,7 +1,7 @@
 """Rules about the values of a model, and the function that checks them.
 
-``consistency`` and ``rules`` define the rules. Each rule exists twice: in Python, for the parser,
-the webhook and the operator, and as a CEL expression, for API servers from Kubernetes 1.28 on.
+``consistency`` and ``rules`` define the rules. Each rule exists twice: in Python, for the parser
+and the operator, and as a CEL expression, for API servers from Kubernetes 1.28 on.
 """
 
 from __future__ import annotations

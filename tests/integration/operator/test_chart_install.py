@@ -29,7 +29,6 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
-from ragcache_operator.webhooks.admission import CONFIGURATIONS
 from tests.cluster import availability
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.kubeconfig import User
@@ -38,7 +37,6 @@ from tests.helpers.chart import CHART, NAMESPACE, RELEASE
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
 VIEWER, EDITOR = User("viewer"), User("editor")
-WEBHOOK = f"{RELEASE}-webhook"
 
 T = TypeVar("T")
 
@@ -245,41 +243,6 @@ def _properties(definition: Object) -> Object:
     return properties
 
 
-def test_an_upgrade_keeps_what_the_operator_wrote(cluster: ChartCluster) -> None:
-    cluster.install()
-    hook = {
-        "name": "validate.ragcache.dev",
-        "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
-        "failurePolicy": "Ignore",
-        "clientConfig": {"service": {"name": WEBHOOK, "namespace": NAMESPACE}},
-    }
-
-    async def fill_in(api: Api) -> None:
-        for resource in CONFIGURATIONS.values():
-            live = await api.get(resource, f"{WEBHOOK}.{NAMESPACE}")
-            assert live is not None
-            await api.replace(resource, {**live, "webhooks": [hook]})
-        secret = await api.get(SECRETS, f"{WEBHOOK}-tls", NAMESPACE)
-        assert secret is not None
-        await api.replace(SECRETS, {**secret, "data": {"tls.crt": "YQ=="}})
-
-    cluster.ask(fill_in, OPERATOR)
-    cluster.install({"logLevel": "debug"})
-    for resource in CONFIGURATIONS.values():
-        live = cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None)
-        assert live is not None
-        assert [one["name"] for one in live["webhooks"]] == ["validate.ragcache.dev"]
-    secret = cluster.get(SECRETS, f"{WEBHOOK}-tls")
-    assert secret is not None
-    assert secret["data"] == {"tls.crt": "YQ=="}
-
-    cluster.install({"webhook": {"enabled": False}})
-    for resource in CONFIGURATIONS.values():
-        assert cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None) is None
-    assert cluster.get(SECRETS, f"{WEBHOOK}-tls") is None
-
-
 async def until_owners_are_known(api: Api, owned: Object) -> None:
     """The admission of owner references learns of a new kind some seconds after it is served."""
     deadline = time.monotonic() + 60
@@ -364,7 +327,6 @@ def test_the_operator_has_the_permissions_it_needs_and_no_others(cluster: ChartC
         lambda api: api.list(LEASES),
         lambda api: api.delete(LEASES, "other", NAMESPACE),
         lambda api: api.list(CRDS),
-        lambda api: api.get(CONFIGURATIONS["validate"], "other"),
         lambda api: api.read("/api/v1/nodes"),
     ):
         assert cluster.denies(OPERATOR, call)

@@ -29,7 +29,7 @@ def test_the_parser_accepts_only_what_is_invalid_in_a_cluster(bad: Bad) -> None:
     if value is None:
         assert refused == bad.message
     else:
-        assert bad.rejected_by in (RejectedBy.CEL, RejectedBy.WEBHOOK)
+        assert bad.rejected_by in (RejectedBy.CEL, RejectedBy.OPERATOR)
         assert bad.old is not None or check_rules(CLUSTER_RULES, value)
 
 

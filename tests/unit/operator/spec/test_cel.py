@@ -207,9 +207,9 @@ def test_each_is_rejected_by_its_rule_alone(bad: Bad) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.WEBHOOK], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.OPERATOR], ids=lambda bad: bad.name
 )
-def test_manifests_that_only_the_webhook_rejects_pass(bad: Bad) -> None:
+def test_manifests_that_only_the_operator_rejects_pass(bad: Bad) -> None:
     assert cel_problems(bad.manifest, bad.old) == []
 
 
