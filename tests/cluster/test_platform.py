@@ -54,7 +54,7 @@ def platform(cluster: Cluster) -> Platform:
     cluster.make_volumes(_VOLUMES, "20Gi")
     platform = Platform(cluster)
     with step("operator installed"):
-        platform.ragcache("install", "--wait")
+        platform.install()
     make_namespace(cluster)
     return platform
 

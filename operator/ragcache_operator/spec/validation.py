@@ -1,7 +1,7 @@
 """Rules about the values of a model, and the function that checks them.
 
 ``consistency`` and ``rules`` define the rules. Each rule exists twice: in Python, for the parser
-and the operator, and as a CEL expression, for API servers from Kubernetes 1.28 on.
+and the operator, and as a CEL expression, for the API server.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from pydantic import BaseModel
 from ragcache_core.errors import InvalidInput
 
 ENFORCED_BY_SCHEMA = "the OpenAPI schema enforces it"
-NO_CEL_FOR_QUANTITIES = (
-    "CEL compares quantities from Kubernetes 1.29 on. An older server rejects the whole definition "
-    "if an expression uses them."
-)
+NO_CEL_FOR_QUANTITIES = "the operator compares quantities, which it also derives defaults from"
 
 
 @dataclass(frozen=True, slots=True)

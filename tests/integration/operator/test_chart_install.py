@@ -153,8 +153,7 @@ def test_install_upgrade_and_uninstall_keep_the_kinds(cluster: ChartCluster) -> 
     assert (first.was_there, first.revision) == (False, 1)
     assert "serves all namespaces" in first.notes
     assert cluster.get(DEPLOYMENTS, RELEASE) is not None
-    # This server does not serve policy/v1.
-    assert cluster.get(DISRUPTION_BUDGETS["v1beta1"], RELEASE) is not None
+    assert cluster.get(DISRUPTION_BUDGETS, RELEASE) is not None
     cluster.wait_for_kinds()
     cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
 
@@ -216,7 +215,7 @@ def test_an_upgrade_updates_the_definitions(
 ) -> None:
     older = tmp_path / "chart"
     shutil.copytree(CHART, older)
-    path = older / "files" / "crds" / "before-1.28" / "ragcaches.yaml"
+    path = older / "files" / "crds" / "ragcaches.yaml"
     definition = yaml.safe_load(path.read_text())
     spec = _properties(definition)["spec"]["properties"]
     spec.pop("networkPolicy")
@@ -241,6 +240,14 @@ def _properties(definition: Object) -> Object:
     [version] = definition["spec"]["versions"]
     properties: Object = version["schema"]["openAPIV3Schema"]["properties"]
     return properties
+
+
+def test_an_older_cluster_is_refused_with_the_version_that_is_needed(plane: ChartCluster) -> None:
+    if not plane.plane.is_translated:
+        pytest.skip("the server is new enough")
+    older = ClusterChoice(kubeconfig=plane.plane.server_kubeconfig)
+    with pytest.raises(InvalidInput, match=r"is Kubernetes v1\.20\.2, and RagCache needs 1\.29"):
+        installing.install(older, {})
 
 
 async def until_owners_are_known(api: Api, owned: Object) -> None:

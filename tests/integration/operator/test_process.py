@@ -76,8 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
         skip(reason)
     try:
         server = KubectlServer(plane)
-        # Kubernetes 1.20 drops unknown CEL fields, but kubectl's own validation rejects them.
-        server.kubectl("apply", "--validate=false", "-f", str(ROOT / "crds"))
+        server.kubectl("apply", "-f", str(ROOT / "crds"))
         eventually(lambda: server.knows("ragcaches"), "the kinds are served")
         server.kubectl("create", "namespace", OPERATOR_NAMESPACE)
         environment = {

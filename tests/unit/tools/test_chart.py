@@ -117,7 +117,7 @@ def rules(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 
 @every_set
-@pytest.mark.parametrize("kube_version", ["v1.20.2", "v1.37.0"])
+@pytest.mark.parametrize("kube_version", ["v1.29.0", "v1.37.0"])
 def test_helm_lint_passes(values: Object, kube_version: str) -> None:
     report = helm_python.lint(
         CHART, values, strict=True, namespace=NAMESPACE, kube_version=kube_version
@@ -130,7 +130,7 @@ def test_helm_lint_passes(values: Object, kube_version: str) -> None:
 def test_objects_are_valid_in_current_kubernetes(values: Object) -> None:
     foreign = {"CustomResourceDefinition", "PrometheusRule", "ServiceMonitor"}
     for obj in render(values):
-        for version in ("1.25", "1.31", "1.37"):
+        for version in ("1.29", "1.31", "1.37"):
             if obj["kind"] not in foreign:
                 kubernetes_validate.validate(obj, version, strict=True)
 
@@ -365,7 +365,7 @@ def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
         *(resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
         *(resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
         *(resources.NETWORK_POLICIES, resources.INGRESSES, resources.HTTP_ROUTES),
-        *(resources.DISRUPTION_BUDGETS["v1"], resources.AUTOSCALERS["v2"]),
+        *(resources.DISRUPTION_BUDGETS, resources.AUTOSCALERS),
     )
     for child in children:
         needed = {"get", "list", "watch", "create", "patch", "delete"}
@@ -389,8 +389,6 @@ def test_the_kinds_are_up_to_date_and_stay_after_an_uninstall() -> None:
     files = sorted((CHART / "files" / "crds").glob("*.yaml"))
     given = {d["metadata"]["name"]: d for f in files for d in yaml.safe_load_all(f.read_text())}
     assert {*given} == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
-    for_older = CHART / "files" / "crds" / "before-1.28"
-    assert [f.name for f in files] == sorted(f.name for f in for_older.glob("*.yaml"))
     rendered = [o for o in render() if o["kind"] == "CustomResourceDefinition"]
     assert {o["metadata"]["name"] for o in rendered} == {*given}
     for crd in rendered:

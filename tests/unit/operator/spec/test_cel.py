@@ -1,4 +1,4 @@
-"""CEL rules of the CustomResourceDefinitions, evaluated as an API server from 1.28 on does."""
+"""CEL rules of the CustomResourceDefinitions, evaluated as an API server does."""
 
 from __future__ import annotations
 
