@@ -143,7 +143,7 @@ COPY --from=build-operator /opt/ragcache /opt/ragcache
 LABEL org.opencontainers.image.title="RagCache operator" \
     org.opencontainers.image.description="Runs RagCache objects on Kubernetes" \
     org.opencontainers.image.version="$VERSION"
-EXPOSE 8080 9443
+EXPOSE 8080
 ENTRYPOINT ["python", "-m", "ragcache_operator"]
 
 FROM sources AS build-tools

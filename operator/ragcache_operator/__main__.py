@@ -18,7 +18,6 @@ from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.lease import LeaseLost, run_while_leading
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.leader import reconcile_all
-from ragcache_operator.webhooks.admission import AdmissionConfig, serving_admission
 
 
 async def serve(config: OperatorConfig) -> None:
@@ -27,12 +26,6 @@ async def serve(config: OperatorConfig) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serving_health(config.listen_port, metrics))
         api = await stack.enter_async_context(await Api.connect())
-        if config.webhook_service:
-            admission = AdmissionConfig.behind_service(
-                config.webhook_service, config.namespace, config.namespaces, config.admission_port
-            )
-            # Every replica serves the webhooks, and the holder of the Lease reconciles.
-            await stack.enter_async_context(serving_admission(Api.connect, admission))
         work = partial(reconcile_all, api, config, metrics)
         if config.lease:
             identity = f"{config.identity}_{uuid.uuid4().hex[:8]}"

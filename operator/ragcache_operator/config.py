@@ -20,7 +20,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 class OperatorConfig:
     """Settings of one operator process."""
 
-    # Namespace of the operator, for its Lease and its certificate.
+    # Namespace of the operator, for its Lease and its root key.
     namespace: str
     # Name of this replica, usually the name of its pod.
     identity: str
@@ -30,14 +30,11 @@ class OperatorConfig:
     images: str = "ragcache"
     # Tag of the images.
     tag: str = ""
-    # Service in front of the admission port. Empty disables the webhooks.
-    webhook_service: str = ""
     # Lease for the election of one replica. Empty if this is the only replica.
     lease: str = ""
     # Secret with the root of the operator's own API keys, in its namespace.
     root_key_secret: str = ROOT_KEY_SECRET
     listen_port: int = 8080
-    admission_port: int = 9443
     log_level: int = logging.INFO
 
     @classmethod
@@ -49,11 +46,9 @@ class OperatorConfig:
             namespaces=_namespaces(environ.get("RAGCACHE_NAMESPACES", "")),
             images=environ.get("RAGCACHE_IMAGES", "").strip().rstrip("/") or "ragcache",
             tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
-            webhook_service=_label(environ, "RAGCACHE_WEBHOOK_SERVICE", ""),
             lease=_label(environ, "RAGCACHE_LEASE", ""),
             root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
-            admission_port=_port(environ, "RAGCACHE_ADMISSION_PORT", 9443),
             log_level=_log_level(environ),
         )
 

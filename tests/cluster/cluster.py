@@ -31,6 +31,7 @@ from tests.cluster.timeline import step
 # One folder, so that a start finds what an unclean stop left.
 FOLDER = Path("/var/tmp/ragcache-test-cluster")
 _API_PORT = 6443
+_TRANSLATOR_PORT = 6444
 _NODE_LIMIT_S = 120
 
 
@@ -51,9 +52,21 @@ class Cluster:
         """The admin's; its addresses answer from this host."""
         return self.plane.kubeconfig
 
+    @property
+    def operator_values(self) -> dict[str, Any]:
+        """Values of the chart with which the operator's pods connect as other clients do."""
+        if not self.plane.is_translated:
+            return {}
+        at = {
+            "KUBERNETES_SERVICE_HOST": machine.NODE_ADDRESS,
+            "KUBERNETES_SERVICE_PORT": str(_TRANSLATOR_PORT),
+        }
+        return {"extraEnv": [{"name": name, "value": value} for name, value in at.items()]}
+
     def kubectl(self, *words: str | Path, stdin: str | None = None) -> str:
         """Standard output of a kubectl command; raises KubectlFailed."""
-        argv = [packages.command("kubectl"), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
+        argv = [packages.command("kubectl"), f"--kubeconfig={self.plane.server_kubeconfig}"]
+        argv += map(str, words)
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise KubectlFailed(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
@@ -213,6 +226,7 @@ def start_cluster(folder: Path = FOLDER) -> Iterator[Cluster]:
                         listen_address="0.0.0.0",
                         advertise_address=machine.NODE_ADDRESS,
                         api_port=_API_PORT,
+                        translator_port=_TRANSLATOR_PORT,
                         service_range=machine.SERVICE_RANGE,
                         service_address=machine.API_SERVICE_ADDRESS,
                         launch=host.launch,
@@ -222,7 +236,7 @@ def start_cluster(folder: Path = FOLDER) -> Iterator[Cluster]:
             cluster = Cluster(plane, host)
             with step("node ready"):
                 kubelet, proxy = (
-                    start(host, programs[name], plane.kubeconfig_for(users[name]))
+                    start(host, programs[name], plane.server_kubeconfig_for(users[name]))
                     for start, name in (
                         (node.start_kubelet, "kubelet"),
                         (node.start_proxy, "kube-proxy"),

@@ -5,10 +5,12 @@ It needs no root and no network of its own; objects are real, containers are not
 
 from __future__ import annotations
 
+import json
 import ssl
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +22,10 @@ from tests.cluster.certificates import Certificates, make_certificates
 from tests.cluster.daemons import Daemon
 from tests.cluster.kubeconfig import ADMIN_GROUP, User, write_kubeconfig, write_token_file
 from tests.cluster.timeline import step
+from tests.cluster.translator import MINOR
 
 _READY_LIMIT_S = 120
+_TRANSLATOR = Path(__file__).with_name("translator.py")
 
 # Every request by who and what, bodies left out: enough to count writes.
 _AUDIT_POLICY = """\
@@ -42,6 +46,7 @@ class HostNetwork:
     listen_address: str = "127.0.0.1"
     advertise_address: str = "127.0.0.1"
     api_port: int = 0
+    translator_port: int = 0
     service_range: str = "198.19.0.0/16"
     service_address: str = "198.19.0.1"
     launch: tuple[str, ...] = ()
@@ -52,20 +57,34 @@ class ControlPlane:
     """A running control plane.
 
     kubeconfig: for the user `admin`, who may do everything.
+    url: where the product's clients connect: to the server, or to `translator` if it is too old.
+    server_kubeconfig: for the same user, and always for the server itself.
     audit_log: JSON lines, one per request at its end; None unless asked for.
     """
 
     url: str
     folder: Path
     kubeconfig: Path
+    server_url: str
+    server_kubeconfig: Path
     token: str = field(repr=False)
     certificates: Certificates
     audit_log: Path | None
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether the server is too old for the product."""
+        return self.url != self.server_url
 
     def kubeconfig_for(self, user: User) -> Path:
         """The kubeconfig of one of the users it was started with."""
         path = self.folder / "kubeconfigs" / user.name
         return write_kubeconfig(path, self.url, self.certificates.authority, user)
+
+    def server_kubeconfig_for(self, user: User) -> Path:
+        """The user's kubeconfig for the server itself, as its own programs need it."""
+        path = self.folder / "server-kubeconfigs" / user.name
+        return write_kubeconfig(path, self.server_url, self.certificates.authority, user)
 
 
 @contextmanager
@@ -90,7 +109,7 @@ def start_control_plane(
     wanted = binaries.API_SERVER + (binaries.CONTROLLERS if controllers else ())
     programs = binaries.kubernetes_programs(wanted)
     etcd = binaries.etcd_program()
-    host = host or HostNetwork(api_port=free_port())
+    host = host or HostNetwork(api_port=free_port(), translator_port=free_port())
     folder.mkdir(parents=True, exist_ok=True)
     logs = folder / "logs"
     # The users' names tell in the audit log who did what.
@@ -102,7 +121,7 @@ def start_control_plane(
         names=["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"],
         addresses=[host.advertise_address, host.service_address, "127.0.0.1"],
     )
-    url = f"https://{host.advertise_address}:{host.api_port}"
+    server_url = f"https://{host.advertise_address}:{host.api_port}"
 
     with ExitStack() as stack:
 
@@ -125,30 +144,50 @@ def start_control_plane(
                 *(_audit_flags(folder, audit_log) if audit_log else ()),
                 *(() if controllers else ("--disable-admission-plugins=ServiceAccount",)),
             )
+            ask = partial(_answer, certificates.authority, admin.token)
+            for path in ("/readyz", "/api/v1/namespaces/default"):
+                server.wait_until(partial(_answers, ask, server_url + path), path, _READY_LIMIT_S)
+            url = server_url
+            minor = int(json.loads(ask(f"{server_url}/version"))["minor"].rstrip("+"))
+            if minor < MINOR:
+                url = f"https://{host.advertise_address}:{host.translator_port}"
+                translator = run(
+                    *("translator", sys.executable, "-P", _TRANSLATOR, f"--upstream={server_url}"),
+                    *(f"--listen={host.listen_address}", f"--port={host.translator_port}"),
+                    f"--authority={certificates.authority}",
+                    f"--certificate={certificates.server_certificate}",
+                    f"--key={certificates.server_key}",
+                )
+                translator.wait_until(
+                    partial(_answers, ask, f"{url}/version"), "translator", _READY_LIMIT_S
+                )
+            own = write_kubeconfig(
+                folder / "server-kubeconfig", server_url, certificates.authority, admin
+            )
             plane = ControlPlane(
                 url=url,
                 folder=folder,
                 kubeconfig=write_kubeconfig(
                     folder / "kubeconfig", url, certificates.authority, admin
                 ),
+                server_kubeconfig=own,
+                server_url=server_url,
                 token=admin.token,
                 certificates=certificates,
                 audit_log=audit_log,
             )
-            for path in ("/readyz", "/api/v1/namespaces/default"):
-                server.wait_until(partial(_answers, plane, path), path, _READY_LIMIT_S)
             if controllers:
                 run(
                     "kube-controller-manager",
                     programs["kube-controller-manager"],
                     *_controller_flags(certificates),
-                    f"--kubeconfig={plane.kubeconfig_for(manager)}",
+                    f"--kubeconfig={plane.server_kubeconfig_for(manager)}",
                     f"--cert-dir={folder / 'controller-manager'}",
                 )
                 run(
                     "kube-scheduler",
                     programs["kube-scheduler"],
-                    f"--kubeconfig={plane.kubeconfig_for(scheduler)}",
+                    f"--kubeconfig={plane.server_kubeconfig_for(scheduler)}",
                     "--leader-elect=false",
                     "--port=0",
                     f"--secure-port={free_port()}",
@@ -156,7 +195,7 @@ def start_control_plane(
                     f"--cert-dir={folder / 'scheduler'}",
                 )
                 path = "/api/v1/namespaces/default/serviceaccounts/default"
-                server.wait_until(partial(_answers, plane, path), path, _READY_LIMIT_S)
+                server.wait_until(partial(_answers, ask, server_url + path), path, _READY_LIMIT_S)
         yield plane
 
 
@@ -219,16 +258,23 @@ def _controller_flags(certificates: Certificates) -> Sequence[str]:
     )
 
 
-def _answers(plane: ControlPlane, path: str) -> bool:
-    """Whether the API server answers a GET with success."""
-    request = urllib.request.Request(plane.url + path)
-    request.add_header("Authorization", f"Bearer {plane.token}")
-    trust = ssl.create_default_context(cafile=str(plane.certificates.authority))
+def _answers(ask: Callable[[str], bytes], url: str) -> bool:
+    """Whether a GET succeeds."""
+    try:
+        ask(url)
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def _answer(authority: Path, token: str, url: str) -> bytes:
+    """The answer to a GET."""
+    request = urllib.request.Request(url)
+    request.add_header("Authorization", f"Bearer {token}")
+    trust = ssl.create_default_context(cafile=str(authority))
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
     )
-    try:
-        with opener.open(request, timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
+    with opener.open(request, timeout=5) as reply:
+        body: bytes = reply.read()
+    return body

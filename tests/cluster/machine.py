@@ -128,7 +128,7 @@ def _link(namespace_pid: int, machine: Machine) -> None:
     machine.run("ip", "link", "set", "host0", "up")
     for addresses in (POD_RANGE, SERVICE_RANGE):
         _ip("route", "add", addresses, "via", _NODE_SIDE)
-    # What the node itself sends to a Service (the API server to a webhook) is turned to a pod on
+    # What the node itself sends to a Service is turned to a pod on
     # its way out, for which it needs a way out.
     machine.run("ip", "route", "add", SERVICE_RANGE, "dev", "host0")
 

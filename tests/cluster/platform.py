@@ -125,6 +125,12 @@ class Platform:
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def install(self) -> None:
+        """Install the operator, and wait until it is ready."""
+        values = self.kubeconfig.with_name("values.yaml")
+        values.write_text(yaml.safe_dump(self.cluster.operator_values))
+        self.ragcache("install", "--wait", "--values", str(values))
+
     @property
     def kubeconfig(self) -> Path:
         return self.cluster.kubeconfig

@@ -37,8 +37,7 @@ from ragcache_operator.status.conditions import find
 from ragcache_operator.status.events import ObjectEvent
 from tests.cluster.control_plane import ControlPlane
 
-# A server this old knows no CEL.
-DEFINITIONS = [definition(kind, cel=False) for kind in KINDS]
+DEFINITIONS = [definition(kind) for kind in KINDS]
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", namespaced=True)
 PATIENCE_S = 60.0
 _numbers = count()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from models.tinyrag.handbook import Handbook
-from tests.cluster.cluster import Cluster, KubectlFailed
+from tests.cluster.cluster import Cluster
 from tests.cluster.platform import (
     COLLECTION,
     DOCUMENTS,
@@ -54,7 +54,7 @@ def platform(cluster: Cluster) -> Platform:
     cluster.make_volumes(_VOLUMES, "20Gi")
     platform = Platform(cluster)
     with step("operator installed"):
-        platform.ragcache("install", "--wait")
+        platform.install()
     make_namespace(cluster)
     return platform
 
@@ -209,12 +209,6 @@ def test_a_killed_operator_is_followed_by_the_other_and_drift_is_corrected(
     # The new Service has another address, which the node's proxy learns a moment later.
     with step("Service answers at its new address"):
         cluster.wait_until(lambda: _answers(running), "Service that answers", 60)
-
-
-def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platform) -> None:
-    with pytest.raises(KubectlFailed, match=r"cacheStore\.disk") as refused:
-        running.patch({"cacheStore": {"disk": {"size": "5Gi"}}})
-    assert "denied the request" in str(refused.value)
 
 
 def test_requests_without_a_key_and_documents_on_the_first_port_are_refused(

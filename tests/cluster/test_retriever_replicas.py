@@ -43,7 +43,7 @@ def running(cluster: Cluster) -> Platform:
     cluster.make_volumes(_VOLUMES, "20Gi")
     platform = Platform(cluster)
     with step("operator installed"):
-        platform.ragcache("install", "--wait")
+        platform.install()
     make_namespace(cluster)
     with step("from apply to Ready"):
         cluster.apply(quickstart(retriever=_REPLICAS))

@@ -85,7 +85,7 @@ def test_a_running_platform_keeps_answering_through_an_upgrade(
     before = platform.pods("gateway")
     question = single_questions(book, 1)[0].text
     with _asking(platform, question) as asked, step("upgraded to this release"):
-        platform.ragcache("install", "--wait")
+        platform.install()
         cluster.wait_until(
             lambda: not set(platform.pods("gateway").values()) & set(before.values()),
             "gateway of this release",

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.spec import GatewaySpec, RagCache
@@ -263,12 +263,10 @@ specs_of_today = _spec(st.one_of(_model, _image_model))
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True)
 capabilities = st.one_of(
     st.just(Capabilities.latest()),
-    st.just(Capabilities.kubernetes_1_20()),
+    st.just(Capabilities(OLDEST_MINOR)),
     st.builds(
         Capabilities,
-        minor=st.integers(20, 40),
-        autoscaling=st.sampled_from(["v2", "v2beta2", None]),
-        policy=st.sampled_from(["v1", "v1beta1", None]),
+        minor=st.integers(OLDEST_MINOR, 40),
         http_route=st.booleans(),
         pod_monitors=st.booleans(),
         custom_metrics=st.booleans(),

@@ -16,8 +16,8 @@ class RejectedBy(Enum):
     """The first check that rejects a manifest on its way into a cluster. Later ones would too."""
 
     SCHEMA = "the OpenAPI schema, in every version of Kubernetes"
-    CEL = "CEL from Kubernetes 1.28 on, the webhook in older versions"
-    WEBHOOK = "the webhook, or the operator if there is no webhook"
+    CEL = "CEL, and the operator"
+    OPERATOR = "the operator, in the status"
     PARSER = "the parser; API servers drop unknown fields first"
 
 
@@ -26,7 +26,7 @@ class Bad:
     """One bad manifest.
 
     field, problem, fix: what the parser or the rules say. server: what the API server calls the
-    field where it says something else. old: what an update replaces.
+    field where it says something else. old: what an update replaces; only CEL rejects updates.
     """
 
     name: str
@@ -93,7 +93,7 @@ _WITH_URL = (
     "is set together with url, and RagCache does not run this engine",
     "leave it out, or leave out url",
 )
-_S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.WEBHOOK, RejectedBy.PARSER
+_S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.OPERATOR, RejectedBy.PARSER
 
 
 def external(**more: Any) -> Object:
@@ -150,8 +150,8 @@ _CACHES = (
         _C,
         cache(gateway={"replicas": 3, "autoscaling": {"maxReplicas": 2}}),
         "spec.gateway.autoscaling.maxReplicas",
-        "2 is below replicas, which is 3",
-        "use 3 or more, or lower replicas",
+        "is below replicas",
+        "use at least the value of replicas, or lower replicas",
     ),
     Bad(
         *("Ingress for no host", _S, cache(gateway={"ingress": {}})),
@@ -178,7 +178,7 @@ _CACHES = (
         _C,
         cache(gateway={"port": 8090}),
         "spec.gateway.adminPort",
-        *("8090 is the gateway's port, too", "use another port"),
+        *("is the gateway's port, too", "use another port"),
     ),
     Bad(
         "keys without auth",
@@ -223,13 +223,14 @@ _CACHES = (
     Bad(
         *("local folder", _C, cache(model={"source": "path:/models/llama"})),
         "spec.model.source",
-        "path:/models/llama is a local folder, which pods cannot read",
+        "is a local folder, which pods cannot read",
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     ),
     Bad(
         *("length beyond the model's", _C, cache(model={"maxLength": 9000})),
         "spec.model.maxLength",
-        *("9000 is above the context length of bundled:smollm2, 8192 tokens", "use 8192 or less"),
+        "is above the context length of the bundled model",
+        "use 8192 or less for smollm2, 4096 or less for tinyrag",
     ),
     Bad(
         *("length too small", _S, cache(model={"maxLength": 10})),
@@ -246,7 +247,7 @@ _CACHES = (
     ),
     Bad(
         *("token without a hub model", _C, cache(model={"tokenSecret": {"name": "hub"}})),
-        *("spec.model.tokenSecret", "is set, but bundled:smollm2 needs no token"),
+        *("spec.model.tokenSecret", "is set, but only an hf: source needs a token"),
         "leave it out, or set source to hf:ORGANISATION/NAME",
     ),
     Bad(
@@ -298,7 +299,7 @@ _CACHES = (
     Bad(
         *("overlap of half", _C, cache(retriever={"chunking": {"size": 128, "overlap": 64}})),
         "spec.retriever.chunking.overlap",
-        *("64 is not less than half of size 128", "use about an eighth of the size"),
+        *("is not less than half of size", "use about an eighth of the size"),
     ),
     Bad(
         *("volume with an invalid size", _S, cache(retriever={"storage": {"size": "10GB"}})),
@@ -334,11 +335,12 @@ _CACHES = (
         _C,
         cache(retriever={"reranker": {"source": "http://e/v1"}}),
         "spec.retriever.reranker.model",
-        *("is missing: http://e/v1 needs a model", "name one"),
+        *("is missing: cross-encoder and a URL need a model", "name one"),
     ),
     Bad(
         *("model for no reranker", _C, cache(retriever={"reranker": {"model": "x"}})),
-        *("spec.retriever.reranker.model", "is set, but source bundled has no choice of models"),
+        "spec.retriever.reranker.model",
+        "is set, but the sources none and bundled have no choice of models",
         "leave it out, or set source to cross-encoder or the URL of an endpoint",
     ),
     Bad(
@@ -350,21 +352,21 @@ _CACHES = (
                 "backend": {"milvus": {"urlSecret": {"name": "a"}}},
             }
         ),
-        *("spec.retriever.index", "has precision sq8, which backend milvus does not use"),
+        *("spec.retriever.index", "has a precision that postgres and milvus do not use"),
         "leave out precision, or use the embedded backend",
     ),
     Bad(
         "folder that is no form of a cross-encoder",
         _C,
         cache(retriever={"reranker": {"source": "cross-encoder", "model": "/models/ranker"}}),
-        *("spec.retriever.reranker.model", "'/models/ranker' names no cross-encoder"),
+        *("spec.retriever.reranker.model", "names no cross-encoder"),
         "use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or path:FOLDER",
     ),
     Bad(
         "key for no reranker endpoint",
         _C,
         cache(retriever={"reranker": {"source": "bundled", "keySecret": {"name": "k"}}}),
-        *("spec.retriever.reranker.keySecret", "is set, but source bundled needs no key"),
+        *("spec.retriever.reranker.keySecret", "is set, but only an endpoint needs a key"),
         "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
@@ -386,7 +388,7 @@ _CACHES = (
         _C,
         cache(retriever={"replicas": 2, "backend": {"milvus": {"urlSecret": {"name": "a"}}}}),
         "spec.retriever.replicas",
-        "2 is not possible with backend milvus: replicas do not share its vectors",
+        "must be 1 with Milvus, because replicas do not share its vectors",
         "use 1, or another backend",
     ),
     Bad(
@@ -394,8 +396,8 @@ _CACHES = (
         _C,
         cache(retriever={"replicas": 2}),
         "spec.retriever.replicas",
-        "2 is below 3: the pods that stay might lack the newest documents",
-        "keep 3, or restore a backup into another RagCache",
+        "is lowered, and the pods that stay might lack the newest documents",
+        "keep the number, or restore a backup into another RagCache",
         old=cache(retriever={"replicas": 3}),
     ),
     Bad(
@@ -403,7 +405,7 @@ _CACHES = (
         _C,
         cache(retriever={"backend": {"postgres": {"urlSecret": {"name": "a"}}}}),
         "spec.retriever.backend",
-        "is immutable and was embedded: the documents would stay in the old backend",
+        "is immutable: the documents would stay in the old backend",
         "keep it, or restore a backup into another RagCache",
         old=cache(),
     ),
@@ -413,7 +415,7 @@ _CACHES = (
         cache(retriever={"storage": {"size": "20Gi"}}),
         "spec.retriever.storage",
         "is immutable: Kubernetes does not change the claims of a StatefulSet",
-        "keep 10Gi, or create another RagCache",
+        "keep it, or create another RagCache",
         old=cache(),
     ),
     Bad(
@@ -605,8 +607,8 @@ _CACHES = (
         _C,
         cache(engines=[{"replicas": 2, "autoscaling": {"maxReplicas": 1}}]),
         "spec.engines[0].autoscaling.maxReplicas",
-        "1 is below replicas, which is 2",
-        "use 2 or more, or lower replicas",
+        "is below replicas",
+        "use at least the value of replicas, or lower replicas",
     ),
     Bad(
         "engine's memory below its KV cache",
@@ -662,7 +664,7 @@ _CACHES = (
         _C,
         cache(cacheStore={"policy": "lru", "admission": "score"}),
         "spec.cacheStore.admission",
-        "score requires policy score, and policy is lru",
+        "score requires policy score, and policy is another one",
         "use policy score, or admission always or secondTouch",
     ),
     Bad(
@@ -725,7 +727,7 @@ _CACHES = (
         cache(cacheStore={"disk": {"size": "4Gi", "className": "fast"}}),
         "spec.cacheStore.disk",
         "is immutable: Kubernetes does not change the claims of a StatefulSet",
-        "keep 4Gi, or create another RagCache",
+        "keep it, or create another RagCache",
         old=cache(cacheStore={"disk": {"size": "4Gi"}}),
     ),
     Bad(
@@ -797,7 +799,8 @@ _CACHES = (
             }
         ),
         "spec.networkPolicy.clients[0].podSelector.matchExpressions[0].values",
-        *("In needs a value", "list at least one value"),
+        "do not fit the operator",
+        "list at least one for In and NotIn, none for Exists and DoesNotExist",
     ),
     Bad(
         *("unknown field", _P, cache(gateway={"prot": 1})),
@@ -828,7 +831,7 @@ _COLLECTIONS = (
         _C,
         collection(cacheRef={"name": "other"}),
         "spec.cacheRef.name",
-        "is immutable and was 'docs': the documents would stay in the old RagCache",
+        "is immutable: the documents would stay in the old RagCache",
         "delete this RagCollection and create one for the other RagCache",
         old=collection(),
     ),
@@ -841,14 +844,14 @@ _COLLECTIONS = (
         _C,
         collection(collection="manual"),
         "spec.collection",
-        "is immutable and was 'handbook': the documents would stay in the old collection",
+        "is immutable: the documents would stay in the old collection",
         "delete this RagCollection and create one for the other collection",
         old=collection(),
     ),
     Bad(
         *("overlap of half (collection)", _C, collection(chunking={"size": 64})),
         "spec.chunking.overlap",
-        *("32 is not less than half of size 64", "use about an eighth of the size"),
+        *("is not less than half of size", "use about an eighth of the size"),
     ),
     Bad(
         *("pruning in words", _S, collection(prune="no")),
@@ -864,11 +867,11 @@ _COLLECTIONS = (
     ),
     Bad(
         *("interval too short", _C, collection(sync={"interval": "5s"})),
-        *("spec.sync.interval", "5s is out of range", "use 10s to 24h"),
+        *("spec.sync.interval", "is out of range", "use 10s to 24h"),
     ),
     Bad(
         *("interval too long", _C, collection(sync={"interval": "24h1s"})),
-        *("spec.sync.interval", "24h1s is out of range", "use 10s to 24h"),
+        *("spec.sync.interval", "is out of range", "use 10s to 24h"),
     ),
     Bad(
         *("documents from nowhere", _S, collection(sources=[])),

@@ -54,19 +54,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.lease.name | default (include "ragcache.fullname" .) }}
 {{- end -}}
 
-{{- define "ragcache.webhook" -}}
-{{ include "ragcache.fullname" . }}-webhook
-{{- end -}}
-
-{{- define "ragcache.webhookConfiguration" -}}
-{{ include "ragcache.webhook" . }}.{{ .Release.Namespace }}
-{{- end -}}
-
 {{/* The operator creates this Secret, with the root of its own API keys. */}}
 {{- define "ragcache.rootKey" -}}
 {{ include "ragcache.fullname" . }}-root-key
-{{- end -}}
-
-{{- define "ragcache.certificate" -}}
-{{ include "ragcache.webhook" . }}-tls
 {{- end -}}

@@ -61,13 +61,3 @@
   resources: [events]
   verbs: [create]
 {{- end -}}
-
-{{/* Permissions for cluster-scoped kinds, which the operator always needs. */}}
-{{- define "ragcache.clusterRules" -}}
-{{- if .Values.webhook.enabled }}
-- apiGroups: [admissionregistration.k8s.io]
-  resources: [validatingwebhookconfigurations, mutatingwebhookconfigurations]
-  resourceNames: [{{ include "ragcache.webhookConfiguration" . }}]
-  verbs: [get, update]
-{{- end }}
-{{- end -}}

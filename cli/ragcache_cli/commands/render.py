@@ -39,7 +39,7 @@ def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> st
 
 
 def capabilities_of(version: str) -> Capabilities:
-    """Return the capabilities of a plain Kubernetes version such as 1.27. Raises InvalidInput."""
+    """Return the capabilities of a plain Kubernetes version such as 1.30. Raises InvalidInput."""
     found = re.fullmatch(r"v?1\.(\d{1,3})(\..*)?", version)
     if found is None or int(found[1]) < OLDEST_MINOR:
         raise InvalidInput(
@@ -47,7 +47,7 @@ def capabilities_of(version: str) -> Capabilities:
             f"{version!r} is none that is supported",
             f"write 1.{OLDEST_MINOR} or newer",
         )
-    return Capabilities.of_minor(int(found[1]))
+    return Capabilities(int(found[1]))
 
 
 class _Dumper(yaml.SafeDumper):

@@ -29,7 +29,7 @@ async def connected(choice: ClusterChoice) -> AsyncIterator[tuple[Api, str]]:
 
 
 async def capabilities_at(choice: ClusterChoice) -> Capabilities:
-    """Return the capabilities of the cluster. Raises InvalidInput, ApiError."""
+    """Return the capabilities of the cluster. Raises InvalidInput, RagCacheError."""
     async with connected(choice) as (api, _):
         return await discover(api)
 

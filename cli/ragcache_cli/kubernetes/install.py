@@ -21,6 +21,7 @@ CHART = Path(__file__).resolve().parents[1] / "chart"
 NAMESPACE = "ragcache-system"
 RELEASE = "ragcache-operator"
 _VALUE = re.compile(r"at '/?([^']*)': (.+)")
+_OLD_CLUSTER = re.compile(r"requires kubeVersion: >=(\S+?)-0 .* Kubernetes (\S+)")
 _FAILED_TEMPLATE = re.compile(r"execution error at \([^)]*\): (.+)")
 
 Values = dict[str, Any]
@@ -181,6 +182,10 @@ def _said_plainly(error: HelmError, wait_s: int | None) -> RagCacheError:
     template = _FAILED_TEMPLATE.search(text)
     if template is not None:
         return InvalidInput("--set/--values", template[1], "change these values")
+    old = _OLD_CLUSTER.search(text)
+    if old is not None:
+        problem = f"it is Kubernetes {old[2]}, and RagCache needs {old[1]} or newer"
+        return InvalidInput("cluster", problem, "upgrade the cluster, or choose another one")
     if isinstance(error, helm_python.HelmKubeError):
         return Unavailable("cluster", text)
     if wait_s is not None and "context deadline exceeded" in text:

@@ -20,26 +20,15 @@ class UnsupportedFeature:
 def unsupported_features(cache: RagCache, capabilities: Capabilities) -> list[UnsupportedFeature]:
     """Return the features of a RagCache that the cluster does not support."""
     return [
-        *_check_autoscaling(cache, capabilities),
         *_check_queue_metrics(cache, capabilities),
         *_check_http_route(cache, capabilities),
-        *_check_disruption_budgets(capabilities),
     ]
-
-
-def _check_autoscaling(cache: RagCache, capabilities: Capabilities) -> Iterator[UnsupportedFeature]:
-    if cache.spec.gateway.autoscaling is not None and capabilities.autoscaling is None:
-        yield UnsupportedFeature(
-            "AutoscalingNotServed",
-            "spec.gateway.autoscaling: the cluster serves neither autoscaling/v2 nor v2beta2, so "
-            "the gateway is not autoscaled; upgrade Kubernetes, or scale the Deployment manually",
-        )
 
 
 def _check_queue_metrics(
     cache: RagCache, capabilities: Capabilities
 ) -> Iterator[UnsupportedFeature]:
-    if capabilities.custom_metrics and capabilities.autoscaling is not None:
+    if capabilities.custom_metrics:
         return
     for index, engine in enumerate(cache.spec.engines):
         if engine.autoscaling is not None:
@@ -59,13 +48,4 @@ def _check_http_route(cache: RagCache, capabilities: Capabilities) -> Iterator[U
             "spec.gateway.httpRoute: the cluster does not serve gateway.networking.k8s.io/v1, so "
             "there is no route; install the Gateway API and restart the operator, or use "
             "spec.gateway.ingress",
-        )
-
-
-def _check_disruption_budgets(capabilities: Capabilities) -> Iterator[UnsupportedFeature]:
-    if capabilities.policy is None:
-        yield UnsupportedFeature(
-            "DisruptionBudgetsNotServed",
-            "the cluster serves neither policy/v1 nor v1beta1, so a drain may evict all pods of a "
-            "component at once; upgrade Kubernetes",
         )

@@ -1,7 +1,4 @@
-"""Discovers once, at the start, which API groups and versions the server serves.
-
-Clusters from Kubernetes 1.20 on differ in their groups and versions.
-"""
+"""Discovers once, at the start, the server's version and which optional API groups it serves."""
 
 from __future__ import annotations
 
@@ -9,13 +6,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_core.errors import RagCacheError
+from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS
 
 
 async def discover(api: Api) -> Capabilities:
-    """Return the capabilities of the server. Raises ApiError."""
+    """Return the capabilities of the server.
+
+    Raises:
+        RagCacheError: The server is older than the oldest supported Kubernetes.
+        ApiError: A call failed.
+    """
     groups = (await api.read("/apis"))["groups"]
     return capabilities_of(await api.read("/version"), groups)
 
@@ -33,12 +36,20 @@ async def serves_our_kinds(api: Api) -> bool:
 
 
 def capabilities_of(version: dict[str, Any], groups: Sequence[dict[str, Any]]) -> Capabilities:
-    """Return the capabilities that the responses of /version and /apis describe."""
+    """Return the capabilities that the responses of /version and /apis describe.
+
+    Raises:
+        RagCacheError: The server is older than the oldest supported Kubernetes.
+    """
+    minor = _minor(version)
+    if minor < OLDEST_MINOR:
+        raise RagCacheError(
+            f"kubernetes: the cluster is version 1.{minor}, and RagCache needs "
+            f"1.{OLDEST_MINOR} or newer; upgrade the cluster"
+        )
     served = {entry["groupVersion"] for group in groups for entry in group.get("versions") or ()}
     return Capabilities(
-        minor=_minor(version),
-        autoscaling=_newest(served, "autoscaling", ("v2", "v2beta2")),
-        policy=_newest(served, "policy", ("v1", "v1beta1")),
+        minor=minor,
         http_route="gateway.networking.k8s.io/v1" in served,
         # KEDA serves external.metrics.k8s.io, which has no metrics of single pods.
         pod_monitors="monitoring.coreos.com/v1" in served,
@@ -46,11 +57,7 @@ def capabilities_of(version: dict[str, Any], groups: Sequence[dict[str, Any]]) -
     )
 
 
-def _newest(served: set[str], group: str, versions: Sequence[str]) -> str | None:
-    return next((version for version in versions if f"{group}/{version}" in served), None)
-
-
 def _minor(version: dict[str, Any]) -> int:
     """Return the minor version. Some providers add a suffix (``27+``)."""
     digits = re.match(r"\d+", str(version.get("minor", "")))
-    return int(digits[0]) if digits else 20
+    return int(digits[0]) if digits else OLDEST_MINOR

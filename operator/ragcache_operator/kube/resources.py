@@ -66,21 +66,14 @@ CRDS = Resource(
     "CustomResourceDefinition",
     namespaced=False,
 )
-DISRUPTION_BUDGETS = {
-    version: Resource("policy", version, "poddisruptionbudgets", "PodDisruptionBudget")
-    for version in ("v1", "v1beta1")
-}
-AUTOSCALERS = {
-    version: Resource("autoscaling", version, "horizontalpodautoscalers", "HorizontalPodAutoscaler")
-    for version in ("v2", "v2beta2")
-}
+DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 
 _ALL = (
     *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
     *(POD_MONITORS, RAG_CACHES, RAG_COLLECTIONS, CRDS, ROLES, ROLE_BINDINGS),
-    *DISRUPTION_BUDGETS.values(),
-    *AUTOSCALERS.values(),
+    *(DISRUPTION_BUDGETS, AUTOSCALERS),
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}
 

@@ -34,11 +34,8 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
         *(resources.CLAIMS, resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
         *(resources.NETWORK_POLICIES, resources.INGRESSES),
         *(resources.ROLES, resources.ROLE_BINDINGS),
+        *(resources.DISRUPTION_BUDGETS, resources.AUTOSCALERS),
     ]
-    if capabilities.policy is not None:
-        kinds.append(resources.DISRUPTION_BUDGETS[capabilities.policy])
-    if capabilities.autoscaling is not None:
-        kinds.append(resources.AUTOSCALERS[capabilities.autoscaling])
     if capabilities.http_route:
         kinds.append(resources.HTTP_ROUTES)
     if capabilities.pod_monitors:
@@ -98,7 +95,7 @@ class Children:
         return informer.get(meta["namespace"], meta["name"]) if informer else None
 
     def resource(self, obj: Object) -> Resource:
-        """Return the resource of an object, in the version that is watched."""
+        """Return the resource of an object."""
         return self._informers[obj["kind"]].resource
 
     def record_write(self, obj: Object) -> None:

@@ -145,13 +145,8 @@ KINDS: Final = (
 )
 
 
-def definition(kind: ResourceKind, *, cel: bool = True) -> dict[str, Any]:
-    """Return the CustomResourceDefinition (apiextensions.k8s.io/v1) of a kind.
-
-    Args:
-        cel: Whether to include CEL rules. A server before Kubernetes 1.28 does not know all of
-            their fields. It drops them on create, but rejects them on server-side apply.
-    """
+def definition(kind: ResourceKind) -> dict[str, Any]:
+    """Return the CustomResourceDefinition (apiextensions.k8s.io/v1) of a kind."""
     schema = object_schema(kind)
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -182,7 +177,7 @@ def definition(kind: ResourceKind, *, cel: bool = True) -> dict[str, Any]:
                         "status": {},
                         **({"scale": dict(kind.scale)} if kind.scale else {}),
                     },
-                    "schema": {"openAPIV3Schema": schema if cel else _without_cel(schema)},
+                    "schema": {"openAPIV3Schema": schema},
                 }
             ],
         },
@@ -219,16 +214,6 @@ def object_schema(kind: ResourceKind) -> Schema:
         # The API server itself requires apiVersion, kind and metadata.
         "required": [name for name in schema["required"] if name == "spec"],
     }
-
-
-def _without_cel(schema: Any) -> Any:
-    if isinstance(schema, dict):
-        return {
-            key: _without_cel(value)
-            for key, value in schema.items()
-            if key != "x-kubernetes-validations"
-        }
-    return [_without_cel(item) for item in schema] if isinstance(schema, list) else schema
 
 
 def structural(model: type[BaseModel]) -> Schema:

@@ -1,12 +1,12 @@
 """Validation of RagCache and RagCollection objects in a cluster, without side effects.
 
-The webhook validates an object before the API server stores it. The operator validates it again
-before each pass, because a webhook is optional. The CLI validates it before it sends anything.
+The API server evaluates the rules that are in CEL before it stores an object. The operator checks
+every rule before each pass, except for those about updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,83 +30,43 @@ from ragcache_operator.spec.validation import (
     CelRule,
     Rule,
     Violation,
+    cel_rule,
     check_rules,
-    join_path,
-    walk_models,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """A rule about what an update may change in the values of one model.
+    """A rule about what an update may change. Only the API server has both values to compare.
 
     Args:
         name: The rule in words. Tests use it as an id.
         model: The model that the rule is about.
         field: Path of the invalid field below the value, as in a manifest. Empty for the value
             itself.
-        check: Takes the new and the old value. Returns a Violation, or None for an allowed change.
-        cel: The CEL form.
+        cel: The rule. It compares ``self`` with ``oldSelf``.
     """
 
     name: str
     model: type[BaseModel]
     field: str
-    check: Callable[[Any, Any], Violation | None]
     cel: CelRule
 
 
-def find_problems(
-    new: Mapping[str, Any], old: Mapping[str, Any] | None = None
-) -> list[InvalidInput]:
+def find_problems(manifest: Mapping[str, Any]) -> list[InvalidInput]:
     """Return every problem of an object of either kind in a cluster.
 
-    An object passes if an update leaves its spec unchanged or if it is being deleted. Otherwise a
-    stricter release would block the removal of finalizers from older objects.
-
-    Args:
-        old: The object that an update replaces.
+    An object that is being deleted passes. Otherwise a stricter release would block the removal of
+    finalizers from older objects.
     """
-    if old is not None and new.get("spec") == old.get("spec"):
-        return []
-    meta = new.get("metadata")
+    meta = manifest.get("metadata")
     if isinstance(meta, Mapping) and "deletionTimestamp" in meta:
         return []
     try:
-        value = parse_unchecked(new)
+        value = parse_unchecked(manifest)
     except InvalidManifest as error:
         return list(error.problems)
-    problems = check_rules((*CONSISTENCY, *CLUSTER_RULES), value)
-    if old is not None:
-        problems += _forbidden_changes(value, old)
-    return problems
-
-
-def _forbidden_changes(new: BaseModel, old: Mapping[str, Any]) -> list[InvalidInput]:
-    try:
-        before = dict(walk_models(parse_unchecked(old)))
-    except InvalidManifest:
-        # The operator never applied the old object, so every change is allowed.
-        return []
-    problems = []
-    for path, value in walk_models(new):
-        for rule in UPDATE_RULES:
-            if type(value) is not rule.model or type(before.get(path)) is not rule.model:
-                continue
-            violation = rule.check(value, before[path])
-            if violation is not None:
-                field = join_path(path, rule.field)
-                problems.append(InvalidInput(field, violation.problem, violation.fix))
-    return problems
-
-
-def _model_is_reachable(model: ModelSpec) -> Violation | None:
-    if model.parsed_source.kind != "path":
-        return None
-    return Violation(
-        f"{model.source} is a local folder, which pods cannot read",
-        "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
-    )
+    return check_rules((*CONSISTENCY, *CLUSTER_RULES), value)
 
 
 def _memory_exceeds(
@@ -139,16 +99,13 @@ def _engine_fits(engine: EngineSpec) -> Violation | None:
 
 
 CLUSTER_RULES: tuple[Rule, ...] = (
-    Rule(
+    cel_rule(
         "a model that pods can read",
         ModelSpec,
         "source",
-        _model_is_reachable,
-        CelRule(
-            "!self.source.startsWith('path:')",
-            "is a local folder, which pods cannot read; use hf:ORGANISATION/NAME, "
-            "pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
-        ),
+        "!self.source.startsWith('path:')",
+        "is a local folder, which pods cannot read",
+        "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     ),
     Rule(
         "resources exceed the memory tier",
@@ -167,61 +124,11 @@ CLUSTER_RULES: tuple[Rule, ...] = (
 )
 
 
-def _volume_unchanged(new: StorageSpec, old: StorageSpec) -> Violation | None:
-    if new == old:
-        return None
-    was = old.size if old.class_name is None else f"{old.size} of class {old.class_name}"
-    return Violation(
-        "is immutable: Kubernetes does not change the claims of a StatefulSet",
-        f"keep {was}, or create another RagCache",
-    )
-
-
-def _replicas_not_lowered(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
-    # In PostgreSQL, all replicas have the same documents.
-    if new.replicas >= old.replicas or new.backend.kind == "postgres":
-        return None
-    return Violation(
-        f"{new.replicas} is below {old.replicas}: the pods that stay might lack the newest "
-        "documents",
-        f"keep {old.replicas}, or restore a backup into another RagCache",
-    )
-
-
-def _backend_unchanged(new: RetrieverSpec, old: RetrieverSpec) -> Violation | None:
-    if new.backend.kind == old.backend.kind:
-        return None
-    return Violation(
-        f"is immutable and was {old.backend.kind}: the documents would stay in the old backend",
-        "keep it, or restore a backup into another RagCache",
-    )
-
-
-def _cache_unchanged(new: CacheRef, old: CacheRef) -> Violation | None:
-    if new.name == old.name:
-        return None
-    return Violation(
-        f"is immutable and was {old.name!r}: the documents would stay in the old RagCache",
-        "delete this RagCollection and create one for the other RagCache",
-    )
-
-
-def _collection_unchanged(new: RagCollection, old: RagCollection) -> Violation | None:
-    if new.collection_name == old.collection_name:
-        return None
-    return Violation(
-        f"is immutable and was {old.collection_name!r}: the documents would stay in the old "
-        "collection",
-        "delete this RagCollection and create one for the other collection",
-    )
-
-
 UPDATE_RULES: tuple[UpdateRule, ...] = (
     UpdateRule(
         "storage is immutable",
         StorageSpec,
         "",
-        _volume_unchanged,
         CelRule(
             "self == oldSelf",
             "is immutable: Kubernetes does not change the claims of a StatefulSet; keep it, or "
@@ -232,7 +139,6 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         "retriever replicas are not lowered",
         RetrieverSpec,
         "replicas",
-        _replicas_not_lowered,
         CelRule(
             "self.replicas >= oldSelf.replicas || "
             "(has(self.backend) && has(self.backend.postgres))",
@@ -244,7 +150,6 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         "backend is immutable",
         RetrieverSpec,
         "backend",
-        _backend_unchanged,
         CelRule(
             "(has(self.backend) && has(self.backend.postgres)) == "
             "(has(oldSelf.backend) && has(oldSelf.backend.postgres)) && "
@@ -258,7 +163,6 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         "cacheRef is immutable",
         CacheRef,
         "name",
-        _cache_unchanged,
         CelRule(
             "self.name == oldSelf.name",
             "is immutable: the documents would stay in the old RagCache; delete this RagCollection "
@@ -269,7 +173,6 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         "collection is immutable",
         RagCollection,
         "spec.collection",
-        _collection_unchanged,
         CelRule(
             "(has(self.spec.collection) ? self.spec.collection : self.metadata.name) == "
             "(has(oldSelf.spec.collection) ? oldSelf.spec.collection : oldSelf.metadata.name)",

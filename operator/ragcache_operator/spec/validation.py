@@ -1,7 +1,7 @@
 """Rules about the values of a model, and the function that checks them.
 
-``consistency`` and ``rules`` define the rules. Each rule exists twice: in Python, for the parser,
-the webhook and the operator, and as a CEL expression, for API servers from Kubernetes 1.28 on.
+A rule is written once. If CEL can express it, ``cel_rule`` takes its CEL text, which the API server
+and ``cel`` evaluate. Other rules are functions, with a reason why there is no CEL text.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.spec.cel import compile_cel
 
 ENFORCED_BY_SCHEMA = "the OpenAPI schema enforces it"
-NO_CEL_FOR_QUANTITIES = (
-    "CEL compares quantities from Kubernetes 1.29 on. An older server rejects the whole definition "
-    "if an expression uses them."
-)
+NO_CEL_FOR_QUANTITIES = "the operator compares quantities, which it also derives defaults from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,7 @@ class Violation:
 class CelRule:
     """The form of a rule that the API server evaluates.
 
-    ``expression`` is true where the rule holds. ``message`` is the problem and the fix of a
-    Violation, without the values.
+    ``expression`` is true where the rule holds. ``message`` has the problem and the fix.
     """
 
     expression: str
@@ -63,6 +60,27 @@ class Rule:
     field: str
     check: Callable[[Any], Violation | None]
     cel: CelRule | str
+
+
+def cel_rule(
+    name: str, model: type[BaseModel], field: str, expression: str, problem: str, fix: str
+) -> Rule:
+    """Return a rule that is written in CEL.
+
+    Args:
+        expression: True where the rule holds. ``self`` is a value of ``model``, with the defaults
+            of fields that a manifest leaves out.
+        problem: What is wrong with the field.
+        fix: What to do.
+    """
+    holds, violation = compile_cel(expression), Violation(problem, fix)
+
+    def check(value: BaseModel) -> Violation | None:
+        # As in CEL, a field without a value is missing.
+        fields = value.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return None if holds(fields) else violation
+
+    return Rule(name, model, field, check, CelRule(expression, f"{problem}; {fix}"))
 
 
 def check_rules(rules: Sequence[Rule], value: BaseModel, path: str = "") -> list[InvalidInput]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
+from ragcache_operator.spec.components.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
 from ragcache_operator.spec.rules import find_problems
 from tests.helpers.children_parts import build, container_of
 from tests.helpers.operator_manifests import cache

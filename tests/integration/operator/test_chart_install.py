@@ -29,7 +29,6 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
-from ragcache_operator.webhooks.admission import CONFIGURATIONS
 from tests.cluster import availability
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.kubeconfig import User
@@ -38,7 +37,6 @@ from tests.helpers.chart import CHART, NAMESPACE, RELEASE
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
 VIEWER, EDITOR = User("viewer"), User("editor")
-WEBHOOK = f"{RELEASE}-webhook"
 
 T = TypeVar("T")
 
@@ -155,8 +153,7 @@ def test_install_upgrade_and_uninstall_keep_the_kinds(cluster: ChartCluster) -> 
     assert (first.was_there, first.revision) == (False, 1)
     assert "serves all namespaces" in first.notes
     assert cluster.get(DEPLOYMENTS, RELEASE) is not None
-    # This server does not serve policy/v1.
-    assert cluster.get(DISRUPTION_BUDGETS["v1beta1"], RELEASE) is not None
+    assert cluster.get(DISRUPTION_BUDGETS, RELEASE) is not None
     cluster.wait_for_kinds()
     cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
 
@@ -218,7 +215,7 @@ def test_an_upgrade_updates_the_definitions(
 ) -> None:
     older = tmp_path / "chart"
     shutil.copytree(CHART, older)
-    path = older / "files" / "crds" / "before-1.28" / "ragcaches.yaml"
+    path = older / "files" / "crds" / "ragcaches.yaml"
     definition = yaml.safe_load(path.read_text())
     spec = _properties(definition)["spec"]["properties"]
     spec.pop("networkPolicy")
@@ -245,39 +242,12 @@ def _properties(definition: Object) -> Object:
     return properties
 
 
-def test_an_upgrade_keeps_what_the_operator_wrote(cluster: ChartCluster) -> None:
-    cluster.install()
-    hook = {
-        "name": "validate.ragcache.dev",
-        "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
-        "failurePolicy": "Ignore",
-        "clientConfig": {"service": {"name": WEBHOOK, "namespace": NAMESPACE}},
-    }
-
-    async def fill_in(api: Api) -> None:
-        for resource in CONFIGURATIONS.values():
-            live = await api.get(resource, f"{WEBHOOK}.{NAMESPACE}")
-            assert live is not None
-            await api.replace(resource, {**live, "webhooks": [hook]})
-        secret = await api.get(SECRETS, f"{WEBHOOK}-tls", NAMESPACE)
-        assert secret is not None
-        await api.replace(SECRETS, {**secret, "data": {"tls.crt": "YQ=="}})
-
-    cluster.ask(fill_in, OPERATOR)
-    cluster.install({"logLevel": "debug"})
-    for resource in CONFIGURATIONS.values():
-        live = cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None)
-        assert live is not None
-        assert [one["name"] for one in live["webhooks"]] == ["validate.ragcache.dev"]
-    secret = cluster.get(SECRETS, f"{WEBHOOK}-tls")
-    assert secret is not None
-    assert secret["data"] == {"tls.crt": "YQ=="}
-
-    cluster.install({"webhook": {"enabled": False}})
-    for resource in CONFIGURATIONS.values():
-        assert cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None) is None
-    assert cluster.get(SECRETS, f"{WEBHOOK}-tls") is None
+def test_an_older_cluster_is_refused_with_the_version_that_is_needed(plane: ChartCluster) -> None:
+    if not plane.plane.is_translated:
+        pytest.skip("the server is new enough")
+    older = ClusterChoice(kubeconfig=plane.plane.server_kubeconfig)
+    with pytest.raises(InvalidInput, match=r"is Kubernetes v1\.20\.2, and RagCache needs 1\.29"):
+        installing.install(older, {})
 
 
 async def until_owners_are_known(api: Api, owned: Object) -> None:
@@ -364,7 +334,6 @@ def test_the_operator_has_the_permissions_it_needs_and_no_others(cluster: ChartC
         lambda api: api.list(LEASES),
         lambda api: api.delete(LEASES, "other", NAMESPACE),
         lambda api: api.list(CRDS),
-        lambda api: api.get(CONFIGURATIONS["validate"], "other"),
         lambda api: api.read("/api/v1/nodes"),
     ):
         assert cluster.denies(OPERATOR, call)

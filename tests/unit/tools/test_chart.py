@@ -79,14 +79,12 @@ VALUE_SETS: dict[str, Object] = {
     "default": {},
     "namespaced": {"watch": {"namespaces": ["team-a", "team-b"]}},
     "own namespace": {"watch": {"namespaces": [NAMESPACE]}},
-    "no webhook": {"webhook": {"enabled": False}},
     "monitored": {"metrics": {"serviceMonitor": {"enabled": True}}},
     "bare": {
         "replicas": 1,
         "crds": {"install": False},
         "rbac": {"create": False, "userRoles": False},
         "serviceAccount": {"create": False, "name": "given"},
-        "webhook": {"enabled": False},
         "metrics": {"service": {"enabled": False}},
         "networkPolicy": {"enabled": False},
         "podDisruptionBudget": {"enabled": False},
@@ -119,7 +117,7 @@ def rules(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 
 @every_set
-@pytest.mark.parametrize("kube_version", ["v1.20.2", "v1.37.0"])
+@pytest.mark.parametrize("kube_version", ["v1.29.0", "v1.37.0"])
 def test_helm_lint_passes(values: Object, kube_version: str) -> None:
     report = helm_python.lint(
         CHART, values, strict=True, namespace=NAMESPACE, kube_version=kube_version
@@ -132,7 +130,7 @@ def test_helm_lint_passes(values: Object, kube_version: str) -> None:
 def test_objects_are_valid_in_current_kubernetes(values: Object) -> None:
     foreign = {"CustomResourceDefinition", "PrometheusRule", "ServiceMonitor"}
     for obj in render(values):
-        for version in ("1.25", "1.31", "1.37"):
+        for version in ("1.29", "1.31", "1.37"):
             if obj["kind"] not in foreign:
                 kubernetes_validate.validate(obj, version, strict=True)
 
@@ -262,7 +260,6 @@ def test_every_setting_is_in_the_environment() -> None:
         "RAGCACHE_IMAGE_TAG": own_tag(),
         "RAGCACHE_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
         "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
-        "RAGCACHE_WEBHOOK_SERVICE": "ragcache-operator-webhook",
         "RAGCACHE_LEASE": "ragcache-operator",
         "RAGCACHE_ROOT_KEY_SECRET": "ragcache-operator-root-key",
         "RAGCACHE_LOG_LEVEL": "info",
@@ -271,10 +268,8 @@ def test_every_setting_is_in_the_environment() -> None:
     assert told["RAGCACHE_NAMESPACES"] == "team-a,team-b"
     assert told["RAGCACHE_IMAGES"] == "registry.example:5000/mirror/ragcache"
     assert told["RAGCACHE_IMAGE_TAG"] == "1.2.3"
-    assert told["RAGCACHE_WEBHOOK_SERVICE"] == "rag-webhook"
     assert told["RAGCACHE_LEASE"] == "one"
     assert told["HTTPS_PROXY"] == "http://proxy.example:3128"
-    assert env(render({"webhook": {"enabled": False}}))["RAGCACHE_WEBHOOK_SERVICE"] == ""
 
 
 @every_set
@@ -283,7 +278,6 @@ def test_the_operator_accepts_its_environment(values: Object) -> None:
     told["RAGCACHE_OPERATOR_NAMESPACE"] = NAMESPACE
     config = OperatorConfig.from_environment(told)
     assert config.namespaces == tuple(values.get("watch", {}).get("namespaces", ()))
-    assert bool(config.webhook_service) == values.get("webhook", {}).get("enabled", True)
     assert config.lease
     assert config.tag == values.get("image", {}).get("tag", told["RAGCACHE_IMAGE_TAG"])
 
@@ -318,7 +312,7 @@ def test_no_permission_is_a_wildcard() -> None:
 
 
 @every_set
-def test_the_operator_reads_only_its_own_secrets(values: Object) -> None:
+def test_the_operator_reads_only_its_root_key(values: Object) -> None:
     objects = render(values)
     about_secrets = [
         (role, rule) for role, rule in rules(objects) if "secrets" in rule["resources"]
@@ -333,10 +327,7 @@ def test_the_operator_reads_only_its_own_secrets(values: Object) -> None:
     if not about_secrets:
         assert not values["rbac"]["create"], "the operator may not read its Secrets"
         return
-    variables = env(objects)
-    wanted = {variables["RAGCACHE_ROOT_KEY_SECRET"]: ["get"]}
-    if variables["RAGCACHE_WEBHOOK_SERVICE"]:
-        wanted[of(objects, "Secret")["metadata"]["name"]] = ["get", "update"]
+    wanted = {env(objects)["RAGCACHE_ROOT_KEY_SECRET"]: ["get"]}
     assert {name: rule["verbs"] for _, rule in named for name in rule["resourceNames"]} == wanted
 
 
@@ -344,14 +335,8 @@ def test_with_given_namespaces_nothing_else_can_be_written() -> None:
     objects = render({"watch": {"namespaces": ["team-a", "team-b"]}})
     roles = [role for role in objects if role["kind"] == "Role"]
     assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b", NAMESPACE}
-    [of_no_namespace] = [rule for role, rule in rules(objects) if role["kind"] == "ClusterRole"]
-    assert of_no_namespace["apiGroups"] == ["admissionregistration.k8s.io"]
-    assert of_no_namespace["resourceNames"] == [
-        of(objects, "ValidatingWebhookConfiguration")["metadata"]["name"]
-    ]
-    without_webhook = render({**VALUE_SETS["namespaced"], "webhook": {"enabled": False}})
-    assert {role["kind"] for role, _ in rules(without_webhook)} == {"Role"}
-    assert not [o for o in without_webhook if o["kind"] == "ClusterRoleBinding"]
+    assert {role["kind"] for role, _ in rules(objects)} == {"Role"}
+    assert not [o for o in objects if o["kind"] == "ClusterRoleBinding"]
     everywhere = {
         _without_name(rule) for role, rule in rules(render()) if role["kind"] == "ClusterRole"
     }
@@ -361,8 +346,7 @@ def test_with_given_namespaces_nothing_else_can_be_written() -> None:
             for role, rule in rules(objects)
             if role["metadata"].get("namespace") == namespace
         }
-        assert named <= everywhere
-        assert len(everywhere - named) == 1  # the webhook configurations
+        assert named == everywhere
 
 
 def _without_name(rule: Object) -> tuple[tuple[str, ...], ...]:
@@ -381,7 +365,7 @@ def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
         *(resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
         *(resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
         *(resources.NETWORK_POLICIES, resources.INGRESSES, resources.HTTP_ROUTES),
-        *(resources.DISRUPTION_BUDGETS["v1"], resources.AUTOSCALERS["v2"]),
+        *(resources.DISRUPTION_BUDGETS, resources.AUTOSCALERS),
     )
     for child in children:
         needed = {"get", "list", "watch", "create", "patch", "delete"}
@@ -405,8 +389,6 @@ def test_the_kinds_are_up_to_date_and_stay_after_an_uninstall() -> None:
     files = sorted((CHART / "files" / "crds").glob("*.yaml"))
     given = {d["metadata"]["name"]: d for f in files for d in yaml.safe_load_all(f.read_text())}
     assert {*given} == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
-    for_older = CHART / "files" / "crds" / "before-1.28"
-    assert [f.name for f in files] == sorted(f.name for f in for_older.glob("*.yaml"))
     rendered = [o for o in render() if o["kind"] == "CustomResourceDefinition"]
     assert {o["metadata"]["name"] for o in rendered} == {*given}
     for crd in rendered:
@@ -437,7 +419,6 @@ BAD_VALUES: list[tuple[Object, str]] = [
     ({"watch": {"namespaces": ["Team"]}}, "at '/watch/namespaces/0': 'Team' does not match"),
     ({"watch": {"namespaces": "team"}}, "at '/watch/namespaces': got string, want array"),
     ({"watch": {"namespaces": ["a", "a"]}}, "at '/watch/namespaces': items at 0 and 1 are equal"),
-    ({"webhook": {"enabled": "yes"}}, "at '/webhook/enabled': got string, want boolean"),
     ({"logLevel": "loud"}, "at '/logLevel': value must be one of 'debug', 'info'"),
     ({"lease": {"name": "A"}}, "at '/lease/name'"),
     ({"extraEnv": [{"value": "1"}]}, "at '/extraEnv/0': missing property 'name'"),

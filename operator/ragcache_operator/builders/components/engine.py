@@ -115,10 +115,9 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         ),
         *workloads.build(cache, workload, site),
     ]
-    version = site.capabilities.autoscaling
-    if engine.autoscaling and replica_range and version and site.capabilities.custom_metrics:
+    if engine.autoscaling and replica_range and site.capabilities.custom_metrics:
         depth = engine.autoscaling.queue_depth
-        children.append(autoscaling.queue_autoscaler(meta, version, replica_range, depth))
+        children.append(autoscaling.queue_autoscaler(meta, replica_range, depth))
     return children
 
 

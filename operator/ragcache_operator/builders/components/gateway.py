@@ -98,10 +98,9 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         gateway_limits.config_map(cache, COMPONENT),
         *workloads.build(cache, workload, site),
     ]
-    version = site.capabilities.autoscaling
-    if gateway.autoscaling and replica_range and version:
+    if gateway.autoscaling and replica_range:
         percent = gateway.autoscaling.cpu_percent
-        children.append(autoscaling.cpu_autoscaler(meta, version, replica_range, percent))
+        children.append(autoscaling.cpu_autoscaler(meta, replica_range, percent))
     if gateway.ingress is not None:
         children.append(ingress.ingress(meta, gateway.ingress, HTTP.port))
     if gateway.http_route is not None and site.capabilities.http_route:

@@ -60,34 +60,28 @@ def with_replicas(desired: Object, live: Object | None) -> Object:
     return {**desired, "spec": {**desired["spec"], "replicas": replicas}}
 
 
-def cpu_autoscaler(
-    metadata: Object, version: str, replica_range: ReplicaRange, percent: int
-) -> Object:
+def cpu_autoscaler(metadata: Object, replica_range: ReplicaRange, percent: int) -> Object:
     """Return the autoscaler by CPU utilization for the Deployment of the same name."""
     target = {"type": "Utilization", "averageUtilization": percent}
     metric = {"type": "Resource", "resource": {"name": "cpu", "target": target}}
-    return _autoscaler(metadata, version, replica_range, metric)
+    return _autoscaler(metadata, replica_range, metric)
 
 
-def queue_autoscaler(
-    metadata: Object, version: str, replica_range: ReplicaRange, depth: int
-) -> Object:
+def queue_autoscaler(metadata: Object, replica_range: ReplicaRange, depth: int) -> Object:
     """Return the autoscaler by waiting requests for an engine's Deployment."""
     target = {"type": "AverageValue", "averageValue": str(depth)}
     metric = {"type": "Pods", "pods": {"metric": {"name": QUEUE_METRIC}, "target": target}}
-    child = _autoscaler(metadata, version, replica_range, metric)
+    child = _autoscaler(metadata, replica_range, metric)
     child["spec"]["behavior"] = {
         "scaleDown": {"stabilizationWindowSeconds": _ENGINE_SCALE_DOWN_WINDOW_S}
     }
     return child
 
 
-def _autoscaler(
-    metadata: Object, version: str, replica_range: ReplicaRange, metric: Object
-) -> Object:
+def _autoscaler(metadata: Object, replica_range: ReplicaRange, metric: Object) -> Object:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"]}
     return {
-        "apiVersion": f"autoscaling/{version}",
+        "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
         "metadata": metadata,
         "spec": {

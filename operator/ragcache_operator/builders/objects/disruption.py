@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from ragcache_operator.builders.objects.ownership import Object
 
 
-def disruption_budget(metadata: Object, selector: Mapping[str, str], version: str) -> Object:
-    """Return a budget of one unavailable pod, which lets a node with a single replica drain.
-
-    Args:
-        version: Version of the policy API group.
-    """
+def disruption_budget(metadata: Object, selector: Mapping[str, str]) -> Object:
+    """Return a budget of one unavailable pod, which lets a node with a single replica drain."""
     return {
-        "apiVersion": f"policy/{version}",
+        "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata,
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": dict(selector)}},

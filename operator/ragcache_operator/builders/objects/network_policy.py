@@ -199,16 +199,16 @@ def _pods_of(cache_name: str, component: str) -> Object:
 
 
 def _operator(site: Site) -> Object:
-    namespace = _namespace(site.operator_namespace, site)
+    namespace = _namespace(site.operator_namespace)
     return {
         "namespaceSelector": namespace,
         "podSelector": {"matchLabels": dict(OPERATOR_POD_LABELS)},
     }
 
 
-def _namespace(name: str | None, site: Site) -> Object:
+def _namespace(name: str | None) -> Object:
     """Return the selector of a namespace, or of all namespaces if its name is unknown."""
-    if name is None or not site.capabilities.named_namespaces:
+    if name is None:
         return {}
     return {"matchLabels": {"kubernetes.io/metadata.name": name}}
 
@@ -236,7 +236,7 @@ def _to_name(labels: Sequence[str], port: int, site: Site) -> list[Object]:
     """
     if len(labels) == 1:
         return [{"to": [{"podSelector": {}}]}]
-    service = {"to": [{"namespaceSelector": _namespace(labels[1], site)}]}
+    service = {"to": [{"namespaceSelector": _namespace(labels[1])}]}
     if labels[2:3] == ["svc"]:
         return [service]
     # A name of two labels can be a Service or an external host.

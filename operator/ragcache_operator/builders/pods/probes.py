@@ -9,7 +9,7 @@ from ragcache_operator.builders.objects.ownership import Object
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """HTTP probes. Kubernetes before 1.24 has no gRPC probes.
+    """HTTP probes, because every part serves HTTP and only some of them gRPC.
 
     Args:
         port: Port number.

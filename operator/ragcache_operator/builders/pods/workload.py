@@ -78,12 +78,12 @@ def selector(cache: RagCache, workload: Workload) -> dict[str, str]:
 def build(cache: RagCache, workload: Workload, site: Site) -> list[Object]:
     """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
-    children = [account(meta)]
-    if site.capabilities.policy is not None:
-        pods = selector(cache, workload)
-        children.append(disruption_budget(meta, pods, site.capabilities.policy))
     controller = _deployment if workload.storage is None else _stateful_set
-    return [*children, controller(cache, workload, site)]
+    return [
+        account(meta),
+        disruption_budget(meta, selector(cache, workload)),
+        controller(cache, workload, site),
+    ]
 
 
 def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:

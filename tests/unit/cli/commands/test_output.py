@@ -176,34 +176,23 @@ def test_rendered_yaml_is_plain() -> None:
     assert not any("ownerReferences" in d["metadata"] for d in documents)
 
 
-@pytest.mark.parametrize(
-    ("version", "budget", "autoscaler"),
-    [
-        ("1.20", "policy/v1beta1", "autoscaling/v2beta2"),
-        ("v1.22.4", "policy/v1", "autoscaling/v2beta2"),
-        ("1.31", "policy/v1", "autoscaling/v2"),
-    ],
-)
-def test_rendering_for_a_version_gives_what_it_serves(
-    version: str, budget: str, autoscaler: str
-) -> None:
-    cache = parse_manifest(
-        {
-            "apiVersion": "ragcache.dev/v1alpha1",
-            "kind": "RagCache",
-            "metadata": {"name": "docs"},
-            "spec": {"gateway": {"autoscaling": {"maxReplicas": 3}}},
-        }
-    )
-    text = render_yaml(cache, capabilities_of(version))
-    versions = {d["kind"]: d["apiVersion"] for d in yaml.safe_load_all(text)}
-    assert versions["PodDisruptionBudget"] == budget
-    assert versions["HorizontalPodAutoscaler"] == autoscaler
+@pytest.mark.parametrize("version", ["1.29", "v1.31.4"])
+def test_rendering_for_a_version_leaves_out_optional_apis(version: str) -> None:
+    manifest = {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCache",
+        "metadata": {"name": "docs"},
+        "spec": {"telemetry": {"podMonitor": {"enabled": True}}},
+    }
+    cache = parse_manifest(manifest)
+    kinds = [d["kind"] for d in yaml.safe_load_all(render_yaml(cache, capabilities_of(version)))]
+    assert "PodMonitor" not in kinds
+    assert "PodDisruptionBudget" in kinds
 
 
-@pytest.mark.parametrize("version", ["1.19", "2.0", "1", "newest", "1.x"])
+@pytest.mark.parametrize("version", ["1.28", "2.0", "1", "newest", "1.x"])
 def test_a_version_that_is_not_supported_is_refused(version: str) -> None:
-    with pytest.raises(InvalidInput, match=r"--kube-version: .*; write 1\.20 or newer"):
+    with pytest.raises(InvalidInput, match=r"--kube-version: .*; write 1\.29 or newer"):
         capabilities_of(version)
 
 

@@ -19,7 +19,7 @@ from ragcache_core.identity.variant import Precision
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.access import signing_key
-from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.builders.unsupported import unsupported_features
@@ -720,15 +720,14 @@ def test_an_ingress_routes_to_the_gateway() -> None:
     assert ingress["spec"]["rules"][0]["host"] == "a.example.com"
 
 
-@pytest.mark.parametrize("version", ["v2", "v2beta2"])
-def test_the_gateway_scales_by_cpu_and_engines_by_their_queues(version: str) -> None:
+def test_the_gateway_scales_by_cpu_and_engines_by_their_queues() -> None:
     cache = make_cache(
         gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5, "cpuPercent": 60}},
         engines=[{"autoscaling": {"maxReplicas": 3, "queueDepth": 8}}],
     )
-    children = children_of(cache, replace(LATEST, autoscaling=version))
+    children = children_of(cache)
     gateway = of(children, "HorizontalPodAutoscaler", "docs-gateway")
-    assert gateway["apiVersion"] == f"autoscaling/{version}"
+    assert gateway["apiVersion"] == "autoscaling/v2"
     assert (gateway["spec"]["minReplicas"], gateway["spec"]["maxReplicas"]) == (2, 5)
     [metric] = gateway["spec"]["metrics"]
     assert metric["resource"] == {
@@ -773,26 +772,23 @@ def test_unsupported_features_are_omitted_and_reported() -> None:
         gateway={"autoscaling": {"maxReplicas": 2}, "httpRoute": {"gateway": "public"}},
         engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
     )
-    nothing = Capabilities(
-        20, None, None, http_route=False, custom_metrics=False, pod_monitors=False
-    )
+    nothing = Capabilities(OLDEST_MINOR)
     found = unsupported_features(cache, nothing)
-    assert {refusal.reason for refusal in found} == {
-        *("AutoscalingNotServed", "QueueMetricsNotServed"),
-        *("HTTPRouteNotServed", "DisruptionBudgetsNotServed"),
-    }
+    assert {refusal.reason for refusal in found} == {"QueueMetricsNotServed", "HTTPRouteNotServed"}
     [queue] = [refusal for refusal in found if refusal.reason == "QueueMetricsNotServed"]
     assert queue.message.startswith("spec.engines[1].autoscaling: ")
     assert all("; " in refusal.message for refusal in found)
-    kinds = {child["kind"] for child in children_of(cache, nothing)}
-    assert not kinds & {"HorizontalPodAutoscaler", "HTTPRoute", "PodDisruptionBudget"}
+    children = children_of(cache, nothing)
+    assert kinds_of(children, "HTTPRoute") == []
+    [autoscaler] = kinds_of(children, "HorizontalPodAutoscaler")
+    assert autoscaler["metadata"]["name"] == "docs-gateway"
     assert unsupported_features(cache, LATEST) == []
 
 
 @given(specs)
 def test_unused_features_are_not_reported(spec: Object) -> None:
     cache = make_cache(**spec)
-    served = Capabilities.kubernetes_1_20()
+    served = Capabilities(OLDEST_MINOR)
     for refusal in unsupported_features(cache, served):
         assert refusal.message.startswith("spec.")
     kinds = [child["kind"] for child in children_of(cache, served)]
@@ -802,16 +798,6 @@ def test_unused_features_are_not_reported(spec: Object) -> None:
     ]
     assert len(refused) == wanted
     assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
-
-
-def test_old_clusters_get_the_versions_they_serve() -> None:
-    cache = make_cache(gateway={"autoscaling": {"maxReplicas": 2}})
-    versions = {
-        child["kind"]: child["apiVersion"]
-        for child in children_of(cache, Capabilities.kubernetes_1_20())
-    }
-    assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
-    assert versions["PodDisruptionBudget"] == "policy/v1beta1"
 
 
 def signing_key_volume(children: list[Object], part: str) -> Object | None:

@@ -247,15 +247,6 @@ def test_platforms_of_one_namespace_are_isolated() -> None:
     assert open_ == set()
 
 
-def test_without_a_name_label_the_operator_may_be_in_any_namespace() -> None:
-    children = children_of(make_cache(), Capabilities.kubernetes_1_20())
-    policies = kinds_of(children, "NetworkPolicy")
-    unlabelled = Pod("operator", OPERATOR_NAMESPACE, OPERATOR.labels)
-    [retriever] = [pod for pod in pods_of(children) if pod.name == "retriever"]
-    assert may_talk(policies, unlabelled, retriever, 8081)
-    assert not may_talk(policies, STRANGER, retriever, 8081)
-
-
 def test_without_policies_everything_is_open() -> None:
     assert kinds_of(build(networkPolicy={"enabled": False}), "NetworkPolicy") == []
 

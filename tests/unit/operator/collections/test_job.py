@@ -98,7 +98,7 @@ def container(made: Object) -> Object:
     return found
 
 
-@pytest.mark.parametrize("version", ["1.25", "1.37"])
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
 @pytest.mark.parametrize("made", [job(), removal()])
 def test_jobs_are_valid_objects(made: Object, version: str) -> None:
     kubernetes_validate.validate(made, version, strict=True)

@@ -13,14 +13,13 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import aclosing
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import PODS
-from ragcache_operator.webhooks.certificates import make_certificate
+from tests.cluster.certificates import make_certificates
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'
@@ -29,11 +28,9 @@ EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[Path]:
     """A kubeconfig of a server that starts a watch and then neither answers nor closes."""
-    pair = make_certificate(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
-    (tmp_path / "cert.pem").write_bytes(pair.certificate)
-    (tmp_path / "key.pem").write_bytes(pair.key)
+    pair = make_certificates(tmp_path / "keys", names=[], addresses=["127.0.0.1"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    context.load_cert_chain(pair.server_certificate, pair.server_key)
     connections = contextlib.ExitStack()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -50,7 +47,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
     thread.start()
     cluster = {
         "server": f"https://127.0.0.1:{listener.getsockname()[1]}",
-        "certificate-authority-data": base64.b64encode(pair.authority).decode("ascii"),
+        "certificate-authority-data": base64.b64encode(pair.authority.read_bytes()).decode("ascii"),
     }
     config = {
         "apiVersion": "v1",

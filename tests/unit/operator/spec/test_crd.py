@@ -12,7 +12,6 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
@@ -151,27 +150,9 @@ def test_cel_names_fields_that_exist(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_definitions_for_old_servers_differ_only_in_cel(kind: ResourceKind) -> None:
-    old = definition(kind, cel=False)
-    assert "x-kubernetes-validations" not in yaml.safe_dump(old)
-
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: without(v) for k, v in value.items() if k != "x-kubernetes-validations"}
-        return [without(item) for item in value] if isinstance(value, list) else value
-
-    assert old == without(definition(kind))
-
-
-@kinds
-@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
 def test_definitions_are_valid_objects(kind: ResourceKind, version: str) -> None:
     kubernetes_validate.validate(definition(kind), version, strict=True)
-
-
-@kinds
-def test_definitions_without_cel_are_valid_objects_of_older_servers(kind: ResourceKind) -> None:
-    kubernetes_validate.validate(definition(kind, cel=False), "1.25", strict=True)
 
 
 @kinds

@@ -163,10 +163,10 @@ BAD_SPECS = {
         "model": {"dtype": "int8"}
     },
     "spec.model.name: is empty; set a value, or leave the field out": {"model": {"name": ""}},
-    "spec.model.maxLength: 9000 is above the context length of bundled:smollm2, 8192 tokens; "
-    "use 8192 or less": {"model": {"maxLength": 9000}},
-    "spec.model.maxLength: 5000 is above the context length of bundled:tinyrag, 4096 tokens; "
-    "use 4096 or less": {"model": {"source": "bundled:tinyrag", "maxLength": 5000}},
+    "spec.model.maxLength: is above the context length of the bundled model; "
+    "use 8192 or less for smollm2, 4096 or less for tinyrag": {
+        "model": {"source": "bundled:tinyrag", "maxLength": 5000}
+    },
     "spec.retriever.embedder.source: 'ftp://x' is not a valid embedder; "
     "use bundled:all-minilm-l6-v2, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
     "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1": {
@@ -179,7 +179,7 @@ BAD_SPECS = {
     "leave it out, or set source to the URL of an endpoint": {
         "retriever": {"embedder": {"model": "x"}}
     },
-    "spec.retriever.chunking.overlap: 64 is not less than half of size 128; "
+    "spec.retriever.chunking.overlap: is not less than half of size; "
     "use about an eighth of the size": {"retriever": {"chunking": {"size": 128, "overlap": 64}}},
     "spec.retriever.storage.size: '10GB' is not a quantity; "
     "write bytes as a Kubernetes quantity, like 512Mi or 2Gi": {

@@ -1,1 +1,0 @@
-"""Admission webhooks of RagCaches and RagCollections, and their certificate."""
