@@ -243,6 +243,21 @@ def wait_for_cachestore(store: CacheStore) -> None:
         raise
 
 
+def vllm_cache_root(folder: Path) -> Path:
+    """Return a new cache folder for vLLM, without measured profiles and compiled models.
+
+    It shares what vLLM knows about model classes with other engines of this user. To find that out
+    again takes a process that imports vLLM once more.
+    """
+    shared = Path("~/.cache/vllm/modelinfos").expanduser()
+    shared.mkdir(parents=True, exist_ok=True)
+    root = folder / "vllm"
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "modelinfos").exists():
+        (root / "modelinfos").symlink_to(shared)
+    return root
+
+
 def launch_engine(
     folder: Path,
     model: Path,

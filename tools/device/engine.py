@@ -23,6 +23,7 @@ from bench.support.processes import (
     Service,
     free_port,
     start_cachestore,
+    vllm_cache_root,
 )
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import KVSpace, VariantKey
@@ -336,7 +337,7 @@ def _start(options: Options, store: CacheStore) -> InProcessEngine:
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_SAVE_QUEUE_BYTES": str(4 * GIB),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(options.folder / "vllm"),
+        "VLLM_CACHE_ROOT": str(vllm_cache_root(options.folder)),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -32,7 +32,6 @@ from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, 
 from ragcache_kv.store_client.client import StoreClient
 from tests.helpers.cachestore_parts import whole
 
-KILLS = 52
 PUTTERS = 3
 OPERATIONS = 60
 """Bound of the puts and deletes before each kill."""
@@ -304,7 +303,10 @@ def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: 
 
 
 @pytest.mark.timeout(400)
-def test_kills_lose_no_durable_value_and_restore_no_deleted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [14, pytest.param(52, marks=pytest.mark.slow)])
+def test_kills_lose_no_durable_value_and_restore_no_deleted_one(
+    tmp_path: Path, num_kills: int
+) -> None:
     seed = int(os.environ.get("RAGCACHE_CRASH_SEED", time.time_ns() % 1_000_000_000))
     print(f"seed: RAGCACHE_CRASH_SEED={seed}")
     rng = random.Random(seed)
@@ -312,7 +314,7 @@ def test_kills_lose_no_durable_value_and_restore_no_deleted_one(tmp_path: Path) 
     port = free_port()
     ledger = Ledger()
     kills = demotions = 0
-    while kills < KILLS:
+    while kills < num_kills:
         run = StoreRun(folder, port, ledger, rng)
         try:
             if rng.random() < 0.1:  # kill it while it starts
@@ -357,6 +359,6 @@ def test_kills_lose_no_durable_value_and_restore_no_deleted_one(tmp_path: Path) 
         f"{ledger.deletes} deletes acknowledged, {ledger.revivals.total()} put again after one, "
         f"{demotions} demotions"
     )
-    assert len(ledger.must_be_there()) > KILLS
-    assert ledger.deletes > KILLS
-    assert demotions > KILLS
+    assert len(ledger.must_be_there()) > num_kills
+    assert ledger.deletes > num_kills
+    assert demotions > num_kills

@@ -397,7 +397,8 @@ def guarantees_equality(space: KVSpace, plan: object, prompt: Prompt) -> bool:
     return True
 
 
-def test_a_thousand_wrong_plans_end_no_engine_and_change_no_exact_answer(blends: Blends) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_wrong_plans_end_no_engine_and_change_no_exact_answer(blends: Blends, count: int) -> None:
     """Answers without a blend, and of fully recomputed blends, equal those of vLLM."""
     rng = random.Random(5)
     orders = ((2, 1, 0), (4, 3), (2, 4, 0), (5, 3, 1), (1,))
@@ -458,8 +459,10 @@ def test_a_thousand_wrong_plans_end_no_engine_and_change_no_exact_answer(blends:
         return "fully recomputed" if record.blended_tokens else "by its record"
 
     with ThreadPoolExecutor(8) as pool:
-        ends = Counter(pool.map(ask, (rng.randrange(1 << 30) for _ in range(1000))))
-    assert ends["by its plan"] > 300, ends
-    assert min(ends["blended"], ends["fully recomputed"], ends["by its record"]) > 20, ends
+        ends = Counter(pool.map(ask, (rng.randrange(1 << 30) for _ in range(count))))
+    assert ends["by its plan"] > 0.3 * count, ends
+    assert min(ends["blended"], ends["fully recomputed"], ends["by its record"]) > 0.02 * count, (
+        ends
+    )
     for prompt, tokens in expected.items():
         assert complete(blends.engine.url, prompt.token_ids, max_tokens=2).token_ids == tokens

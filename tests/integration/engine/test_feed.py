@@ -59,7 +59,6 @@ class Fed:
             max_length=1024,
             settings={
                 **COMPUTES_PLAIN,
-                "VLLM_CACHE_ROOT": str(self.folder / "vllm"),
                 "RAGCACHE_RECORDS_LISTEN": self.records,
                 "RAGCACHE_HOST_TIER_BYTES": "64Mi",
             },

@@ -25,6 +25,7 @@ from bench.support.processes import (
     Engine,
     launch_engine,
     start_cachestore,
+    vllm_cache_root,
     wait_for_engine,
 )
 from bench.support.stored_values import corrupt
@@ -73,7 +74,7 @@ def make_prompt(seed: int, shared: int = 0) -> Prompt:
 def launch(
     folder: Path, model: Path, store: CacheStore, given: Mapping[str, str] | None = None
 ) -> Engine:
-    settings = {"VLLM_CACHE_ROOT": str(folder / "vllm"), **COMPUTES_PLAIN, **(given or {})}
+    settings = {"VLLM_CACHE_ROOT": str(vllm_cache_root(folder)), **COMPUTES_PLAIN, **(given or {})}
     return launch_engine(folder, model, store.address, *ENGINE_ARGUMENTS, settings=settings)
 
 

@@ -14,27 +14,28 @@ from tests.helpers.gateway_fakes import world
 SEED = 7
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 TIMEOUT_S = 280
+FUZZING = pytest.param("fuzzing", marks=pytest.mark.slow)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.parametrize("phases", ["examples,coverage", FUZZING])
 async def test_no_request_has_an_answer_that_the_document_does_not_allow(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, phases: str
 ) -> None:
     async with world(tiny_model) as gateway:
-        await check(gateway.base_url, tmp_path, "--phases", "examples,coverage,fuzzing")
+        await check(gateway.base_url, tmp_path, "--phases", phases)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.parametrize("phases", ["examples", FUZZING])
 async def test_a_gateway_with_keys_answers_as_the_document_says(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, phases: str
 ) -> None:
     file = write_admin_key(tmp_path / "keys.toml")
     async with world(tiny_model, api_keys_file=file) as gateway:
         authorization = f"Authorization: Bearer {key('admin')}"
         # How fields are read does not depend on keys, so their coverage is tested once.
-        await check(
-            gateway.base_url, tmp_path, "--phases", "examples,fuzzing", "--header", authorization
-        )
+        await check(gateway.base_url, tmp_path, "--phases", phases, "--header", authorization)
 
 
 async def check(base_url: str, folder: Path, *arguments: str) -> None:

@@ -153,7 +153,6 @@ def test_a_device_reads_each_block_table_that_it_is_asked_for() -> None:
         assert torch.equal(cache.keys(0, blocks, 0, BLOCK), expected)
 
 
-
 @pytest.mark.parametrize("axes", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BNLHC"])
 def test_a_device_reads_memory_whose_axes_are_permuted(axes: str) -> None:
     sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * DIM}
