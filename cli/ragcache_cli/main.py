@@ -39,7 +39,6 @@ from ragcache_cli.commands.quality import (
     sample_questions,
     summary,
 )
-from ragcache_cli.commands.render import capabilities_of, objects, render_yaml
 from ragcache_cli.commands.sample_questions import read_questions
 from ragcache_cli.commands.size import size_command
 from ragcache_cli.commands.status import describe_cache, parts_table, status_json
@@ -53,6 +52,7 @@ from ragcache_cli.documents.gateway_option import (
 )
 from ragcache_cli.documents.ingest_command import ingest_command
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
+from ragcache_cli.kubernetes.render import capabilities_of, objects, render_yaml
 from ragcache_cli.local.key_files import read_api_key
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.signals import run_until_stopped
