@@ -36,7 +36,7 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY core/ragcache_core core/ragcache_core
 COPY cli/ragcache_cli cli/ragcache_cli
-RUN pip install --no-cache-dir --constraint constraints.txt numpy \
+RUN pip install --no-cache-dir --constraint constraints.txt gguf \
     && PYTHONPATH=core:cli python -m ragcache_cli.models smollm2 /models/smollm2
 
 FROM sources AS build-gateway

@@ -102,17 +102,15 @@ class Running:
         }
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of the gateway's processes."""
-        processes = [psutil.Process(self.gateway.pid)]
-        processes += processes[0].children(recursive=True)
-        return sum(process.memory_info().rss for process in processes)
+        """Return the resident memory of the gateway."""
+        rss: int = psutil.Process(self.gateway.pid).memory_info().rss
+        return rss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter streams")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--workers", type=int, default=1, help="processes of the gateway")
     parser.add_argument("--profile", metavar="PATH", help="write a cProfile of the gateway")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else FULL
@@ -120,7 +118,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), arguments.workers, arguments.profile) as processes,
+        running(Path(folder), arguments.profile) as processes,
     ):
         results: dict[str, Any] = {}
         for part in arguments.only:
@@ -291,13 +289,12 @@ def cores(processes: Running, before: Mapping[str, float], began_s: float) -> di
 
 
 @contextlib.contextmanager
-def running(folder: Path, workers: int, profile: str | None) -> Generator[Running, None, None]:
+def running(folder: Path, profile: str | None) -> Generator[Running, None, None]:
     """Run the gateway with a simulated engine and stand-ins."""
     gateway_port = free_port()
     program = ["-m", "cProfile", "-o", profile, *GATEWAY] if profile else list(GATEWAY)
-    settings = {"RAGCACHE_WORKERS": str(workers)} if workers > 1 else {}
     with simulated_parts(folder) as parts:
-        gateway = parts.start_gateway("gateway", gateway_port, program, **settings)
+        gateway = parts.start_gateway("gateway", gateway_port, program)
         wait_for_gateway(gateway, gateway_port)
         yield Running(gateway, parts, gateway_port)
 

@@ -39,8 +39,8 @@ from ragcache_cli.commands.quality import (
     sample_questions,
     summary,
 )
-from ragcache_cli.commands.render import capabilities_of, objects, render_yaml
 from ragcache_cli.commands.sample_questions import read_questions
+from ragcache_cli.commands.size import size_command
 from ragcache_cli.commands.status import describe_cache, parts_table, status_json
 from ragcache_cli.documents.backup import backup_command, restore_command
 from ragcache_cli.documents.collections import collection_app
@@ -52,6 +52,7 @@ from ragcache_cli.documents.gateway_option import (
 )
 from ragcache_cli.documents.ingest_command import ingest_command
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
+from ragcache_cli.kubernetes.render import capabilities_of, objects, render_yaml
 from ragcache_cli.local.key_files import read_api_key
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.signals import run_until_stopped
@@ -63,7 +64,6 @@ from ragcache_cli.output.counting_bar import counting_bar
 from ragcache_cli.output.form import OutputOption, print_json
 from ragcache_cli.output.logs import LogLines, read_words
 from ragcache_cli.output.remakes import remake_line
-from ragcache_cli.sizing.size_command import size_command
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_core.quality.report import QualityReport
@@ -415,9 +415,9 @@ def quality_command(
         raise typer.Exit(FAILED)
 
 
+app.command(name="size")(size_command)
 app.command(name="sync")(sync_command)
 app.command(name="top")(top_command)
-app.command(name="size")(size_command)
 app.command(name="completion")(completion_command)
 app.command(name="backup")(backup_command)
 app.command(name="restore")(restore_command)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
 
-F32, Q4_1, Q8_0 = 0, 3, 8
-_ALIGNMENT = 32
-
+QUANTIZED = "blk.0.ffn_down.weight"
+"""A tensor with 8 bits for each number. The others have 32."""
 TOKENS = ("<|end|>", "<|user|>", "a", "b", "ab", "1", "Ġ")
 """Two special tokens, letters, a merge, a digit, a space."""
 
@@ -42,9 +41,9 @@ def llama_fields(**changes: Any) -> dict[str, Any]:
     }
 
 
-def llama_tensors(seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+def llama_tensors() -> dict[str, npt.NDArray[np.float32]]:
     """Random float32 tensors of llama_fields, by their names in GGUF."""
-    drawn = np.random.default_rng(seed)
+    drawn = np.random.default_rng(0)
     shapes = {
         "token_embd.weight": (len(TOKENS), 64),
         "output_norm.weight": (64,),
@@ -61,49 +60,19 @@ def llama_tensors(seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     return {name: drawn.normal(size=shape).astype("<f4") for name, shape in shapes.items()}
 
 
-def write_gguf(
-    path: Path,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, tuple[int, tuple[int, ...], bytes]],
-) -> Path:
-    """Write a file; a tensor is its type, its shape in torch's order, and its bytes."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
-    for key, value in fields.items():
-        head += _string(key) + _value(value)
-    body = b""
-    for name, (kind, shape, data) in tensors.items():
-        sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-        head += _string(name) + struct.pack("<I", len(shape)) + sizes
-        head += struct.pack("<IQ", kind, len(body))
-        body += data + b"\0" * (-len(data) % _ALIGNMENT)
-    head += b"\0" * (-len(head) % _ALIGNMENT)
-    path.write_bytes(head + body)
-    return path
-
-
-def write_llama(path: Path, seed: int = 0) -> Path:
+def write_llama(path: Path, **changes: Any) -> Path:
     """Write the Llama of llama_fields with llama_tensors."""
-    tensors = {
-        name: (F32, values.shape, values.tobytes()) for name, values in llama_tensors(seed).items()
-    }
-    return write_gguf(path, llama_fields(), tensors)
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _value(value: str | int | float | Sequence[Any]) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    inner = [_value(item) for item in value]
-    return (
-        struct.pack("<I", 9)
-        + inner[0][:4]
-        + struct.pack("<Q", len(inner))
-        + b"".join(item[4:] for item in inner)
-    )
+    fields = llama_fields(**changes)
+    writer = GGUFWriter(path, fields.pop("general.architecture"))
+    for key, value in fields.items():
+        kind = GGUFValueType.get_type(value)
+        inner = GGUFValueType.get_type(value[0]) if kind is GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, kind, inner)
+    for name, values in llama_tensors().items():
+        number_type = GGMLQuantizationType.Q8_0 if name == QUANTIZED else GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(values, number_type), raw_dtype=number_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,4 +1,4 @@
-"""Writes a bundled model into a folder, for builds of images: needs numpy and pip alone.
+"""Writes a bundled model into a folder, for builds of images: needs gguf and pip alone.
 
 ::
 

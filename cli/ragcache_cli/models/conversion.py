@@ -1,7 +1,7 @@
 """Converts a Llama in GGUF into a folder that vLLM and the Hugging Face libraries read.
 
-The same input gives the same bytes on every machine and with every version of a library: the
-arithmetic is that of float32 and the files are written here.
+The same input gives the same bytes on every machine: the arithmetic is that of float32 and the
+files are written here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from gguf.gguf_reader import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
 
-from ragcache_cli.models.gguf import GgufFile, GgufTensor, read_gguf
 from ragcache_core.errors import InvalidInput
+
+Fields = Mapping[str, Any]
+"""The fields of a GGUF file."""
 
 _NAMES: Final = {
     "token_embd": "model.embed_tokens",
@@ -39,29 +43,44 @@ _CONTROL: Final = 3
 _HEADER_ALIGNMENT: Final = 8
 
 
+class _Reader(GGUFReader):
+    """A reader of an ordinary array. A slice of a mapped one takes numpy several times as long."""
+
+    @property  # type: ignore[override]
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The content of the file."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: npt.NDArray[np.uint8]) -> None:
+        self._data = np.asarray(mapped)
+
+
 def convert(source: Path, folder: Path) -> None:
     """Write config, tokenizer, chat template and bfloat16 weights of a GGUF file into a folder.
 
     Raises:
         InvalidInput: The file holds no Llama with SmolLM's tokenizer.
     """
-    model = read_gguf(source)
-    fields = model.fields
+    model = _Reader(source)
+    fields = {name: field.contents() for name, field in model.fields.items()}
     found = (fields.get("general.architecture"), fields.get("tokenizer.ggml.pre"))
     if found != ("llama", "smollm"):
         raise InvalidInput(str(source), f"holds {found}", "use a Llama with SmolLM's tokenizer")
-    _write_json(folder / "config.json", config_of(model))
+    _write_json(
+        folder / "config.json",
+        _config(fields, is_tied=all(tensor.name != "output.weight" for tensor in model.tensors)),
+    )
     _write_json(folder / "generation_config.json", _generation_config(fields))
     _write_json(folder / "tokenizer.json", tokenizer_of(fields))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
     template = fields["tokenizer.chat_template"]
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    write_weights(model, folder / "model.safetensors")
+    _write_weights(model.tensors, fields, folder / "model.safetensors")
 
 
-def config_of(model: GgufFile) -> dict[str, Any]:
+def _config(fields: Fields, *, is_tied: bool) -> dict[str, Any]:
     """Return the content of config.json."""
-    fields = model.fields
     heads = fields["llama.attention.head_count"]
     hidden = fields["llama.embedding_length"]
     return {
@@ -89,13 +108,13 @@ def config_of(model: GgufFile) -> dict[str, Any]:
             "rope_theta": fields["llama.rope.freq_base"],
             "rope_type": "default",
         },
-        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "tie_word_embeddings": is_tied,
         "use_cache": True,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
     }
 
 
-def _generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_config(fields: Fields) -> dict[str, Any]:
     """Return defaults for requests that set none.
 
     A model of this size writes nonsense at vLLM's default temperature of 1.
@@ -108,7 +127,7 @@ def _generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokenizer_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_of(fields: Fields) -> dict[str, Any]:
     """Return the content of tokenizer.json: byte-level BPE in which every digit is one token."""
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]
@@ -155,7 +174,7 @@ def tokenizer_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer_config(fields: Fields) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     return {
         "backend": "tokenizers",
@@ -169,24 +188,25 @@ def _tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_weights(model: GgufFile, path: Path) -> None:
+def _write_weights(given: Sequence[ReaderTensor], fields: Fields, path: Path) -> None:
     """Write the tensors as bfloat16, one after the other in the order of their names.
 
     Source: https://huggingface.co/docs/safetensors, section Format.
     """
-    tensors = {renamed(name): tensor for name, tensor in model.tensors.items()}
+    tensors = {renamed(tensor.name): tensor for tensor in given}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors):
-        shape = tensors[name].shape
-        start, end = end, end + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        # GGUF has the fastest dimension first.
+        shape = tensors[name].shape[::-1].tolist()
+        start, end = end, end + 2 * tensors[name].n_elements
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for name in sorted(tensors):
-            file.write(bfloat16(_in_order(tensors[name], model.fields)).tobytes())
+            file.write(bfloat16(_in_order(tensors[name], fields)).data)
 
 
 def renamed(name: str) -> str:
@@ -197,13 +217,13 @@ def renamed(name: str) -> str:
     return f"{_NAMES[name.removesuffix('.weight')]}.weight"
 
 
-def _in_order(tensor: GgufTensor, fields: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+def _in_order(tensor: ReaderTensor, fields: Fields) -> npt.NDArray[np.float32]:
     """Dequantize a tensor, with the rows of queries and keys in the order of transformers.
 
     llama.cpp rotates neighbouring rows of a head together, and transformers the rows of both
     halves of a head.
     """
-    values = tensor.dequantized()
+    values = dequantize(tensor.data, tensor.tensor_type)
     heads_field = {"attn_q": "head_count", "attn_k": "head_count_kv"}
     module = tensor.name.split(".")[-2]
     if module not in heads_field:
@@ -217,7 +237,13 @@ def _in_order(tensor: GgufTensor, fields: Mapping[str, Any]) -> npt.NDArray[np.f
 def bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Round finite numbers to bfloat16, ties to even; returns the bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    # In place: the largest tensor has 28 million numbers.
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype(np.uint16)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

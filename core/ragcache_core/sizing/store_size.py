@@ -8,19 +8,12 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.storage.extents import PAGE_BYTES
 
 LOW_WATERMARK: Final = 0.90
 """Share of a tier that the store keeps filled."""
 _LEAST_VALUES: Final = 4
 """The memory tier holds at least this many of the largest values, because each passes through."""
-_PACKED_SHARE: Final = (1 + 1 / 2 + 1 / 64) / 2
-"""Size of a packed bfloat16: sign and fraction, half an exponent, and the base of 64 numbers.
-
-Exponents out of range add less than 1 % (``bench/codecs.py``).
-"""
-
 _PROCESS_BYTES: Final = 960 << 20
 """Memory of the process besides the memory tier. It needs 75 MiB, 160 more once it packs values, 64
 for deletes, 128 for connections, and up to 256 MiB for each copy of a value that it packs or sends
@@ -28,8 +21,6 @@ by gRPC."""
 _DISK_PER_MEMORY: Final = 256
 """Bytes of disk for each byte of memory that the records of values take. A record of a value of 28
 layers takes 6.5 KiB, so values below 1.6 MiB need more."""
-_LAYER_RECORD_BYTES: Final = 238
-"""Memory of a value's record for each of its layers."""
 _DISK_SHARE: Final = 0.9
 """Share of the volume for values and the reserve. The file system and RocksDB use the rest, RocksDB
 about one kilobyte for each value."""
@@ -48,54 +39,22 @@ def volume_bytes(tier_bytes: int) -> int:
     return math.ceil((tier_bytes + _DISK_RESERVE_BYTES + 1) / _DISK_SHARE)
 
 
-def shard_memory_bytes(memory_tier_bytes: int, disk_bytes: int, records_bytes: int = 0) -> int:
-    """Return the memory of a shard's process.
-
-    Args:
-        disk_bytes: Size of the volume.
-        records_bytes: Memory of the records, where it is known. It counts if it is more than the
-            size of the volume suggests.
-    """
-    from_disk_bytes = -(-disk_bytes // _DISK_PER_MEMORY >> 20) << 20
-    return memory_tier_bytes + _PROCESS_BYTES + max(from_disk_bytes, records_bytes)
+def shard_memory_bytes(memory_tier_bytes: int, disk_bytes: int) -> int:
+    """Return the memory of a shard's process. disk_bytes: Size of the volume."""
+    records_bytes = -(-disk_bytes // _DISK_PER_MEMORY >> 20) << 20
+    return memory_tier_bytes + _PROCESS_BYTES + records_bytes
 
 
-def records_bytes(num_values: int, num_layers: int) -> int:
-    """Return the memory of the records of values."""
-    return num_values * num_layers * _LAYER_RECORD_BYTES
-
-
-def encoded_bytes(native_bytes: int, dtype: str, precision: Precision) -> int:
-    """Return the expected size of a native value in a lossless precision."""
-    shares = [_encoded_share(codec, dtype) for codec in (precision.key, precision.value)]
-    return math.ceil(native_bytes * sum(shares) / len(shares))
-
-
-def tier_value_bytes(num_bytes: int) -> int:
+def _in_pages(num_bytes: int) -> int:
     """Return the bytes that a value takes in a tier, in whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def tier_bytes(num_values: int, value_bytes: int) -> int:
     """Return the size of a tier that keeps a number of values of one size."""
-    return math.ceil(num_values * tier_value_bytes(value_bytes) / LOW_WATERMARK)
-
-
-def values_in_tier(size_bytes: int, value_bytes: int) -> int:
-    """Return how many values of one size a tier keeps."""
-    return int(size_bytes * LOW_WATERMARK) // tier_value_bytes(value_bytes)
+    return math.ceil(num_values * _in_pages(value_bytes) / LOW_WATERMARK)
 
 
 def least_memory_tier_bytes(native_value_bytes: int) -> int:
     """Return the smallest memory tier for values of a size."""
-    return _LEAST_VALUES * tier_value_bytes(native_value_bytes)
-
-
-def _encoded_share(codec: Codec, dtype: str) -> float:
-    match codec:
-        case Codec.NATIVE:
-            return 1.0
-        case Codec.PACKED:
-            # Numbers of other types are stored as they are.
-            return _PACKED_SHARE if dtype == "bfloat16" else 1.0
-    raise ValueError(f"{codec} is not lossless")
+    return _LEAST_VALUES * _in_pages(native_value_bytes)

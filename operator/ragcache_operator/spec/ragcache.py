@@ -292,11 +292,9 @@ class GatewaySpec(ManifestModel):
     autoscaling: GatewayAutoscalingSpec | None = None
     """Scales the gateway between replicas and maxReplicas by CPU utilization. It needs a metrics
     API in the cluster. If unset, the gateway has a fixed number of replicas."""
-    workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of processes of each replica. One process uses one core. Each one has the limits of
-    requests, and memory, of a replica."""
     resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of each gateway pod. By default memory follows from workers."""
+    """Resource requests and limits of each gateway pod. A gateway is one process and uses one
+    core."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
     """Limits of the requests that each replica answers."""
     order: Literal["rank", "cached"] = "rank"

@@ -49,7 +49,7 @@ from ragcache_gateway.http.routes import (
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.status.metrics import Metrics, workers_folder
+from ragcache_gateway.status.metrics import Metrics
 from ragcache_gateway.wiring import connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
@@ -88,7 +88,6 @@ def create_app(
     limits: Limits | None = None,
     metrics: Metrics | None = None,
     drain: Drain | None = None,
-    worker_index: int = 0,
 ) -> FastAPI:
     """Create the gateway of one model. It connects to the other components when it starts.
 
@@ -96,8 +95,6 @@ def create_app(
         limits: Those that the server has, too. None: of the settings.
         metrics: Those that the server has, too. None: new ones.
         drain: What the server announces its stop by. None: it does not.
-        worker_index: Of several workers. The first one alone sends deletes that no gateway has sent
-            in time.
 
     Raises:
         InvalidInput: The file of API keys cannot be used.
@@ -113,26 +110,15 @@ def create_app(
         sample_ratio=settings.trace_sample_ratio,
         exports_content=settings.trace_content,
     )
-    # The parent of several workers serves and exports the metrics of all of them.
-    shared = workers_folder() is not None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        exported = export_metrics(
-            None if shared else settings.otlp_endpoint, "gateway", instance, metrics.registry
-        )
+        exported = export_metrics(settings.otlp_endpoint, "gateway", instance, metrics.registry)
         try:
             async with (
-                metrics_server(None if shared else settings.metrics_listen, metrics.registry),
+                metrics_server(settings.metrics_listen, metrics.registry),
                 connect_services(
-                    settings,
-                    space,
-                    prompts,
-                    keys,
-                    limits,
-                    metrics,
-                    spans,
-                    worker_index=worker_index,
+                    settings, space, prompts, keys, limits, metrics, spans
                 ) as services,
             ):
                 app.state.services = services

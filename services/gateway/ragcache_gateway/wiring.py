@@ -22,7 +22,6 @@ from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.explain.tree_outline import TreeReader
-from ragcache_gateway.explain.worker_answers import WorkerAnswers
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.http.services import GatewayServices
@@ -36,7 +35,7 @@ from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
-from ragcache_gateway.status.metrics import Metrics, workers_folder
+from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -77,14 +76,8 @@ async def connect_services(
     limits: Limits,
     metrics: Metrics,
     tracer: Tracer,
-    *,
-    worker_index: int = 0,
 ) -> AsyncGenerator[GatewayServices, None]:
-    """Build and start every service; stop them at the end.
-
-    Args:
-        worker_index: See ``create_app``.
-    """
+    """Build and start every service; stop them at the end."""
     async with AsyncExitStack() as stack:
         model = ServedModel(
             name=settings.model_name,
@@ -97,7 +90,7 @@ async def connect_services(
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
         tools = _Tools(settings, limits, model, prompts, tokenizing, metrics, tracer, stack)
         removals = RemovalFeed(clients.retriever)
-        deletes = _start_deletes(tools, clients, keys, is_first=worker_index == 0)
+        deletes = _start_deletes(tools, clients, keys)
         template = prompts.frame(Conversation.asking(None, "?"))
         engines = await _start_engines(tools, template)
         view = _start_cache_view(tools, engines, clients)
@@ -113,9 +106,6 @@ async def connect_services(
         recent_answers = RecentAnswers()
         extractor = TextExtractor()
         stack.push_async_callback(extractor.close)
-        answers = WorkerAnswers(recent_answers, workers_folder(), worker_index)
-        stack.push_async_callback(answers.close)
-        await answers.start()
         await removals.start()
         stack.push_async_callback(removals.close)
         yield GatewayServices(
@@ -142,7 +132,6 @@ async def connect_services(
                 metrics=metrics,
                 tracer=tracer,
             ),
-            answers=answers,
             documents=writer,
             extractor=extractor,
             retriever=clients.retriever,
@@ -163,9 +152,7 @@ def _connect_clients(settings: GatewaySettings, stack: AsyncExitStack) -> _Clien
     return _Clients(retriever, health, store)
 
 
-def _start_deletes(
-    tools: _Tools, clients: _Clients, keys: ApiKeys | None, *, is_first: bool
-) -> DeleteSender:
+def _start_deletes(tools: _Tools, clients: _Clients, keys: ApiKeys | None) -> DeleteSender:
     domains = TenantDomains(keys, clients.retriever)
     deletes = DeleteSender(
         tools.model,
@@ -174,8 +161,7 @@ def _start_deletes(
         store=clients.store,
         metrics=tools.metrics,
     )
-    if is_first:
-        deletes.start()
+    deletes.start()
     tools.stack.push_async_callback(deletes.close)
     domains.start(deletes)
     tools.stack.push_async_callback(domains.close)

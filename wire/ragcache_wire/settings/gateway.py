@@ -188,9 +188,6 @@ class GatewaySettings(ServiceSettings):
     """Origins of web pages that may send requests, beside pages of the gateway's own origin."""
     rewrite: Literal["off", "rules", "model"] = setting("rules", spec="spec.gateway.rewrite")
     """How the search query is made from a conversation, where a request does not say it."""
-    workers: Count = setting(1, spec="spec.gateway.workers")
-    """Processes behind the port. Each one has limits, connections and background work of its own,
-    like another replica; their metrics are added."""
     max_questions: Count = setting(128, spec="spec.gateway.limits.questions")
     """Questions at once. The gateway answers one more with 429."""
     max_document_requests: Count = setting(64, spec="spec.gateway.limits.documentRequests")

@@ -6,17 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
-from typing import Final, Literal
+from typing import Final
 
 _UNIT_SUFFIXES: Final = {"s": "seconds", "By": "bytes"}
 """What OpenTelemetry's rules for Prometheus append to a name, by unit."""
 
 _MAX_KNOWN_SERIES: Final = 64
-
-OverWorkers = Literal["livesum", "livemostrecent"]
-SUM: Final = "livesum"
-LATEST: Final = "livemostrecent"
-"""How the gauges of several workers make one, in prometheus_client's words."""
 
 
 class InstrumentKind(StrEnum):
@@ -58,7 +53,6 @@ class Instrument:
         unit: UCUM unit, like ``s``, ``By``, ``1`` or ``{token}``.
         description: What it counts or measures, for users.
         buckets: Upper bounds of a histogram's buckets, ascending, without infinity.
-        over_workers: What a gauge is over the workers that run: their sum, or what one set last.
     """
 
     name: str
@@ -67,7 +61,6 @@ class Instrument:
     description: str
     labels: tuple[Label, ...] = field(default=())
     buckets: tuple[float, ...] = field(default=())
-    over_workers: OverWorkers = SUM
 
     @property
     def family_name(self) -> str:
@@ -113,12 +106,9 @@ def counter(name: str, unit: str, description: str, *labels: Label) -> Instrumen
     return Instrument(name, InstrumentKind.COUNTER, unit, description, labels)
 
 
-def gauge(
-    name: str, unit: str, description: str, *labels: Label, over_workers: OverWorkers = SUM
-) -> Instrument:
+def gauge(name: str, unit: str, description: str, *labels: Label) -> Instrument:
     """Return a value that goes up and down."""
-    kind = InstrumentKind.GAUGE
-    return Instrument(name, kind, unit, description, labels, over_workers=over_workers)
+    return Instrument(name, InstrumentKind.GAUGE, unit, description, labels)
 
 
 def histogram(

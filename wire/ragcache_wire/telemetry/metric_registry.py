@@ -56,13 +56,7 @@ class MetricRegistry:
     def gauge(self, row: Instrument) -> Gauge:
         """Return the gauge of a row. Raises ValueError if the part has no such row."""
         self._check(row, InstrumentKind.GAUGE)
-        made = Gauge(
-            row.family_name,
-            row.description,
-            row.label_names,
-            multiprocess_mode=row.over_workers,
-            registry=self.collectors,
-        )
+        made = Gauge(row.family_name, row.description, row.label_names, registry=self.collectors)
         return _with_known_series(made, row)
 
     def histogram(self, row: Instrument) -> Histogram:

@@ -36,10 +36,8 @@ _STOP_GRACE_S = 60
 _END_S = 5
 """Time to close connections."""
 
-_WORKER_BYTES: Final = 512 << 20
-"""Memory of a process, besides its knowledge tree."""
-_PARENT_BYTES: Final = 96 << 20
-"""Memory of the process that starts several workers. It serves nothing."""
+_PROCESS_BYTES: Final = 512 << 20
+"""Memory of the gateway besides its knowledge tree."""
 _NODE_BYTES: Final = 800
 """Memory of a node of the knowledge tree."""
 
@@ -74,9 +72,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         probes=Probes(
             site.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
         ),
-        resources=resources(
-            DerivedResources("100m", _memory_bytes(gateway.workers)), gateway.resources
-        ),
+        resources=resources(DerivedResources("100m", _memory_bytes()), gateway.resources),
         replicas=replica_range or gateway.replicas,
         mounts=(
             members.mount(cache),
@@ -135,11 +131,10 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     }
 
 
-def _memory_bytes(num_workers: int) -> int:
-    """Return the memory of a pod. Each worker is a process with a knowledge tree of its own."""
+def _memory_bytes() -> int:
+    """Return the memory of a pod."""
     max_nodes: int = GatewaySettings.model_fields["view_max_nodes"].default
-    parent_bytes = _PARENT_BYTES if num_workers > 1 else 0
-    return num_workers * (_WORKER_BYTES + max_nodes * _NODE_BYTES) + parent_bytes
+    return _PROCESS_BYTES + max_nodes * _NODE_BYTES
 
 
 def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from fastapi import Depends, Request
 from ragcache_core.access.caller import Caller
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.explain.tree_outline import TreeReader
-from ragcache_gateway.explain.worker_answers import WorkerAnswers
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.parts_watch import PartsWatch
@@ -29,7 +28,6 @@ class GatewayServices:
     settings: GatewaySettings
     metrics: Metrics
     chat: ChatServices
-    answers: WorkerAnswers
     documents: DocumentWriter
     extractor: TextExtractor
     retriever: RetrieverClient

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, multiprocess
+from prometheus_client import Counter
 
 from ragcache_gateway.status.tenant_metrics import TenantMetrics
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.catalogue import gateway as rows
 from ragcache_wire.telemetry.metric_registry import MetricRegistry, exemplar
 from ragcache_wire.tracing import current_span
-
-METRICS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable of prometheus_client: the folder in which all workers keep their metrics."""
-
-
-def workers_folder() -> Path | None:
-    """Return the folder that all workers share; None: this process is the only one."""
-    folder = os.environ.get(METRICS_FOLDER)
-    return None if folder is None else Path(folder)
-
-
-def metrics_of_workers(folder: Path) -> CollectorRegistry:
-    """Return the metrics of all workers, which are read from their folder whenever they are asked.
-
-    Args:
-        folder: See ``workers_folder``.
-    """
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
-    return registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +82,6 @@ class Metrics:
     def __init__(self, model: str = "") -> None:
         self._instruments = MetricRegistry("gateway")
         self.registry = self._instruments.collectors
-        folder = workers_folder()
-        self.exposed = self.registry if folder is None else metrics_of_workers(folder)
-        """The metrics of all workers, or of this process if it is the only one."""
         self._define_answer_metrics(model)
         self._define_request_metrics()
         self._define_engine_metrics()
@@ -182,13 +156,7 @@ class Metrics:
         self.deletes_lost = self._instruments.counter(rows.DELETES_LOST)
 
     def remove_engine(self, address: str) -> None:
-        """Remove the series of an engine that has left: another engine may get its address.
-
-        With several workers prometheus_client cannot remove series, and they stay.
-        """
-        if workers_folder() is not None:
-            self.engine_in_flight.labels(address).set(0)
-            return
+        """Remove the series of an engine that has left: another engine may get its address."""
         self.engine_in_flight.remove(address)
         self.engine_failures.remove(address)
 

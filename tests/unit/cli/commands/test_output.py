@@ -17,8 +17,8 @@ from ragcache_cli.commands import doctor
 from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
 from ragcache_cli.commands.explain import render_explanation
 from ragcache_cli.commands.progress import IngestProgress, describe
-from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache
+from ragcache_cli.kubernetes.render import capabilities_of, render_yaml
 from ragcache_cli.local.platform import PartEvent
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState
 from ragcache_cli.models.cache import model_folder

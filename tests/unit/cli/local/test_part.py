@@ -287,7 +287,6 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
         tmp_path,
         model={"source": f"path:{model}"},
         gateway={
-            "workers": 2,
             "speculation": "off",
             "order": "cached",
             "maxDisplacement": 3,
@@ -297,7 +296,6 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
         },
     )["gateway"]
     given = {
-        "RAGCACHE_WORKERS": "2",
         "RAGCACHE_SPECULATION": "off",
         "RAGCACHE_ORDER": "cached",
         "RAGCACHE_MAX_DISPLACEMENT": "3",

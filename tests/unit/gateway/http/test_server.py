@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -48,6 +49,32 @@ def test_a_stop_that_comes_before_the_server_runs_is_not_lost(drain_s: float) ->
     assert server.started
     assert drain.has_begun
     assert app.seen == ["lifespan.startup", "lifespan.shutdown"]
+
+
+@pytest.mark.timeout(30)
+def test_a_second_signal_ends_the_drain() -> None:
+    drain = Drain()
+
+    async def application(
+        _scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        for _ in range(2):
+            asyncio.get_running_loop().call_later(0.1, signal.raise_signal, signal.SIGTERM)
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    config = uvicorn.Config(application, lifespan="on", log_config=None)
+    server = DrainingServer(config, drain, drain_s=3600)
+    before = signal.signal(signal.SIGTERM, server.handle_exit)  # as the gateway's main does
+    try:
+        server.run(bind_sockets(["127.0.0.1:0"]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert drain.has_begun
 
 
 def test_parts_of_a_stream_do_not_wait_for_each_other() -> None:

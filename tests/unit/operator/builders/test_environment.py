@@ -128,7 +128,6 @@ def test_a_field_that_the_operator_cannot_write_is_an_error() -> None:
 
 def test_fields_of_the_gateway_reach_its_environment() -> None:
     gateway = {
-        "workers": 2,
         "speculation": "off",
         "order": "cached",
         "maxDisplacement": 3,
@@ -137,7 +136,6 @@ def test_fields_of_the_gateway_reach_its_environment() -> None:
     container = container_of(build(gateway=gateway), "gateway")
     environment = {one["name"]: one.get("value") for one in container["env"]}
     given = {
-        "RAGCACHE_WORKERS": "2",
         "RAGCACHE_SPECULATION": "off",
         "RAGCACHE_ORDER": "cached",
         "RAGCACHE_MAX_DISPLACEMENT": "3",

@@ -71,7 +71,6 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.resources.cpu": ("2", GATEWAY, ""),
     "gateway.resources.memory": ("2Gi", GATEWAY, ""),
     "gateway.resources.memoryLimit": ("2Gi", GATEWAY, ""),
-    "gateway.workers": (2, GATEWAY, ""),
     "gateway.order": ("cached", GATEWAY, ""),
     "gateway.maxDisplacement": (3, GATEWAY, ""),
     "gateway.rewrite": ("model", GATEWAY, ""),

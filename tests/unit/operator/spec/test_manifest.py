@@ -127,7 +127,7 @@ BAD_SPECS = {
         "engines": [{"kvmemory": "1Gi"}]
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
-    "autoscaling, workers, resources, limits, order, maxDisplacement, speculation, rewrite, "
+    "autoscaling, resources, limits, order, maxDisplacement, speculation, rewrite, "
     "console, allowedHosts, allowedOrigins, ingress, httpRoute": {"gateway": {"zebra": True}},
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}

@@ -6,7 +6,7 @@ from typing import Final
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, NO_TENANT, OTHER_TENANTS
 from ragcache_wire.telemetry import semantic_conventions as names
-from ragcache_wire.telemetry.instrument import LATEST, at_most, counter, gauge, histogram, one_of
+from ragcache_wire.telemetry.instrument import at_most, counter, gauge, histogram, one_of
 
 _SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -163,7 +163,6 @@ SOURCES: Final = gauge(
         *("synchronized", "predicted", "connecting", "snapshot", "silent", "refused"),
         "not served",
     ),
-    over_workers=LATEST,
 )
 ENGINE_REQUESTS_IN_FLIGHT: Final = gauge(
     "ragcache.gateway.engine_requests_in_flight",
@@ -212,20 +211,17 @@ BLEND_ALPHA: Final = gauge(
     "Alpha of blends where a quality target is set: the engines' default until enough trials have "
     "run, then the least alpha that reaches the target; +Inf if none does and every question is "
     "computed. NaN: no target is set.",
-    over_workers=LATEST,
 )
 BLEND_EXPECTED_QUALITY: Final = gauge(
     "ragcache.gateway.blend_expected_quality",
     "1",
     "ROUGE-L F1 with full recomputation that this alpha is expected to reach; NaN before it is "
     "known.",
-    over_workers=LATEST,
 )
 BLEND_EXPECTED_RECOMPUTED: Final = gauge(
     "ragcache.gateway.blend_expected_recomputed",
     "1",
     "Share of blended tokens that this alpha is expected to recompute; NaN before it is known.",
-    over_workers=LATEST,
 )
 BLEND_TRIALS: Final = counter(
     "ragcache.gateway.blend_trials",
@@ -301,7 +297,6 @@ DELETES_WAITING: Final = gauge(
     "{delete}",
     "Deletes in the outbox that no shard of the cache store has acknowledged yet; the same number "
     "in all gateways.",
-    over_workers=LATEST,
 )
 DELETES_LOST: Final = counter(
     "ragcache.gateway.deletes_lost",

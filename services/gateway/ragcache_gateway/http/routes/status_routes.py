@@ -133,5 +133,5 @@ async def put_quality_report(services: Services, report: dict[str, Any]) -> Qual
 async def metrics(services: Services, request: Request) -> Response:
     """Return the metrics in the format of Prometheus or OpenMetrics that the client accepts."""
     accept = request.headers.get("accept", "")
-    content_type, body = await asyncio.to_thread(exposition, services.metrics.exposed, accept)
+    content_type, body = await asyncio.to_thread(exposition, services.metrics.registry, accept)
     return Response(body, headers={"content-type": content_type})

@@ -1,1 +1,0 @@
-"""``ragcache size``: what a platform needs for a model, its documents and its traffic."""
