@@ -228,11 +228,7 @@ class PagedCache:
         first = start // size
         table = self._uploaded(self._kernel_blocks(blocks)[first : -(-end // size)])
         halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
-        tokens = (
-            halves[table]
-            .transpose(1, 2)
-            .reshape(-1, shape.num_kv_heads, shape.head_dim)
-        )
+        tokens = halves[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
         inside: torch.Tensor = tokens[start - first * size : end - first * size]
         return inside
 
