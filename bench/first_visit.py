@@ -16,8 +16,8 @@ was faster.
 - ``excess_of_plan``: the same engine with a plan against without one, when the connector does
   nothing; ``excess_of_plan_spread``: their difference in a round.
 
-Only the first token is generated (``max_tokens`` 1). ``bench/interference.py`` measures the effect
-of saving on later tokens.
+Only the first token is generated (``max_tokens`` 1). The effect of saving on
+later tokens is not measured here.
 
 ``precomputed``: the same prompts after each chunk was computed right after the template, as ingest
 does when a collection asks for it. The first request then reuses them with a share recomputed.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.shards import NUM_SHARDS, cluster, compare, replay
 from bench.support.computed_profile import ComputedProfile
 from bench.support.processes import free_port, launch_cachestore, wait_for_cachestore
 from bench.support.traces import DATA, load_traces
@@ -38,6 +37,7 @@ from tests.helpers.cachestore_parts import (
     variant,
     whole,
 )
+from tests.helpers.shard_replay import NUM_SHARDS, cluster, compare, replay
 
 PAGE = 64 << 10
 CHAINS, LENGTH = 40, 6

@@ -18,7 +18,7 @@ from ragcache_wire.settings.field_types import (
 from ragcache_wire.settings.table import ServiceSettings, setting
 
 RECOMPUTE_SLICE_TOKENS: Final = 256
-"""``bench/interference.py`` measures what it does to requests that decode meanwhile."""
+"""More delays the next tokens of requests that decode meanwhile."""
 
 LOAD_DEADLINE_S: Final = 5.0
 

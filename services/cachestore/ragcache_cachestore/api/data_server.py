@@ -25,7 +25,7 @@ from ragcache_core.store_api import Hello
 log = logging.getLogger(__name__)
 
 CONNECTION_BYTES = 64 << 10
-"""Memory of an idle connection with its thread (``bench/connections.py``)."""
+"""Memory of an idle connection with its thread, measured."""
 
 MAX_CONNECTIONS_BYTES = 128 << 20
 """Bound of the memory of all connections."""

@@ -24,7 +24,7 @@ LIFETIME_MS = 24 * 3600 * 1000
 
 TOMBSTONE_BYTES = 224
 NAME_BYTES = 144
-"""Memory of a tombstone, and of each name in it, with the dicts. ``bench/deletes.py`` measures."""
+"""Memory of a tombstone, and of each name in it, with the dicts. Measured."""
 
 _LONG_AGO_MS = -(1 << 62)
 _NEVER_MS = 1 << 62

@@ -6,7 +6,7 @@ syncs: what ``write`` returned from survives the end of the process. After a los
 checksums of the parts show which values were not written.
 
 Why no blob files. RocksDB can store values too, and the first version of the cache store used it.
-``bench.layouts`` compared both (two busy cores, medians of three runs, page cache warm). This
+Both were compared for release 0.4 (two busy cores, medians of three runs, page cache warm). This
 layout replaces values at 3.1 to 4.4 (64 KiB), 4.5 to 8.9 (1 MiB) and 4.7 to 7.5 times (8 MiB)
 the rate of RocksDB. It reads them into the caller's memory at 1.0 to 1.3, 1.6 to 1.9 and at least
 1.1 times that rate. RocksDB writes each value to its log, again to a blob file, and again when it

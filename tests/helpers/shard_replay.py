@@ -1,23 +1,13 @@
-"""Compares the exact hit rate of several shards with that of one shard of the same total size.
+"""Replays sequences of requests through several shards and through one of the same total size.
 
-It replays sequences of requests through real stores in this process, under ``exact``: a hit needs
-every chunk before it. Each shard owns the chunks that rendezvous hashing gives it, and the orphan
-collectors of the shards ask each other as they do over gRPC. They run every SCAN_EVERY_S of the
-sequence's time. Every value is one page, so that the stores keep few bytes; the sequence has the
-lengths.
-
-``hit_rate_over_one_shard`` is the share of prompt tokens that hit, over that of one shard, by
-capacity as a share of the footprint. ``orphans_left`` counts variants without a reachable parent
-once the collectors have nothing left to drop. ``orphans_without_collector`` is the share of
-variants without a reachable parent if no collector runs.
+The stores are real and in this process, under ``exact``: a hit needs every chunk before it. Each
+shard owns the chunks that rendezvous hashing gives it, and the orphan collectors of the shards ask
+each other as they do over gRPC. They run every SCAN_EVERY_S of the sequence's time. Every value is
+one page, so that the stores keep few bytes; the sequence has the lengths.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 import xxhash
 
-from bench.support.computed_profile import ComputedProfile
-from bench.support.traces import DATA, Access, Trace, load_traces
+from bench.support.traces import Access, Trace
 from ragcache_cachestore.cluster.orphan_collector import OrphanCollector
 from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.incoming_put import IncomingPut
@@ -42,8 +29,6 @@ from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import Ack, NewVariant, PutCompletion, ReportedUses
 from ragcache_wire.watched.members import FixedMembers
 
-SEQUENCES = ("multihoprag", "generated")
-CAPACITIES = (0.05, 0.1, 0.2, 0.5)
 NUM_SHARDS = 3
 SCAN_EVERY_S = 10.0
 MEMORY_SHARE = 0.25
@@ -228,38 +213,3 @@ def compare(trace: Trace, share: float, policy: str) -> dict[str, Any]:
         "orphans_left": several.orphans,
         "orphans_without_collector": round(without.orphans / without.variants, 3),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the generated sequence only")
-    parser.add_argument("--policy", default="score")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the public data")
-    arguments = parser.parse_args()
-    names = ("generated",) if arguments.quick else SEQUENCES
-    traces = [
-        trace
-        for trace in load_traces(arguments.data, True, ComputedProfile())
-        if trace.exact and trace.name in names
-    ]
-    rows = []
-    for trace in traces:
-        for share in CAPACITIES:
-            rows.append(compare(trace, share, arguments.policy))
-            print(json.dumps(rows[-1]), flush=True)
-    ratios = [row["hit_rate_over_one_shard"] for row in rows]
-    result = {
-        "policy": arguments.policy,
-        "shards": NUM_SHARDS,
-        "hit_rate_over_one_shard": round(statistics.mean(ratios), 3),
-        "lowest_hit_rate_over_one_shard": min(ratios),
-        "orphans_left": sum(row["orphans_left"] for row in rows),
-        "orphans_without_collector": max(row["orphans_without_collector"] for row in rows),
-        "capacities": list(CAPACITIES),
-        "sequences": [trace.name for trace in traces],
-    }
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
