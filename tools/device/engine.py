@@ -178,6 +178,11 @@ class InProcessEngine:
         """Run one step of vLLM, and return what it output."""
         return list(self._engine.step())
 
+    def reset(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self.run_until(self.is_idle, "earlier requests did not end")
+        self.llm.reset_prefix_cache()
+
     def abort(self, request: str) -> None:
         """Abort a request, as a client that disconnects does."""
         self._engine.abort_request([request])

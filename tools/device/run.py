@@ -49,7 +49,9 @@ PACKAGE_FOLDERS: Final = (
 
 CARD, TORCH, ENGINE_A, ENGINE_B = "card", "torch", "engine-a", "engine-b"
 GROUPS: Final = (CARD, TORCH, ENGINE_A, ENGINE_B)
-ENGINE_B_STARTED: Final = "engine B: start"
+STARTED: Final = {ENGINE_A: "engine A: start", ENGINE_B: "engine B: start"}
+"""The stage that shows that an engine has started."""
+
 CARD_STAGES: Final = ("card", "flash attention", "host memory")
 
 FALLBACKS: Final[tuple[tuple[str, tuple[str, ...], dict[str, str]], ...]] = (
@@ -104,7 +106,7 @@ class Run:
         """Print a stage's line and keep it."""
         with self._lock:
             self.stages[line["stage"]] = line
-            if line["stage"] == ENGINE_B_STARTED and line["passed"]:
+            if line["stage"] == STARTED[ENGINE_B] and line["passed"]:
                 self.waiting.set()
             print(json.dumps(line), flush=True)
 
@@ -195,7 +197,8 @@ def run_card(run: Run) -> None:
             run.add({"stage": name, "passed": None, "skipped": "no GPU in a dry run"})
         return
     status, last = run.program(CARD, ["-m", "tools.device.stages.card"], {})
-    _note_end(run, CARD, status, last)
+    if status:
+        _note_crash(run, CARD, status, last)
 
 
 def run_torch(run: Run) -> None:
@@ -212,7 +215,7 @@ def run_torch(run: Run) -> None:
 
 def run_engine(run: Run, name: str, module: str, extra: Sequence[str] = ()) -> None:
     """Run the stages of an engine, with the next fallback while it does not start."""
-    stage = f"engine {name[-1].upper()}: start"
+    stage = STARTED[name]
     error, earlier = "", ""
     for number, (what, arguments, env) in enumerate(FALLBACKS):
         folder = run.folder / f"{name}-{number}"
@@ -223,22 +226,19 @@ def run_engine(run: Run, name: str, module: str, extra: Sequence[str] = ()) -> N
         if line.get("passed"):
             if number:
                 run.tried.append(f"{name}: started with {what}")
-            _note_end(run, name, status, last)
-            return
+            break
         error, earlier = line.get("error") or f"exit status {status}: {last[:200]}", error
         run.tried.append(f"{name}: {what}: {error}")
         if run.left_s < FALLBACK_S or run.dry or error == earlier:
             break
-    _note_end(run, name, status or START_FAILED, last)
+    if status not in (0, START_FAILED):
+        _note_crash(run, name, status, last)
 
 
-def _note_end(run: Run, name: str, status: int, last: str) -> None:
-    """Add a stage that failed if a program ended in another way than by its own stages."""
-    if status not in (0, START_FAILED) or f"engine {name[-1].upper()}: start" not in run.stages:
-        if name == CARD and status == 0:
-            return
-        error = f"exit status {status}: {last[:400]}"
-        run.add({"stage": f"{name}: end", "passed": False, "error": error})
+def _note_crash(run: Run, name: str, status: int, last: str) -> None:
+    """Add a failed stage for a program that ended before its stages did."""
+    error = f"exit status {status}: {last[:400]}"
+    run.add({"stage": f"{name}: end", "passed": False, "error": error})
 
 
 def run_groups(run: Run, wanted: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ class Correctness:
         found: dict[str, Any] = {}
         for scene in self.scenes:
             for number in range(2):
-                prompt = self._clear(partial_captured(scene, number))
+                prompt = self._clear(captured_by(scene, number))
                 length = len(prompt.token_ids)
                 # A plan of a blend computes and saves the chunks, and observes them for the blends.
                 plan = self.engine.blend_plan(prompt, 0.0)
@@ -64,6 +64,7 @@ class Correctness:
                 end = prompt.chunk_ends[-1]
                 before = self.engine.kv(computed.request, end)
                 self.engine.wait_until_stored(prompt, observed=True)
+                self.engine.reset()
                 plan = self.engine.exact_plan(prompt)
                 loaded = self.engine.ask(prompt, plan, max_tokens=ANSWER_TOKENS)
                 after = self.engine.kv(loaded.request, end)
@@ -139,13 +140,13 @@ class Correctness:
         engine.on_load = lambda: None
         engine.run_until(engine.is_idle, "the aborted request did not end")
         engine.run_until(lambda: engine.num_free_blocks == free, "blocks were not freed")
-        self._answers_as_computed(self._clear(partial_captured(scene, 1)))
+        self._answers_as_computed(self._clear(captured_by(scene, 1)))
         return {"free_blocks": free}
 
     def failed_load(self) -> dict[str, Any]:
         """A store that stops answering after the lookup costs its load, and no wrong token."""
         engine, scene = self.engine, self.scenes[-1]
-        prompt = self._clear(partial_captured(scene, 0))
+        prompt = self._clear(captured_by(scene, 0))
         expected = engine.ask(prompt, max_tokens=ANSWER_TOKENS)
         plan = engine.exact_plan(prompt)
         engine.on_load = engine.store.service.freeze
@@ -202,7 +203,7 @@ def _chunks(prompt: Prompt) -> tuple[list[tuple[int, ...]], list[int]]:
     return [tuple(ids[start:end]) for start, end in bounds], [start for start, _ in bounds]
 
 
-def partial_captured(scene: Scene, number: int) -> Callable[[str], Prompt]:
+def captured_by(scene: Scene, number: int) -> Callable[[str], Prompt]:
     """Return what makes a captured prompt with a question."""
     return lambda question: scene.captured(number, question)
 
