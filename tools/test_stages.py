@@ -66,7 +66,10 @@ STAGES: Final = (
 )
 SLOW: Final = (
     Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
-    Stage("slow tests", ("python -m pytest -m slow tests/integration tests/e2e tests/cluster",)),
+    Stage(
+        "slow tests",
+        ("python -m pytest -m slow tests/integration tests/v2 tests/e2e tests/cluster",),
+    ),
     Stage("soak", ("python -m bench.soak",)),
 )
 

@@ -54,7 +54,13 @@ def test_a_dry_run_passes_every_stage_that_needs_no_gpu(tmp_path: Path) -> None:
     assert set(stages["engine B: host waits"]) >= {"alone", "store", "blend15"}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["one step", "two steps in flight"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        pytest.param(True, id="two steps in flight"),
+        pytest.param(False, id="one step", marks=pytest.mark.slow),
+    ],
+)
 def test_the_runner_of_gpus_computes_the_same_bits(tmp_path: Path, asynchronous: bool) -> None:
     settings = v2_settings(asynchronous=asynchronous)
     found = run_dry(tmp_path, settings, "--only", "engine-a")

@@ -196,6 +196,7 @@ async def test_no_token_ids_are_in_the_feed(fed: Fed) -> None:
             assert encoded not in raw
 
 
+@pytest.mark.slow
 async def test_a_restarted_engine_sends_a_snapshot_of_what_it_has_now(fed: Fed) -> None:
     prompt = make_prompt(40, shared=40)
     async with following(fed.records, ENGINE_FEED) as view:

@@ -50,6 +50,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_health_fails_while_no_step_ends(tiny_model: Path, tmp_path: Path) -> None:
     with running_engine(
         *(

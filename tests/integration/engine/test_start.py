@@ -67,6 +67,7 @@ def test_an_engine_that_does_not_fit_ends_with_sizes_and_fix(tmp_path: Path) -> 
     assert "set spec.model.weights to 0.0625Gi" in state.message
 
 
+@pytest.mark.slow
 def test_an_engine_that_fits_becomes_vllms_server(tmp_path: Path) -> None:
     port = free_port()
     env = environment(LEAST_BYTES, tmp_path)

@@ -432,6 +432,7 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
     platform.wait_until_stored(new)
 
 
+@pytest.mark.slow
 def test_shards_can_join_while_an_engine_runs(platform: Platform) -> None:
     members = platform.folder / "members.json"
 
