@@ -105,7 +105,7 @@ class Correctness:
         return found
 
     def blend_with_full_recomputation(self) -> dict[str, Any]:
-        """A blend of which all is recomputed is a full computation, up to rounding."""
+        """A blend that recomputes all tokens is a full computation, up to rounding."""
         found: dict[str, Any] = {}
         for scene in self.scenes:
             prompt = self._clear(scene.blended)
