@@ -150,7 +150,7 @@ def newer_text(text: bytes) -> bytes:
 
 
 def without_schema(schemas: bytes) -> bytes:
-    """Hide the schema of definitions, by which Helm would reject CEL rules before it sends them.
+    """Hide the schema of definitions. Helm would reject CEL rules with it before it sends them.
 
     It is in protobuf, where a replacement must have the same length.
     """
