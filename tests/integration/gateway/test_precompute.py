@@ -17,6 +17,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
+from ragcache_gateway.documents import writer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
@@ -28,6 +29,12 @@ from tests.helpers.gateway_fakes import FakeEngine, World, serving, world
 def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute a document at once, without a wait for others."""
     monkeypatch.setattr(precompute, "LINGER_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def patient_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue each written document, however long a busy machine takes to list the removals."""
+    monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", 60.0)
 
 
 @pytest.fixture
