@@ -264,7 +264,9 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = options.model or fetch_model("smollm2")
     identity = load_tokenizer(model).identity
     chunk_tokens = options.prompt_tokens // TOP_K
-    retriever = StagedRetriever(recorded, prompt_builder(model), chunk_tokens, identity)  # type: ignore[abstract]  # other calls are not served
+    retriever = StagedRetriever(
+        recorded, prompt_builder(model), chunk_tokens, identity
+    )  # other calls are not served
     arguments = ("--scheduling-policy", "priority")
     with (
         running_cachestore(folder / "store") as store,

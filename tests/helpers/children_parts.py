@@ -169,6 +169,17 @@ _gateway = st.builds(
         resources=_resources,
     ),
 )
+_POSTGRES: Object = {"postgres": {"urlSecret": {"name": "db"}}}
+
+
+def _shares_documents(retriever: Object) -> Object:
+    """Give several replicas the database that they need, and its kind of index."""
+    if retriever.get("replicas", 1) == 1:
+        return retriever
+    index = {name: value for name, value in retriever.get("index", {}).items() if name == "kind"}
+    return retriever | {"backend": _POSTGRES, "index": index}
+
+
 _retriever = _maybe(
     replicas=st.integers(1, 5),
     index=_maybe(kind=st.sampled_from(["auto", "hnsw"]), precision=st.just("sq8")),
@@ -182,7 +193,7 @@ _retriever = _maybe(
     ),
     storage=_storage,
     resources=_resources,
-)
+).map(_shares_documents)
 _engine = _maybe(
     replicas=st.integers(1, 4),
     kvMemory=_bytes,

@@ -79,7 +79,6 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     """
 
     def __init__(self, token_digest: Callable[[str], bytes] | None = None) -> None:
-        self.lag_s = 0.0
         self.token_digest = token_digest or (lambda text: text.encode()[:16].ljust(16))
         self.hits = [
             retriever_pb2.Hit(
@@ -182,7 +181,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         """See the proto."""
-        return retriever_pb2.RetrieverStatus(lag_s=self.lag_s)
+        return retriever_pb2.RetrieverStatus()
 
     async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
         removals, last = self.outbox.removals(request.after, 1000)

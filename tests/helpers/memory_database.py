@@ -9,7 +9,6 @@ from ragcache_core.retrieval.filters import number_of
 from ragcache_retriever.store.sqlite.database import Database
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import SCHEMA
-from ragcache_retriever.store.sqlite.statements import StatementLog
 
 
 class MemoryDatabase(Database):
@@ -21,10 +20,6 @@ class MemoryDatabase(Database):
         self.connection.create_function("number_of", 1, number_of, deterministic=True)
         self.connection.executescript(SCHEMA)
         self._writer = self.connection
-        self._log = StatementLog()
-        self._before_commit = []
-        self._after_commit = []
-        self.may_write = lambda: True
         self.reserve = DiskReserve(Path("."), 0)
 
     @property

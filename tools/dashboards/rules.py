@@ -33,7 +33,6 @@ _FREE_SHARE: Final = (
     f"{series(retriever.DISK_FREE)} / "
     f"({series(retriever.DISK_FREE)} + {series(retriever.DISK_USED)})"
 )
-_LAG_SHARE: Final = f"{series(retriever.LAG)} / {series(retriever.LAG_LIMIT)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,25 +220,11 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "The volume of {{ $labels.pod }} is almost full of documents.",
     ),
     Alert(
-        "RagCacheRetrieverLags",
-        [Condition(highest(_LAG_SHARE, *BY, "pod"), ">", "1")],
-        "5m",
-        "warning",
-        "{{ $labels.pod }} lacks changes that are older than maxLagSeconds.",
-    ),
-    Alert(
         "RagCacheIndexBehind",
         [Condition(highest(series(retriever.INDEX_MISSED), *BY, "pod"), ">", "0")],
         "10m",
         "warning",
         "Searches by vectors of {{ $labels.pod }} lack changes of documents.",
-    ),
-    Alert(
-        "RagCacheRetrieverHasNoWriter",
-        [Condition(highest(series(retriever.WRITING), *BY), "==", "0")],
-        "5m",
-        "critical",
-        "No replica of the retriever writes, so documents cannot change.",
     ),
     Alert(
         "RagCacheQualityGateClosed",

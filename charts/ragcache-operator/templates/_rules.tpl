@@ -32,14 +32,6 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies, ingresses]
   verbs: [get, list, watch, create, patch, delete]
-# Replicas of a retriever choose their writer by a Lease. The operator can grant them only what it
-# may do itself.
-- apiGroups: [rbac.authorization.k8s.io]
-  resources: [roles, rolebindings]
-  verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [coordination.k8s.io]
-  resources: [leases]
-  verbs: [create, get, update]
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]

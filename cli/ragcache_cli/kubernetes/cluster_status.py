@@ -84,24 +84,6 @@ def conditions_table(cache: Object, now: datetime) -> Table | None:
     return table
 
 
-def retriever_table(cache: Object) -> Table | None:
-    """Render a row per pod of the retriever: its role, and what it lacks."""
-    pods = (_status(cache).get("retriever") or {}).get("pods")
-    if not pods:
-        return None
-    table = _table("RETRIEVER", "ROLE", "LAG")
-    for pod in pods:
-        role = pod.get("role")
-        changes, seconds = pod.get("lagChanges", 0), pod.get("lagSeconds", 0)
-        is_behind = role is not None and bool(changes or seconds)
-        table.add_row(
-            pod["name"],
-            Text(role.lower() if role else "no answer", style="green" if role else "yellow"),
-            Text(f"{changes:,} changes, {seconds:,} s", style="yellow") if is_behind else "-",
-        )
-    return table
-
-
 def remake_lines(cache: Object) -> list[str]:
     """Return a line for each collection whose documents are prepared again."""
     remakes = (_status(cache).get("retriever") or {}).get("remakes") or ()

@@ -16,7 +16,6 @@ from ragcache_cli.kubernetes.cluster_status import (
     notes,
     parts_table,
     remake_lines,
-    retriever_table,
 )
 from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
 from ragcache_cli.output.form import print_json
@@ -39,7 +38,6 @@ async def show_status(
         console.print(note, markup=False)
     tables = (
         parts_table(cache),
-        retriever_table(cache),
         conditions_table(cache, datetime.now(UTC)),
     )
     for table in tables:

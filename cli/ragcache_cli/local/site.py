@@ -95,14 +95,6 @@ class LocalSite:
         """Return the address of the one store, which is the one member."""
         return self.cache_store_members()
 
-    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
-        """Return the address of the one process that runs here."""
-        return (str(self.address_of(Endpoint(workload, replicas.port))),)
-
-    def lease(self, name: str) -> str | None:
-        """Return no Lease: one process of each component runs here."""
-        return None
-
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return nothing: there are no pods."""
         return {}

@@ -56,7 +56,7 @@ def make_frame(before: PlatformSample, after: PlatformSample) -> dict[str, Any]:
         },
         "cache": _cache(before.cache, after.cache),
         "engines": [dict(engine) for engine in after.status["parts"]["engine"]["endpoints"]],
-        "retriever": _retriever(after),
+        "retriever": after.status["parts"]["retriever"],
         "ingest": _ingest(before, after, elapsed_s),
     }
 
@@ -113,13 +113,6 @@ def _cache(
         "shards": {shard["address"]: shard["up"] for shard in after["shards"]},
         "sources_by_state": dict(Counter(source["state"] for source in after["sources"])),
     }
-
-
-def _retriever(after: PlatformSample) -> dict[str, Any]:
-    """Return the state that the gateway reports. Metrics pages of replicas have their own lags."""
-    state = after.status["parts"]["retriever"]
-    lags_s = after.metrics.of(retriever.LAG).values()
-    return {**state, "lag_s": max(lags_s, default=state.get("lag_s"))}
 
 
 def _ingest(before: PlatformSample, after: PlatformSample, elapsed_s: float) -> dict[str, Any]:

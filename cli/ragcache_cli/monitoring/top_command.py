@@ -42,7 +42,7 @@ def top_command(
         typer.Option(
             "--metrics",
             metavar="URL",
-            help="Metrics page of a retriever, for its ingest and its own lag; may be repeated.",
+            help="Metrics page of a retriever, for its ingest; may be repeated.",
         ),
     ] = None,
     gateway: GatewayOption = None,

@@ -48,7 +48,7 @@ def draw(frame: Mapping[str, Any], where: str) -> Table:
         rows.add_row("engine", Text(line, style=style))
     retriever, ingest = frame["retriever"], frame["ingest"]
     state = "ready" if retriever["ready"] else printable(str(retriever["problem"]))
-    rows.add_row("retriever", Text(f"{state}, lag {_seconds(retriever['lag_s'])}"))
+    rows.add_row("retriever", Text(state))
     rows.add_row(
         "ingest",
         f"{_number(ingest['documents'])} documents, {_number(ingest['chunks'])} chunks, "

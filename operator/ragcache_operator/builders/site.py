@@ -112,23 +112,6 @@ class Site(Protocol):
         """
         ...
 
-    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
-        """Return the addresses of the pods of a StatefulSet, in their order.
-
-        Args:
-            replicas: The headless Service of the pods.
-            count: Number of pods. A machine runs one, even for a higher count.
-        """
-        ...
-
-    def lease(self, name: str) -> str | None:
-        """Return the Lease that replicas choose their writer by. None if there is one replica.
-
-        Args:
-            name: Name of the Lease within the RagCache.
-        """
-        ...
-
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return variables that name the pod, for use in other variables."""
         ...
@@ -281,15 +264,6 @@ class ClusterSite:
     def shard_address(self, shards: Endpoint) -> str:
         """Return the pod's name in front of the Service's, as in the members file."""
         return f"$({_POD_NAME}).{self.address_of(shards)}"
-
-    def replica_addresses(self, replicas: Endpoint, workload: str, count: int) -> tuple[str, ...]:
-        """Return the names of the pods in front of the Service's."""
-        service = self.address_of(replicas)
-        return tuple(f"{self.name}-{workload}-{i}.{service}" for i in range(count))
-
-    def lease(self, name: str) -> str | None:
-        """Return a Lease in the namespace of the RagCache."""
-        return f"kubernetes:{self.namespace}/{self.name}-{name}"
 
     def pod_identity(self) -> Mapping[str, EnvValue]:
         """Return the pod's name."""

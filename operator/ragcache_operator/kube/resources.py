@@ -51,8 +51,6 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
 JOBS = Resource("batch", "v1", "jobs", "Job")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
-ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
-ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 INGRESSES = Resource("networking.k8s.io", "v1", "ingresses", "Ingress")
 HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
@@ -72,7 +70,7 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 _ALL = (
     *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
-    *(POD_MONITORS, RAG_CACHES, RAG_COLLECTIONS, CRDS, ROLES, ROLE_BINDINGS),
+    *(POD_MONITORS, RAG_CACHES, RAG_COLLECTIONS, CRDS),
     *(DISRUPTION_BUDGETS, AUTOSCALERS),
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}

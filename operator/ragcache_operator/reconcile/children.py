@@ -33,7 +33,6 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
         *(resources.PODS, resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
         *(resources.CLAIMS, resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
         *(resources.NETWORK_POLICIES, resources.INGRESSES),
-        *(resources.ROLES, resources.ROLE_BINDINGS),
         *(resources.DISRUPTION_BUDGETS, resources.AUTOSCALERS),
     ]
     if capabilities.http_route:

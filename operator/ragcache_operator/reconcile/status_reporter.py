@@ -24,7 +24,6 @@ from ragcache_operator.status.conditions import (
     Acceptance,
     BlendVerification,
     Condition,
-    Replication,
     SelfTest,
     blend_verification,
     current_test,
@@ -39,7 +38,7 @@ from ragcache_operator.status.gateway_client import GatewayClient
 from ragcache_operator.status.observe import component_states, workload_states
 from ragcache_operator.status.report import accepted_status, refused_status
 from ragcache_operator.status.retriever_client import ask_pods
-from ragcache_operator.status.retriever_state import RetrieverState, replication_of, retriever_state
+from ragcache_operator.status.retriever_state import RetrieverState, retriever_state
 from ragcache_operator.status.shard_resets import reset_event, unreported_resets
 
 PROGRESS_POLL_S: Final = 3.0
@@ -100,7 +99,6 @@ class StatusReporter:
                 _now(),
                 accepted,
                 _blend_verification(cache, state, _conditions(body)),
-                _replication(cache, retriever),
             )
             status = accepted_status(
                 cache,
@@ -180,19 +178,14 @@ class StatusReporter:
     ) -> tuple[RetrieverState, float | None]:
         """Return the state of the retriever, and the seconds until it should be asked again."""
         own = [one for one in self._stateful_pods(owner, pods) if component_of(one) == "retriever"]
-        names = [pod["metadata"]["name"] for pod in own]
-        addresses = {
-            name: address
-            for name, pod in zip(names, own, strict=True)
-            if (address := port_address(pod, "grpc")) is not None
-        }
-        if not addresses:
+        addresses = [port_address(pod, "grpc") for pod in own]
+        running = [address for address in addresses if address is not None]
+        if not running:
             # A pod that starts is a change, which causes a report.
-            return retriever_state({}, names), None
+            return RetrieverState(), None
         if time.monotonic() >= state.next_retriever_s:
             state.next_retriever_s = time.monotonic() + RETRIEVER_POLL_S
-            answers = await ask_pods(addresses)
-            state.retriever = retriever_state(answers, set(names) - answers.keys())
+            state.retriever = retriever_state(await ask_pods(running))
         if state.retriever.is_settled and all(map(is_ready, own)):
             return state.retriever, USAGE_POLL_S
         return state.retriever, max(0.0, state.next_retriever_s - time.monotonic())
@@ -242,13 +235,6 @@ def _blend_verification(
     has_target = cache.spec.reuse.quality is not None
     verdict = None if found is None else found.verdict
     return blend_verification(verdict, before, has_target=has_target)
-
-
-def _replication(cache: RagCache, state: RetrieverState) -> Replication | None:
-    retriever = cache.spec.retriever
-    if not retriever.has_followers:
-        return None
-    return replication_of(state, retriever.replicas, retriever.max_lag_seconds)
 
 
 def _conditions(body: Object) -> Sequence[Condition]:

@@ -90,13 +90,6 @@ KINDS: Final = (
                 "Progress", ".status.progress", "string", "What the operator waits for.", 1
             ),
             PrinterColumn(
-                "Writer",
-                ".status.retriever.writer",
-                "string",
-                "Pod of the retriever that changes documents.",
-                1,
-            ),
-            PrinterColumn(
                 "Remake",
                 ".status.retriever.remakeProgress",
                 "string",

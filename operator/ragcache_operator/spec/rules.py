@@ -136,17 +136,6 @@ UPDATE_RULES: tuple[UpdateRule, ...] = (
         ),
     ),
     UpdateRule(
-        "retriever replicas are not lowered",
-        RetrieverSpec,
-        "replicas",
-        CelRule(
-            "self.replicas >= oldSelf.replicas || "
-            "(has(self.backend) && has(self.backend.postgres))",
-            "is lowered, and the pods that stay might lack the newest documents; keep the number, "
-            "or restore a backup into another RagCache",
-        ),
-    ),
-    UpdateRule(
         "backend is immutable",
         RetrieverSpec,
         "backend",

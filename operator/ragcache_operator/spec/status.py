@@ -68,21 +68,6 @@ class EngineStatus(ManifestModel):
     """Number of ready replicas."""
 
 
-class RetrieverPodStatus(ManifestModel):
-    """RetrieverPodStatus is the state of one pod of the retriever."""
-
-    name: str
-    """Name of the pod."""
-    role: Literal["Writer", "Follower"] | None = None
-    """Writer if the pod changes documents, Follower if it follows the writer. Unset if it did not
-    answer."""
-    lag_changes: int | None = None
-    """Number of changes of documents that the pod lacks."""
-    lag_seconds: int | None = None
-    """Age of the oldest change that the pod lacks or may lack, in whole seconds. A pod with more
-    than spec.retriever.maxLagSeconds is not ready."""
-
-
 class RemakeStatus(ManifestModel):
     """RemakeStatus is the progress of preparing the documents of a collection again."""
 
@@ -103,11 +88,6 @@ class RetrieverStatus(ManifestModel):
     """Desired number of replicas."""
     ready_replicas: int | None = None
     """Number of ready replicas."""
-    writer: str | None = None
-    """Name of the pod that changes documents. Unset if no pod does at the moment. Also unset with
-    PostgreSQL, where each pod may write."""
-    pods: Annotated[tuple[RetrieverPodStatus, ...], Field(strict=False), _BY_NAME] = ()
-    """Role and lag of each pod that exists."""
     remake_progress: str | None = None
     """Number of documents that have been prepared again in all collections, like "12 of 40". It is
     unset when no collection is prepared again."""
@@ -150,8 +130,7 @@ class RagCacheStatus(ManifestModel):
     Unset if spec.gateway.auth names a Secret or requires no keys."""
     conditions: Conditions = ()
     """The conditions Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady,
-    SelfTestPassed and Ready. With several replicas of the retriever that follow one writer also
-    RetrieverReplicasFollow. With spec.reuse.mode blend also BlendVerified, which tells whether a
+    SelfTestPassed and Ready. With spec.reuse.mode blend also BlendVerified, which tells whether a
     quality measurement of this model has passed."""
     progress: str | None = None
     """What the operator waits for, like "engine: loading the model". It is unset when nothing is
@@ -167,7 +146,7 @@ class RagCacheStatus(ManifestModel):
     engines_ready: str | None = None
     """Ready and desired number of engine replicas in all groups, like 1/2."""
     retriever: RetrieverStatus | None = None
-    """Replicas of the retriever, their roles and lag, and the progress of remakes."""
+    """Replicas of the retriever, and the progress of remakes."""
     cache_store: CacheStoreStatus | None = None
     """Shards of the cache store."""
     cache: CacheUsageStatus | None = None

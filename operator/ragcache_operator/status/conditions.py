@@ -16,7 +16,6 @@ READY = "Ready"
 ACCEPTED = "Accepted"
 SELF_TEST = "SelfTestPassed"
 BLEND_VERIFIED = "BlendVerified"
-REPLICAS_FOLLOW = "RetrieverReplicasFollow"
 CONDITION_OF = {
     "cachestore": "CacheStoreReady",
     "retriever": "RetrieverReady",
@@ -62,15 +61,6 @@ class BlendVerification:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Replication:
-    """Whether the retriever's replicas follow their writer."""
-
-    truth: Truth
-    reason: str
-    message: str
-
-
 def blend_verification(
     verdict: str | None, before: Sequence[Condition], *, has_target: bool
 ) -> BlendVerification:
@@ -106,7 +96,6 @@ def make_conditions(
     now: str,
     accepted: Acceptance = VALID,
     blend: BlendVerification | None = None,
-    replication: Replication | None = None,
 ) -> list[Condition]:
     """Return the conditions of an accepted RagCache.
 
@@ -114,19 +103,12 @@ def make_conditions(
         before: Its conditions so far.
         now: The current time in RFC 3339 format.
         blend: What is known of the quality of blends; None if it does not blend.
-        replication: None: the retriever has no replicas that follow a writer.
     """
     builder = _ConditionBuilder(generation, before, now)
     made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
     for state in components:
         truth: Truth = "True" if state.available else "False"
         made.append(builder.make(CONDITION_OF[state.component], truth, state.reason, state.message))
-    if replication is not None:
-        made.append(
-            builder.make(
-                REPLICAS_FOLLOW, replication.truth, replication.reason, replication.message
-            )
-        )
     tested: Truth = "Unknown" if test.passed is None else "True" if test.passed else "False"
     made.append(
         builder.make(SELF_TEST, tested, test.reason, test.message, generation=test.generation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from ragcache_core.errors import RagCacheError
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -12,14 +12,13 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 _TIMEOUT_S = 2.0
 
 
-async def ask_pods(addresses: Mapping[str, str]) -> dict[str, pb.RetrieverStatus | None]:
+async def ask_pods(addresses: Iterable[str]) -> list[pb.RetrieverStatus | None]:
     """Return the answer of each pod, or None for a pod that does not answer in two seconds.
 
     Args:
-        addresses: "host:port" of the gRPC port by name of the pod.
+        addresses: "host:port" of the gRPC ports.
     """
-    answers = await asyncio.gather(*map(_ask, addresses.values()))
-    return dict(zip(addresses, answers, strict=True))
+    return await asyncio.gather(*map(_ask, addresses))
 
 
 async def _ask(address: str) -> pb.RetrieverStatus | None:

@@ -178,9 +178,7 @@ async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
 
 
 def _start_parts_watch(tools: _Tools, engines: EnginePool, clients: _Clients) -> PartsWatch:
-    watch = PartsWatch(
-        engines, clients.retriever_health, clients.retriever, tools.settings.engine_watch_s
-    )
+    watch = PartsWatch(engines, clients.retriever_health, tools.settings.engine_watch_s)
     watch.start()
     tools.stack.push_async_callback(watch.close)
     return watch

@@ -16,6 +16,7 @@ from ragcache_retriever.backends import fused_estimates_file, make_indexes, open
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
@@ -29,6 +30,9 @@ from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.lifecycle import load_and_report
+from ragcache_retriever.limited_service import LimitedService
+from ragcache_retriever.measured_service import MeasuredService
 from ragcache_retriever.metrics import PART, Metrics
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
@@ -37,13 +41,15 @@ from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
 from ragcache_retriever.ranking.rerankers.reranker import Reranker
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions
-from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
-from ragcache_retriever.store.sqlite.files.check import find_damage
-from ragcache_retriever.store.sqlite.files.recovery import RecoveryFailed, has_recovered_lately
+from ragcache_retriever.store.sqlite.files.damage import (
+    DocumentsDamaged,
+    find_damage,
+    until_removed,
+)
 from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
@@ -103,13 +109,12 @@ async def _serve(
     copies = SqliteCopies(settings.data_dir)
     try:
         store = await asyncio.to_thread(open_store, settings)
-    except RecoveryFailed as error:
+    except DocumentsDamaged as error:
         await _serve_damaged(settings, health, copies, error)
         return
     threads = IndexThreads.start(usable_cores())
     knowledge_base = await _make_knowledge_base(settings, health, store, threads)
     restart = asyncio.Event()
-    parts = ServedParts(settings, knowledge_base, metrics, restart.set)
     service = RetrieverService(
         knowledge_base,
         spans,
@@ -118,11 +123,15 @@ async def _serve(
         restart=restart.set,
         models=model_names(settings),
     )
-    server = _make_server(settings.listen, parts.wrapped(service), health)
+    limits = RequestLimits(settings.max_searches, settings.max_upsert_bytes)
+    measured = MeasuredService(LimitedService(service, limits), metrics)
+    server = _make_server(settings.listen, measured, health)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(_until_stopped_or(restart))
-    running = asyncio.create_task(parts.run(server, health))
+    running = asyncio.create_task(
+        load_and_report(settings, knowledge_base, metrics, server, health)
+    )
     stop_check = threading.Event()
     checking = asyncio.create_task(_check(store, stop_check, restart))
     try:
@@ -134,12 +143,10 @@ async def _serve(
         stop_check.set()
         checking.cancel()
         stopping.cancel()
-        # Another replica can write from now on, while this one answers the calls that run.
         running.cancel()
         await asyncio.gather(running, stopping, return_exceptions=True)
         await server.stop()
         await asyncio.gather(checking, return_exceptions=True)
-        await parts.close()
         await knowledge_base.close()
         await asyncio.to_thread(threads.close)
 
@@ -154,7 +161,7 @@ async def _until_stopped_or(restart: asyncio.Event) -> None:
 
 
 async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
-    """Check the file of documents for damage, and restart to recover them."""
+    """Check the file of documents for damage. A restart then moves it aside."""
     if not isinstance(store, SqliteDocumentStore):
         return
     database = store.database
@@ -163,8 +170,7 @@ async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.E
         problem = await asyncio.to_thread(find_damage, database.path, stop)
         if problem is not None:
             database.mark_damaged(problem)
-            if not has_recovered_lately(database.folder):
-                restart.set()
+            restart.set()
 
     is_checked = False
     while not is_checked:
@@ -173,19 +179,21 @@ async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.E
 
 
 async def _serve_damaged(
-    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: RecoveryFailed
+    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: DocumentsDamaged
 ) -> None:
-    """Wait for a backup to restore, without a loop of failing starts."""
+    """Wait for a backup to restore, or until the damaged file is removed."""
     log.error("%s", error)
     health.set_progress(str(error))
-    restored = asyncio.Event()
-    service = damaged_service(error, copies, restored.set)
+    decided = asyncio.Event()
+    service = damaged_service(error, copies, decided.set)
     server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
+    watching = asyncio.create_task(until_removed(settings.data_dir, decided))
     try:
-        await _until_stopped_or(restored)
+        await _until_stopped_or(decided)
     finally:
+        watching.cancel()
         await server.stop()
 
 

@@ -12,7 +12,6 @@ from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
-from ragcache_retriever.store.sqlite.files.recovery import discard, recover
 from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
@@ -24,11 +23,9 @@ _FUSED_ESTIMATES_FILE = "fused-estimates.json"
 def open_store(settings: RetrieverSettings) -> DocumentStore:
     """Open the documents.
 
-    A damaged file of the embedded backend is recovered, unless another replica has a whole one.
-
     Raises:
         InvalidInput: The settings cannot be used.
-        RecoveryFailed: The file is damaged and cannot be recovered.
+        DocumentsDamaged: The file of the embedded backend is damaged, and was moved aside.
     """
     if settings.backend == "postgres":
         try:
@@ -38,9 +35,7 @@ def open_store(settings: RetrieverSettings) -> DocumentStore:
         except ImportError as error:
             raise _missing("postgres", error) from error
         return PostgresDocumentStore(settings.backend_url or "")
-    return SqliteDocumentStore(
-        settings.data_dir, recover_file=discard if settings.peers else recover
-    )
+    return SqliteDocumentStore(settings.data_dir)
 
 
 def make_indexes(

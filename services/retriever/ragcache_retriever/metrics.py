@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
@@ -24,7 +23,7 @@ class Metrics:
     """The metrics of one retriever."""
 
     def __init__(self) -> None:
-        self._instruments = registry = MetricRegistry(PART)
+        registry = MetricRegistry(PART)
         self.collectors = registry.collectors
         self.searches = registry.counter(rows.SEARCHES)
         self.search_seconds = registry.histogram(rows.SEARCH_DURATION)
@@ -38,22 +37,6 @@ class Metrics:
         # A size that is not known has no series: an alert would take 0 for a full disk.
         self._sizes: tuple[Level, ...] = ()
         registry.observe(lambda: self._sizes)
-
-    def observe_replica(
-        self, lag_s: Callable[[], float], is_writer: Callable[[], bool], max_lag_s: float
-    ) -> None:
-        """Read the lag in seconds, and whether this replica writes, with the other metrics.
-
-        Args:
-            max_lag_s: Lag from which it is not ready.
-        """
-
-        def read() -> Iterable[Level]:
-            yield rows.LAG, (), lag_s()
-            yield rows.LAG_LIMIT, (), max_lag_s
-            yield rows.WRITING, (), float(is_writer())
-
-        self._instruments.observe(read)
 
     async def follow(self, knowledge_base: KnowledgeBase) -> None:
         """Keep the sizes of a loaded knowledge base up to date until cancelled."""

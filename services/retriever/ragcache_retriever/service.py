@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.results import SearchQuery, SearchStage
@@ -301,29 +301,15 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         return pb.Report(name=name, body=body, updated_unix_ms=updated_unix_ms)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.RetrieverStatus:
-        """Return the state of this replica."""
+        """Return the state of the retriever."""
         indexes = await self._knowledge_base.indexes()
         disk = await self._knowledge_base.disk()
         return pb.RetrieverStatus(
-            role=pb.RetrieverStatus.ROLE_WRITER,
             indexes=map(index_message, indexes),
             free_disk_bytes=disk.free_bytes or 0,
             memory_bytes=await asyncio.to_thread(_memory_bytes),
             backend=self._knowledge_base.store.backend,
         )
-
-    async def FollowChanges(
-        self, request: pb.FollowChangesRequest, context: Context
-    ) -> AsyncIterator[pb.Change]:
-        """Refuse: ReplicatedService answers if there are replicas."""
-        raise Unavailable("retriever", "it has no replicas")
-        yield pb.Change()
-
-    async def AcknowledgeChanges(
-        self, request: pb.AcknowledgeChangesRequest, context: Context
-    ) -> pb.AcknowledgeChangesReply:
-        """Refuse: ReplicatedService answers if there are replicas."""
-        raise Unavailable("retriever", "it has no replicas")
 
     async def Backup(
         self, request: pb.BackupRequest, context: Context

@@ -47,21 +47,6 @@ async def test_one_frame_is_one_json_object(platform: World) -> None:
         assert frame["requests"]["per_s"] > 0
 
 
-async def test_the_retrievers_lag_comes_from_the_gateway(platform: World) -> None:
-    platform.retriever.lag_s = 3.25
-
-    async def reported() -> float | None:
-        state = (await platform.client.get("/v1/status")).json()["parts"]["retriever"]
-        lag_s: float | None = state["lag_s"]
-        return lag_s
-
-    async with asyncio.timeout(30):
-        while await reported() != 3.25:
-            pass
-    frame = json.loads((await top("--output", "json")).stdout)
-    assert frame["retriever"] == {"ready": True, "problem": None, "lag_s": 3.25}
-
-
 async def test_one_frame_fits_a_narrow_terminal(platform: World) -> None:
     result = await top()
     assert result.exit_code == 0

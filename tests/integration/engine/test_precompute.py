@@ -93,7 +93,7 @@ def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
     async with AsyncExitStack() as stack:
-        retriever = FakeRetriever()  # type: ignore[abstract]  # other calls are not served
+        retriever = FakeRetriever()  # other calls are not served
         address = await stack.enter_async_context(serving_retriever(retriever))
         config = CONFIG.replace(
             model=str(tiny_model),

@@ -156,7 +156,7 @@ class Reader:
 @asynccontextmanager
 async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerator[Reader, None]:
     """Return a reader of a new gateway with these settings."""
-    retriever = FakeRetriever()  # type: ignore[abstract]  # other calls are not served
+    retriever = FakeRetriever()  # other calls are not served
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(serving_retriever(retriever))
         config = CONFIG.replace(

@@ -98,7 +98,7 @@ def running(
 async def site(running: tuple[CacheStore, Engine], tiny_model: Path) -> AsyncGenerator[Site, None]:
     store, engine = running
     async with AsyncExitStack() as stack:
-        retriever = FakeRetriever()  # type: ignore[abstract]  # other calls are not served
+        retriever = FakeRetriever()  # other calls are not served
         address = await stack.enter_async_context(serving_retriever(retriever))
         config = CONFIG.replace(
             speculation="auto",

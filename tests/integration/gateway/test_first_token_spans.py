@@ -358,7 +358,7 @@ async def test_the_parts_of_200_mixed_requests_add_up_and_no_span_is_an_orphan(
         async with AsyncExitStack() as stack:
             world = MixedWorld(
                 CONFIG.replace(otlp_endpoint=receiver.url, speculation="auto"),
-                MixedRetriever(lambda: sum(one.num_guesses for one in engines)),  # type: ignore[abstract]
+                MixedRetriever(lambda: sum(one.num_guesses for one in engines)),
                 MixedStore(),  # type: ignore[abstract]
                 engine=engines[0],
                 second=engines[1],

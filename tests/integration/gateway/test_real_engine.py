@@ -110,7 +110,7 @@ class RetrieverThread:
 
     async def _start(self) -> GrpcServer:
         # It has what the gateway calls.
-        fake = FakeRetriever()  # type: ignore[abstract]
+        fake = FakeRetriever()
 
         def register(server: Any) -> None:
             retriever_pb2_grpc.add_RetrieverServicer_to_server(fake, server)

@@ -89,7 +89,7 @@ async def gateways(
         for _ in range(NUM_GATEWAYS):
             world = World(
                 CONFIG.replace(speculation="auto"),
-                retriever=DistinctDocuments(  # type: ignore[abstract]  # other calls are not served
+                retriever=DistinctDocuments(  # other calls are not served
                     SEARCH_S, FINAL_PROBABILITY
                 ),
                 records=QueueRecords(engine),

@@ -155,7 +155,7 @@ async def test_the_default_collection_comes_back_empty(
         await delete_collection(client, "default")
         with pytest.raises(Unavailable, match="being deleted"):
             await client.put_collection(pb.Collection(name="default"))
-    await knowledge_base.start_writing()
+    await knowledge_base.load()
     await knowledge_base.wait_until_idle()
     assert (await client.get_collection("default")).documents == 0
     await put(client, "e", "Apple.")
@@ -260,7 +260,7 @@ async def test_the_kind_of_an_index_can_be_changed(client: RetrieverClient) -> N
     status = await status_of(client)
     [index] = status.indexes
     assert (index.collection, index.vectors, index.lexical_only) == ("default", 5, False)
-    assert (status.backend, status.role) == ("embedded", pb.RetrieverStatus.ROLE_WRITER)
+    assert status.backend == "embedded"
     assert min(status.free_disk_bytes, status.memory_bytes, index.memory_bytes) > 0
     with pytest.raises(InvalidInput, match="IndexKind"):
         await client.put_collection(pb.Collection(name="default", index=9))  # type: ignore[arg-type]

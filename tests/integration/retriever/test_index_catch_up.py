@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_retriever import served_parts
+from ragcache_retriever import lifecycle
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base import catch_up
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
@@ -19,9 +19,7 @@ from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.files import base_files
 from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.segmented_index import SegmentedIndex
-from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.records import Document
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from tests.helpers.retriever_parts import (
     WordEmbedder,
@@ -40,39 +38,13 @@ def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def loaded(
-    folder: Path, model: Path, *, is_writer: bool = True
-) -> AsyncIterator[KnowledgeBase]:
+async def loaded(folder: Path, model: Path) -> AsyncIterator[KnowledgeBase]:
     knowledge_base = make_knowledge_base(folder, tokenizer_of(model))
-    log_of(knowledge_base).keep_changes(True)
-    await knowledge_base.load(is_writer=is_writer)
+    await knowledge_base.load()
     try:
         yield knowledge_base
     finally:
         await knowledge_base.close()
-
-
-@contextlib.asynccontextmanager
-async def one_change_behind(
-    folder: Path, model: Path
-) -> AsyncIterator[tuple[KnowledgeBase, CommittedChange]]:
-    """A follower with a page on the apple, and the change that adds one on the banana."""
-    async with (
-        loaded(folder / "writer", model) as writer,
-        loaded(folder / "follower", model, is_writer=False) as follower,
-    ):
-        source, target = log_of(writer), log_of(follower)
-        await writer.upsert("default", page("apple"))
-        for change in source.changes_after(0, 1 << 20) or ():
-            await follower.apply_change(target, change)
-        await writer.upsert("default", page("banana"))
-        [change] = source.changes_after(target.sequence, 1 << 20) or []
-        yield follower, change
-
-
-def log_of(knowledge_base: KnowledgeBase) -> ChangeLog:
-    assert isinstance(knowledge_base.store, SqliteDocumentStore)
-    return knowledge_base.store.changes
 
 
 def page(word: str) -> Document:
@@ -108,31 +80,6 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, times: int) ->
     return failures
 
 
-async def test_a_repeated_change_whose_index_failed_is_found_later(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with one_change_behind(tmp_path, tiny_model) as (follower, change):
-        target = log_of(follower)
-        failures = fail(monkeypatch, SegmentedIndex, "apply", times=2)
-        await follower.apply_change(target, change)
-        assert target.sequence == change.sequence, "it is committed"
-        await until_found(follower, "banana")
-        assert await found(follower, "apple")
-        assert len(failures) == 2, "the first attempt to catch up failed, too"
-
-
-async def test_a_repeated_change_whose_vectors_cannot_be_read_is_found_later(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with one_change_behind(tmp_path, tiny_model) as (follower, change):
-        target = log_of(follower)
-        fail(monkeypatch, SqliteDocumentStore, "vectors", times=1)
-        with pytest.raises(OSError, match="No space"):
-            await follower.apply_change(target, change)
-        assert target.sequence == change.sequence, "it is committed"
-        await until_found(follower, "banana")
-
-
 async def test_an_upsert_whose_index_failed_is_found_later(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,11 +113,11 @@ async def test_damaged_files_are_replaced_without_a_write(
 async def test_a_load_that_fails_unexpectedly_is_repeated(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_parts, "FAILURE_PAUSE_S", 0.02)
+    monkeypatch.setattr(lifecycle, "FAILURE_PAUSE_S", 0.02)
     failures = fail(monkeypatch, SegmentedIndexes, "open", times=2)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     problems: list[str] = []
-    await served_parts.load(knowledge_base, problems.append, is_writer=True)
+    await lifecycle.load(knowledge_base, problems.append)
     assert len(failures) == 2
     assert [one for one in problems if "No space" in one]
     await knowledge_base.upsert("default", page("apple"))

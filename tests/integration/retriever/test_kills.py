@@ -23,8 +23,8 @@ from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.search.indexes import SegmentedIndexes
 from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, check_copy
-from ragcache_retriever.store.sqlite.files.check import find_damage
+from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, check_backup
+from ragcache_retriever.store.sqlite.files.damage import find_damage
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -171,7 +171,7 @@ async def back_up(client: RetrieverClient, path: Path) -> None:
         while True:
             parts = [part async for part in client._stub.Backup(pb.BackupRequest(), timeout=60)]
             await asyncio.to_thread(path.write_bytes, b"".join(part.data for part in parts))
-            await asyncio.to_thread(check_copy, path)
+            await asyncio.to_thread(check_backup, path)
 
 
 async def check(client: RetrieverClient, expected: Expected) -> None:

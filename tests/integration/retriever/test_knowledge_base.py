@@ -24,8 +24,8 @@ from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
 from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, RankedStage
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Document
-from ragcache_retriever.store.sqlite.database import DAMAGE_MARKER
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.damage import MARKER_NAME
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from tests.helpers.retriever_parts import WordEmbedder, make_knowledge_base, tokenizer_of
@@ -252,5 +252,5 @@ async def test_damage_that_the_check_finds_asks_for_a_restart(
         file.write(bytes(range(256)) * 2 * PAGE_BYTES)
     await process._check(store, threading.Event(), restart)
     assert restart.is_set()
-    assert (tmp_path / DAMAGE_MARKER).exists()
+    assert (tmp_path / MARKER_NAME).exists()
     store.close()

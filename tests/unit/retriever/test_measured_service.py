@@ -116,12 +116,3 @@ async def test_only_documents_that_changed_count_as_ingested() -> None:
     assert changed.value("upsert_duration_seconds_count") == 1
     assert same.value("upserts_total", outcome="unchanged") == 1
     assert same.value("ingested_chunks_total") == 0
-
-
-def test_lag_and_role_are_read_with_the_metrics() -> None:
-    metrics = Metrics()
-    lag = [7.0]
-    metrics.observe_replica(lambda: lag[0], lambda: True, max_lag_s=20.0)
-    assert metrics.collectors.get_sample_value("ragcache_retriever_lag_seconds") == 7
-    assert metrics.collectors.get_sample_value("ragcache_retriever_lag_limit_seconds") == 20
-    assert metrics.collectors.get_sample_value("ragcache_retriever_writing") == 1

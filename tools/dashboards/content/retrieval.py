@@ -7,14 +7,14 @@ from typing import Final
 from ragcache_wire.telemetry.catalogue import gateway, retriever
 from tools.dashboards.dashboard import Dashboard, Section
 from tools.dashboards.panel import Panel, Query
-from tools.dashboards.promql import RAGCACHES, highest, quantile, rate, series, total
+from tools.dashboards.promql import RAGCACHES, quantile, rate, total
 
 _answered: Final = total(rate(retriever.SEARCHES, *RAGCACHES, 'outcome="answered"'))
 
 DASHBOARD: Final = Dashboard(
     "retrieval",
     "Retrieval",
-    "Searches: time, stages and outcomes, and the lag of replicas.",
+    "Searches: time, stages and outcomes.",
     [
         Section(
             "Searches",
@@ -66,27 +66,6 @@ DASHBOARD: Final = Dashboard(
                     "Hits per search",
                     "Chunks of final stages.",
                     [Query(f"{total(rate(retriever.SEARCH_HITS, *RAGCACHES))} / {_answered}")],
-                ),
-            ],
-        ),
-        Section(
-            "Replicas",
-            [
-                Panel(
-                    "Lag",
-                    "Age of the oldest change that a replica lacks. Above the limit, "
-                    "maxLagSeconds, it is not ready.",
-                    [
-                        Query(series(retriever.LAG, *RAGCACHES), "{{pod}}"),
-                        Query(highest(series(retriever.LAG_LIMIT, *RAGCACHES)), "limit"),
-                    ],
-                    unit="s",
-                ),
-                Panel(
-                    "Replica that writes",
-                    "1 for the writer. Without one, documents cannot change.",
-                    [Query(series(retriever.WRITING, *RAGCACHES), "{{pod}}")],
-                    maximum=1,
                 ),
             ],
         ),

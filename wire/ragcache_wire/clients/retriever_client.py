@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
 
-from ragcache_core.errors import RagCacheError
 from ragcache_wire.channel import OPTIONS, with_options
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.trace_context import current_metadata
@@ -61,10 +60,6 @@ CHANNEL_OPTIONS: Final = with_options(
 )
 
 R = TypeVar("R")
-
-
-class ChangesGone(RagCacheError):
-    """The writer no longer keeps the changes that a follower lacks, or the logs differ."""
 
 
 class RetrieverClient:
@@ -231,38 +226,6 @@ class RetrieverClient:
 
         reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
         return reply.documents
-
-    def forward(self, method: str) -> Any:
-        """Return the call of a method by its name, for a replica that passes requests on.
-
-        It raises gRPC's errors.
-        """
-        return getattr(self._stub, method)
-
-    async def follow_changes(
-        self, request: pb.FollowChangesRequest
-    ) -> AsyncGenerator[pb.Change, None]:
-        """Yield the changes of the writer without an end, and parts of large ones.
-
-        Raises:
-            ChangesGone: The follower needs a copy of the writer.
-        """
-        call = self._stub.FollowChanges(request)
-        try:
-            async for change in call:
-                yield change
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise ChangesGone(error.details() or "the writer refused") from error
-            raise from_rpc_error(SERVICE, error) from error
-        finally:
-            call.cancel()
-
-    async def acknowledge_changes(
-        self, request: pb.AcknowledgeChangesRequest, timeout_s: float
-    ) -> None:
-        """Tell the writer which changes are durable and searchable at a follower."""
-        await _call(self._stub.AcknowledgeChanges(request, timeout=timeout_s))
 
 
 async def _call(call: Awaitable[R]) -> R:

@@ -77,10 +77,6 @@ def _comma_separated(value: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(filter(None, (entry.strip() for entry in value.split(","))))
 
 
-def _addresses(value: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(map(_checked_address, _comma_separated(value)))
-
-
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -148,11 +144,6 @@ Limit = Annotated[
 ByteQuantity = Annotated[int, BeforeValidator(_quantity), Accepts("bytes, as 4294967296 or 4Gi")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Accepts("a share from 0 to 1")]
 HttpUrl = Annotated[str, AfterValidator(_http_url), Accepts("a URL like http://collector:4318")]
-Addresses = Annotated[
-    tuple[str, ...],
-    PlainValidator(_addresses),
-    Accepts("host:port, several with commas between"),
-]
 HostNames = Annotated[
     tuple[str, ...],
     PlainValidator(_comma_separated),

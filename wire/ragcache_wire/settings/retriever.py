@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.settings.field_types import (
     Address,
-    Addresses,
     ByteQuantity,
     Count,
     HttpUrl,
@@ -19,7 +18,6 @@ from ragcache_wire.settings.field_types import (
     LogForm,
     LogLevel,
     OnOff,
-    Seconds,
     whole_number,
 )
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
@@ -53,23 +51,8 @@ def _reranker(value: str) -> str:
     return value.rstrip("/")
 
 
-def _lease_name(value: str) -> str:
-    kind, _, name = value.partition(":")
-    if kind == "file" and Path(name).is_absolute():
-        return value
-    namespace, _, lease = name.partition("/")
-    if kind == "kubernetes" and namespace and lease:
-        return value
-    raise ValueError("no Lease")
-
-
 ExpectedRecall = Annotated[
     float, Field(ge=0.5, le=1, allow_inf_nan=False), Accepts("a number from 0.5 to 1")
-]
-WriterLeaseName = Annotated[
-    str,
-    AfterValidator(_lease_name),
-    Accepts("kubernetes:NAMESPACE/NAME, or file:PATH with an absolute path"),
 ]
 EmbedderThreads = Annotated[
     int,
@@ -152,14 +135,6 @@ class RetrieverSettings(ServiceSettings):
         None, internal="A Secret that spec.retriever.backend names has it.", repr=False
     )
     """URL of PostgreSQL or Milvus. These backends need it."""
-    peers: Addresses = setting((), spec="spec.retriever.replicas")
-    """Addresses of all replicas with this one. Without them, there is one replica."""
-    own_address: Address | None = setting(None, internal="The operator names each pod.")
-    """The address among the peers that is this replica."""
-    lease: WriterLeaseName | None = setting(None, internal="The operator names the Lease.")
-    """Lease that replicas choose their writer by. Peers need it."""
-    max_lag_s: Seconds = setting(30.0, spec="spec.retriever.maxLagSeconds")
-    """Age of a change from which a replica that lacks it is not ready."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""
@@ -196,19 +171,5 @@ class RetrieverSettings(ServiceSettings):
         if self.backend != "embedded" and self.backend_url is None:
             raise InvalidInput(
                 variable("backend_url"), "is not set", f"set the URL of {self.backend}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _replicas_can_choose_a_writer(self) -> Self:
-        if not self.peers:
-            return self
-        if self.own_address not in self.peers:
-            raise InvalidInput(
-                variable("own_address"), f"{self.own_address} is no peer", "set one of the peers"
-            )
-        if self.lease is None:
-            raise InvalidInput(
-                variable("lease"), "is not set", "name the Lease that all replicas share"
             )
         return self

@@ -1479,99 +1479,32 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 class RetrieverStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    class _Role:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RetrieverStatus._Role.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        ROLE_UNSPECIFIED: RetrieverStatus._Role.ValueType  # 0
-        ROLE_WRITER: RetrieverStatus._Role.ValueType  # 1
-        ROLE_FOLLOWER: RetrieverStatus._Role.ValueType  # 2
-
-    class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
-    ROLE_UNSPECIFIED: RetrieverStatus.Role.ValueType  # 0
-    ROLE_WRITER: RetrieverStatus.Role.ValueType  # 1
-    ROLE_FOLLOWER: RetrieverStatus.Role.ValueType  # 2
-
-    ROLE_FIELD_NUMBER: _builtins.int
-    WRITER_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    WRITER_SEQUENCE_FIELD_NUMBER: _builtins.int
-    LAG_S_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
     FREE_DISK_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    FOLLOWERS_FIELD_NUMBER: _builtins.int
-    role: Global___RetrieverStatus.Role.ValueType
-    writer: _builtins.str
-    """address of the writer, as far as this replica knows"""
-    sequence: _builtins.int
-    """of the last change that this replica has applied"""
-    writer_sequence: _builtins.int
-    """of the last change of the writer that this replica knows of"""
-    lag_s: _builtins.float
-    """age of the oldest change that this replica has not applied"""
     free_disk_bytes: _builtins.int
     memory_bytes: _builtins.int
     """of this process"""
     backend: _builtins.str
     """"embedded", "postgres" or "milvus" """
-    epoch: _builtins.int
-    """of the last change that this replica has applied"""
     @_builtins.property
     def indexes(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexStatus]: ...
-    @_builtins.property
-    def followers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FollowerStatus]:
-        """that follow this replica, if it is the writer"""
-
     def __init__(
         self,
         *,
-        role: Global___RetrieverStatus.Role.ValueType = ...,
-        writer: _builtins.str = ...,
-        sequence: _builtins.int = ...,
-        writer_sequence: _builtins.int = ...,
-        lag_s: _builtins.float = ...,
         indexes: _abc.Iterable[Global___IndexStatus] | None = ...,
         free_disk_bytes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         backend: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-        followers: _abc.Iterable[Global___FollowerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "followers", b"followers", "free_disk_bytes", b"free_disk_bytes", "indexes", b"indexes", "lag_s", b"lag_s", "memory_bytes", b"memory_bytes", "role", b"role", "sequence", b"sequence", "writer", b"writer", "writer_sequence", b"writer_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "free_disk_bytes", b"free_disk_bytes", "indexes", b"indexes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RetrieverStatus: _TypeAlias = RetrieverStatus  # noqa: Y015
-
-@_typing.final
-class FollowerStatus(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    address: _builtins.str
-    sequence: _builtins.int
-    """of the last change that it has acknowledged"""
-    def __init__(
-        self,
-        *,
-        address: _builtins.str = ...,
-        sequence: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "sequence", b"sequence"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FollowerStatus: _TypeAlias = FollowerStatus  # noqa: Y015
 
 @_typing.final
 class IndexStatus(_message.Message):
@@ -1676,116 +1609,3 @@ class RestoreReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreReply: _TypeAlias = RestoreReply  # noqa: Y015
-
-@_typing.final
-class FollowChangesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    AFTER_FIELD_NUMBER: _builtins.int
-    FOLLOWER_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    WRITER_EPOCH_FIELD_NUMBER: _builtins.int
-    after: _builtins.int
-    """sequence number of the last change that the follower has"""
-    follower: _builtins.str
-    """its address, which the writer shows in its status"""
-    epoch: _builtins.int
-    """epoch of that change"""
-    writer_epoch: _builtins.int
-    """of the writer that the follower wants to follow"""
-    def __init__(
-        self,
-        *,
-        after: _builtins.int = ...,
-        follower: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-        writer_epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "follower", b"follower", "writer_epoch", b"writer_epoch"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FollowChangesRequest: _TypeAlias = FollowChangesRequest  # noqa: Y015
-
-@_typing.final
-class AcknowledgeChangesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FOLLOWER_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    WRITER_EPOCH_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    follower: _builtins.str
-    """its address"""
-    sequence: _builtins.int
-    """of the last change that it has applied"""
-    writer_epoch: _builtins.int
-    epoch: _builtins.int
-    """epoch of that change"""
-    def __init__(
-        self,
-        *,
-        follower: _builtins.str = ...,
-        sequence: _builtins.int = ...,
-        writer_epoch: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "follower", b"follower", "sequence", b"sequence", "writer_epoch", b"writer_epoch"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcknowledgeChangesRequest: _TypeAlias = AcknowledgeChangesRequest  # noqa: Y015
-
-@_typing.final
-class AcknowledgeChangesReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcknowledgeChangesReply: _TypeAlias = AcknowledgeChangesReply  # noqa: Y015
-
-@_typing.final
-class Change(_message.Message):
-    """One committed transaction, or a part of one."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    STATEMENTS_FIELD_NUMBER: _builtins.int
-    COMMITTED_UNIX_MS_FIELD_NUMBER: _builtins.int
-    MORE_FIELD_NUMBER: _builtins.int
-    sequence: _builtins.int
-    epoch: _builtins.int
-    """ascends with each writer; followers refuse changes of earlier ones"""
-    statements: _builtins.bytes
-    committed_unix_ms: _builtins.int
-    more: _builtins.bool
-    """further parts of the statements follow"""
-    def __init__(
-        self,
-        *,
-        sequence: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        statements: _builtins.bytes = ...,
-        committed_unix_ms: _builtins.int = ...,
-        more: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_unix_ms", b"committed_unix_ms", "epoch", b"epoch", "more", b"more", "sequence", b"sequence", "statements", b"statements"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Change: _TypeAlias = Change  # noqa: Y015

@@ -135,16 +135,6 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.FromString,
                 _registered_method=True)
-        self.FollowChanges = channel.unary_stream(
-                '/ragcache.v1.Retriever/FollowChanges',
-                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
-                _registered_method=True)
-        self.AcknowledgeChanges = channel.unary_unary(
-                '/ragcache.v1.Retriever/AcknowledgeChanges',
-                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.FromString,
-                _registered_method=True)
 
 
 class RetrieverServicer:
@@ -271,7 +261,7 @@ class RetrieverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Returns the state of this replica: its role, its indexes and its disk.
+        """Returns the state of this replica: its indexes and its disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -286,23 +276,6 @@ class RetrieverServicer:
 
     def Restore(self, request_iterator, context):
         """Replaces all documents by a backup. The retriever checks it, then restarts with it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FollowChanges(self, request, context):
-        """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-        longer kept or if the follower has a change that the writer lacks; the follower then takes a
-        backup. A change without statements only tells the last sequence number, every second.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AcknowledgeChanges(self, request, context):
-        """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
-        when most replicas have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -410,16 +383,6 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.SerializeToString,
-            ),
-            'FollowChanges': grpc.unary_stream_rpc_method_handler(
-                    servicer.FollowChanges,
-                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Change.SerializeToString,
-            ),
-            'AcknowledgeChanges': grpc.unary_unary_rpc_method_handler(
-                    servicer.AcknowledgeChanges,
-                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -963,60 +926,6 @@ class Retriever:
             '/ragcache.v1.Retriever/Restore',
             ragcache__wire_dot_v1_dot_retriever__pb2.BackupPart.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.RestoreReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FollowChanges(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/ragcache.v1.Retriever/FollowChanges',
-            ragcache__wire_dot_v1_dot_retriever__pb2.FollowChangesRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_retriever__pb2.Change.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AcknowledgeChanges(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ragcache.v1.Retriever/AcknowledgeChanges',
-            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_retriever__pb2.AcknowledgeChangesReply.FromString,
             options,
             channel_credentials,
             insecure,

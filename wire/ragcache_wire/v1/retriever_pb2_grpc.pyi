@@ -73,20 +73,11 @@ class RetrieverStub:
     GetReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]
     """Returns a report. NOT_FOUND if there is none of this name."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]
-    """Returns the state of this replica: its role, its indexes and its disk."""
+    """Returns the state of this replica: its indexes and its disk."""
     Backup: _grpc.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]
     """Returns a consistent copy of all documents and embeddings as a file in parts."""
     Restore: _grpc.StreamUnaryMultiCallable[_retriever_pb2.BackupPart, _retriever_pb2.RestoreReply]
     """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
-    FollowChanges: _grpc.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]
-    """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-    longer kept or if the follower has a change that the writer lacks; the follower then takes a
-    backup. A change without statements only tells the last sequence number, every second.
-    """
-    AcknowledgeChanges: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeChangesRequest, _retriever_pb2.AcknowledgeChangesReply]
-    """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
-    when most replicas have it.
-    """
 
 @_typing.type_check_only
 class RetrieverAsyncStub(RetrieverStub):
@@ -133,20 +124,11 @@ class RetrieverAsyncStub(RetrieverStub):
     GetReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]  # type: ignore[assignment]
     """Returns a report. NOT_FOUND if there is none of this name."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]  # type: ignore[assignment]
-    """Returns the state of this replica: its role, its indexes and its disk."""
+    """Returns the state of this replica: its indexes and its disk."""
     Backup: _aio.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]  # type: ignore[assignment]
     """Returns a consistent copy of all documents and embeddings as a file in parts."""
     Restore: _aio.StreamUnaryMultiCallable[_retriever_pb2.BackupPart, _retriever_pb2.RestoreReply]  # type: ignore[assignment]
     """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
-    FollowChanges: _aio.UnaryStreamMultiCallable[_retriever_pb2.FollowChangesRequest, _retriever_pb2.Change]  # type: ignore[assignment]
-    """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-    longer kept or if the follower has a change that the writer lacks; the follower then takes a
-    backup. A change without statements only tells the last sequence number, every second.
-    """
-    AcknowledgeChanges: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AcknowledgeChangesRequest, _retriever_pb2.AcknowledgeChangesReply]  # type: ignore[assignment]
-    """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
-    when most replicas have it.
-    """
 
 class RetrieverServicer(metaclass=_abc_1.ABCMeta):
     """The retriever owns documents and finds chunks of them. No other service stores their text."""
@@ -298,7 +280,7 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.RetrieverStatus, _abc.Awaitable[_retriever_pb2.RetrieverStatus]]:
-        """Returns the state of this replica: its role, its indexes and its disk."""
+        """Returns the state of this replica: its indexes and its disk."""
 
     @_abc_1.abstractmethod
     def Backup(
@@ -315,26 +297,5 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.RestoreReply, _abc.Awaitable[_retriever_pb2.RestoreReply]]:
         """Replaces all documents by a backup. The retriever checks it, then restarts with it."""
-
-    @_abc_1.abstractmethod
-    def FollowChanges(
-        self,
-        request: _retriever_pb2.FollowChangesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_retriever_pb2.Change], _abc.AsyncIterator[_retriever_pb2.Change]]:
-        """Sends changes after a sequence number as they are committed. FAILED_PRECONDITION if they are no
-        longer kept or if the follower has a change that the writer lacks; the follower then takes a
-        backup. A change without statements only tells the last sequence number, every second.
-        """
-
-    @_abc_1.abstractmethod
-    def AcknowledgeChanges(
-        self,
-        request: _retriever_pb2.AcknowledgeChangesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_retriever_pb2.AcknowledgeChangesReply, _abc.Awaitable[_retriever_pb2.AcknowledgeChangesReply]]:
-        """Tells the writer which changes are durable and searchable at a follower. A write is acknowledged
-        when most replicas have it.
-        """
 
 def add_RetrieverServicer_to_server(servicer: RetrieverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,7 +1,4 @@
-"""Builds the retriever: pods with a volume each.
-
-If there are several, one writes, and the others follow it. With PostgreSQL all write.
-"""
+"""Builds the retriever: a pod with a volume, or with PostgreSQL any number of them."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ from typing import Final
 
 from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
 from ragcache_operator.builders.components.model import model_environment, model_mounts
-from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import HEADLESS, HEADLESS_ALL_PODS, service
-from ragcache_operator.builders.objects.writer_role import writer_role
+from ragcache_operator.builders.objects.service import HEADLESS, service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
 from ragcache_operator.builders.pods.environment import (
@@ -39,11 +34,8 @@ from ragcache_operator.spec import (
 from ragcache_wire.settings import RetrieverSettings
 
 COMPONENT: Final = "retriever"
-REPLICAS: Final = Endpoint(f"{COMPONENT}-replicas", "grpc")
-"""The headless Service that names each pod."""
 GRPC: Final = Endpoint(COMPONENT, "grpc")
 HEALTH: Final = Endpoint(COMPONENT, "health")
-WRITER_LEASE: Final = f"{COMPONENT}-writer"
 
 _ENDPOINT_DIMENSION: Final = 1024
 """Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
@@ -52,7 +44,6 @@ _ENDPOINT_DIMENSION: Final = 1024
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
-    is_replicated = retriever.has_followers
     derived = DerivedResources("250m", _memory_bytes(retriever))
     workload = Workload(
         component=COMPONENT,
@@ -67,19 +58,13 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         replicas=retriever.replicas,
         mounts=[*model_mounts(model), *_search_model_mounts(retriever)],
         storage=retriever.storage,
-        service=object_name(cache, REPLICAS.workload),
-        calls_api=is_replicated,
     )
     meta = workloads.metadata(cache, workload)
     pods = workloads.selector(cache, workload)
     ports = [(port, PORT_NUMBERS[port]) for port in workload.ports]
-    role = writer_role(meta, object_name(cache, WRITER_LEASE)) if is_replicated else []
     return [
         # Clients balance between all ready pods.
         service(meta, pods, ports, HEADLESS),
-        # Replicas reach each other before they are ready.
-        service({**meta, "name": workload.service}, pods, ports, HEADLESS_ALL_PODS),
-        *role,
         *workloads.build(cache, workload, site),
     ]
 
@@ -87,10 +72,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     model, retriever = cache.spec.model, cache.spec.retriever
     url = retriever.backend.url_secret
-    peers = site.replica_addresses(REPLICAS, COMPONENT, retriever.replicas)
-    is_replicated = retriever.has_followers
     return {
-        **(site.pod_identity() if is_replicated else {}),
         **_hub_environment(cache),
         **settings_environment(
             RetrieverSettings,
@@ -103,9 +85,6 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             reranker_model=site.reranker_model(retriever.reranker),
             backend=retriever.backend.kind,
             backend_url=None if url is None else FromSecret.of(url),
-            peers=",".join(peers) if is_replicated else None,
-            own_address=site.shard_address(REPLICAS) if is_replicated else None,
-            lease=site.lease(WRITER_LEASE) if is_replicated else None,
         ),
     }
 

@@ -31,7 +31,6 @@ _EDGES: Final = (
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
     ("engine", "cachestore", "data"),
-    ("retriever", "retriever", "grpc"),
     ("cachestore", "cachestore", "grpc"),
     ("cachestore", "cachestore", "data"),
     (SYNC_COMPONENT, "gateway", "admin"),
@@ -69,8 +68,6 @@ cache is not a pod."""
 _HTTPS: Final = 443
 _BACKEND_PORTS: Final = {"postgres": (5432,), "milvus": (19530,)}
 """Usual ports of the backends."""
-_API_SERVER_PORTS: Final = (443, 6443)
-"""The Service of the API server, and the usual port behind it. Its address is not known here."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
@@ -185,8 +182,6 @@ def _retriever_egress(retriever: RetrieverSpec, site: Site) -> list[Object]:
     if retriever.backend.kind != "embedded":
         # The address is in a Secret, which the operator does not read.
         rules.append({"ports": _ports(*_BACKEND_PORTS[retriever.backend.kind])})
-    if retriever.has_followers:
-        rules.append({"ports": _ports(*_API_SERVER_PORTS)})
     return rules
 
 

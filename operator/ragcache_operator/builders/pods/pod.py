@@ -113,19 +113,16 @@ def pod_template(
     account: str,
     scheduling: SchedulingSpec,
     spread_by: Mapping[str, str],
-    *,
-    has_token: bool = False,
 ) -> Object:
     """Return the pod template of a workload.
 
     Args:
         account: Name of the ServiceAccount.
         spread_by: Selector of the pods to spread over nodes and zones.
-        has_token: Whether the container gets a token of the ServiceAccount.
     """
     spec: Object = {
         "serviceAccountName": account,
-        "automountServiceAccountToken": has_token,
+        "automountServiceAccountToken": False,
         # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": container.grace_s,

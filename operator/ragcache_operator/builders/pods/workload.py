@@ -36,7 +36,6 @@ class Workload:
         service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
         drain: Command of the preStop hook.
         surge: Whether a rolling update may run one pod more than desired.
-        calls_api: Whether its pods call the API server, with a token of their ServiceAccount.
         scheduling: Where its pods run, if not where those of the RagCache run.
     """
 
@@ -56,7 +55,6 @@ class Workload:
     grace_s: int = 30
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
-    calls_api: bool = False
     scheduling: SchedulingSpec | None = None
 
 
@@ -162,5 +160,4 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         object_name(cache, workload.name),
         workload.scheduling or cache.spec.scheduling,
         selector(cache, workload),
-        has_token=workload.calls_api,
     )

@@ -1,4 +1,4 @@
-"""The retriever's part of a RagCache: replicas, index, limits and where the documents are."""
+"""The retriever's part of a RagCache: models, index, limits and where the documents are."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
 BUNDLED_DIMENSION: Final = 384
 """Numbers in a vector of the bundled embedder."""
 MAX_RETRIEVER_REPLICAS: Final = 5
-"""More replicas would not make the loss of documents less likely in practice, and every change has
-to reach most of them."""
+"""More have not been tried with one PostgreSQL."""
 
 
 class EmbedderSpec(ManifestModel):
@@ -219,14 +218,8 @@ class RetrieverSpec(ManifestModel):
     """RetrieverSpec sets the retriever, which stores documents and searches them."""
 
     replicas: Annotated[int, Field(ge=1, le=MAX_RETRIEVER_REPLICAS)] = 1
-    """Number of retriever pods, each with a volume and a copy of all documents. One of them writes,
-    and all of them answer searches. With 2, the loss of a pod loses no document and searches go on,
-    but writes wait until it is back. With 3, writes go on too. It cannot be lowered, because the
-    pods that stay might lack the newest documents. With PostgreSQL, all pods use its documents and
-    write, and the number can be lowered. With Milvus it is 1."""
-    max_lag_seconds: Annotated[int, Field(ge=15, le=3600)] = 30
-    """Maximum age of a change that a replica may lack. A replica that is further behind the writer
-    answers no searches until it has caught up. A failover takes up to 15 seconds."""
+    """Number of retriever pods. More than one requires backend.postgres: all pods then search and
+    write the documents there. Otherwise the documents are on the volume of the one pod."""
     embedder: EmbedderSpec = EmbedderSpec()
     """The embedding model. After a change, the retriever embeds all documents again."""
     reranker: RerankerSpec = RerankerSpec()
@@ -244,8 +237,3 @@ class RetrieverSpec(ManifestModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each retriever pod. By default the memory follows from
     index."""
-
-    @property
-    def has_followers(self) -> bool:
-        """Whether one pod writes and others follow it. In PostgreSQL, pods share the documents."""
-        return self.replicas > 1 and self.backend.kind == "embedded"

@@ -79,12 +79,12 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "keep the one that has your documents",
     ),
     cel_rule(
-        "one retriever replica with Milvus",
+        "several retriever replicas only with PostgreSQL",
         RetrieverSpec,
         "replicas",
-        "self.replicas == 1 || !has(self.backend) || !has(self.backend.milvus)",
-        "must be 1 with Milvus, because replicas do not share its vectors",
-        "use 1, or another backend",
+        "self.replicas == 1 || (has(self.backend) && has(self.backend.postgres))",
+        "is above 1, but the documents are on the volume of one pod",
+        "use 1, or set backend.postgres",
     ),
     cel_rule(
         "precision of the index only in the embedded backend",

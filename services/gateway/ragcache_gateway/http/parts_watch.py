@@ -13,8 +13,7 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.scheduling.retry_after import OutageForecast
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
-from ragcache_wire.clients.health_client import HEALTH_TIMEOUT_S, HealthClient
-from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.clients.health_client import HealthClient
 
 
 class PartReadiness(BaseModel):
@@ -22,16 +21,6 @@ class PartReadiness(BaseModel):
 
     ready: bool
     problem: str | None = None
-
-
-class RetrieverReadiness(PartReadiness):
-    """The retriever, as the replica that answered last says."""
-
-    lag_s: float | None = Field(
-        default=None,
-        description="Age of the oldest change that the replica has not applied; 0 if it has all or "
-        "is the only one. Null: it did not answer.",
-    )
 
 
 class EngineReadiness(PartReadiness):
@@ -50,7 +39,7 @@ class EnginePoolReadiness(PartReadiness):
 class AllReadiness(BaseModel):
     """The parts that an answer needs."""
 
-    retriever: RetrieverReadiness
+    retriever: PartReadiness
     engine: EnginePoolReadiness
 
 
@@ -80,14 +69,12 @@ class PartsWatch:
         self,
         engines: EnginePool,
         health: HealthClient,
-        retriever: RetrieverClient,
         every_s: float,
     ) -> None:
         self._engines = engines
         self._health = health
-        self._client = retriever
         self._every_s = every_s
-        self._retriever = RetrieverReadiness(ready=False, problem="it has not answered yet")
+        self._retriever = PartReadiness(ready=False, problem="it has not answered yet")
         self._outages = {"retriever": OutageForecast(), "engine": OutageForecast()}
         self._task: asyncio.Task[None] | None = None
 
@@ -120,7 +107,7 @@ class PartsWatch:
 
     async def _watch(self) -> None:
         while True:
-            self._retriever = await _retriever_readiness(self._health, self._client)
+            self._retriever = await _retriever_readiness(self._health)
             now = time.monotonic()
             self._outages["retriever"].record(now, is_up=self._retriever.ready)
             self._outages["engine"].record(now, is_up=self._engines.problem is None)
@@ -155,13 +142,9 @@ def _engine_pool_readiness(engines: EnginePool) -> EnginePoolReadiness:
     )
 
 
-async def _retriever_readiness(health: HealthClient, client: RetrieverClient) -> RetrieverReadiness:
+async def _retriever_readiness(health: HealthClient) -> PartReadiness:
     try:
         serving = await health.serving()
     except RagCacheError as error:
-        return RetrieverReadiness(ready=False, problem=str(error))
-    lag_s = None
-    with contextlib.suppress(RagCacheError):
-        lag_s = (await client.status(timeout_s=HEALTH_TIMEOUT_S)).lag_s
-    problem = None if serving else "it is not serving yet"
-    return RetrieverReadiness(ready=serving, problem=problem, lag_s=lag_s)
+        return PartReadiness(ready=False, problem=str(error))
+    return PartReadiness(ready=serving, problem=None if serving else "it is not serving yet")

@@ -40,10 +40,9 @@ from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.stages import Ranking
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_retriever.search.vector_index import Vectors
-from ragcache_retriever.store.change_log import ChangedRows, ChangeLog, CommittedChange
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxClaim, OutboxDelete, Removal
-from ragcache_retriever.store.records import DiskUse, Document, IndexChange, StoredDocument
+from ragcache_retriever.store.records import DiskUse, Document, StoredDocument
 from ragcache_retriever.store.vector_indexes import VectorIndexes
 
 logger = logging.getLogger(__name__)
@@ -111,17 +110,13 @@ class KnowledgeBase:
             ranking.optional_reranker,
         )
 
-    async def load(
-        self, progress: Callable[[str], None] = logger.debug, *, is_writer: bool = True
-    ) -> None:
+    async def load(self, progress: Callable[[str], None] = logger.debug) -> None:
         """Start the embedder and open the indexes.
 
         Documents of an older recipe are prepared again afterwards, in the background.
 
         Args:
             progress: Receives the state of the load in words.
-            is_writer: Whether this process changes the documents. Else it repeats the changes of
-                another one, and ``start_writing`` makes it the writer.
 
         Raises:
             Unavailable: The embedder does not answer. The caller may call again.
@@ -130,38 +125,13 @@ class KnowledgeBase:
         await self._embedder.start()
         await self._collections.adopt_embedder()
         progress("loading the index")
-        change = self._collections.add_missing if is_writer else self._collections.reload
-        await self.threads.write(change)
+        await self.threads.write(self._collections.add_missing)
         self._collections.finish_loading()
-        if is_writer:
-            self._remake.start()
-            self._fusion_tuner.start()
+        self._remake.start()
+        self._fusion_tuner.start()
         self._catch_up.start()
         if self.store.is_shared:
             self._refresh.start()
-
-    async def start_writing(self) -> None:
-        """Become the writer: create what is missing, and begin background work."""
-        await self.threads.write(self._collections.add_missing)
-        self._remake.start()
-        self._fusion_tuner.start()
-
-    async def stop_writing(self) -> None:
-        """End background work. The caller refuses writes afterwards."""
-        await self._fusion_tuner.stop()
-        await self._remake.stop()
-
-    async def apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
-        """Repeat a transaction of the writer, and let searches see it.
-
-        After any other error than these, the transaction may be committed. Searches then see it
-        when its index has caught up in the background.
-
-        Raises:
-            InvalidInput: It does not follow the last one.
-            Unavailable: The storage failed.
-        """
-        await self.threads.write(self._apply_change, log, change)
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
@@ -335,22 +305,6 @@ class KnowledgeBase:
         if found is None:
             raise NotFound("report", name, "put it first")
         return found
-
-    def _apply_change(self, log: ChangeLog, change: CommittedChange) -> None:
-        applied = log.apply_change(change)
-        try:
-            if applied.has_other_collections:
-                self._collections.reload()
-            changes = [self._index_change(one) for one in applied.rows]
-        except Exception:
-            # It is committed, so a repetition would not apply it.
-            self._indexes.miss(applied.rows)
-            raise
-        self._indexes.apply(changes)
-
-    def _index_change(self, one: ChangedRows) -> IndexChange:
-        rows, vectors = self.store.vectors(one.generation, one.added)
-        return IndexChange(one.generation, one.removed, tuple(rows.tolist()), vectors)
 
     def _claim(self, limit: int) -> OutboxClaim:
         with self.store.transaction(frees_space=True):

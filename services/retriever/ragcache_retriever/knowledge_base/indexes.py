@@ -18,7 +18,6 @@ import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.store.change_log import ChangedRows
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import IndexChange, Rows, Vectors
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
@@ -98,14 +97,6 @@ class GenerationIndexes:
             opened = self._changed_index(change)
             if opened is not None:
                 self._apply(opened, change)
-        self._publish()
-
-    def miss(self, changes: Iterable[ChangedRows]) -> None:
-        """Note committed changes that cannot be applied now."""
-        for change in changes:
-            opened = self._changed_index(change)
-            if opened is not None:
-                self._fall_behind(opened, change)
         self._publish()
 
     def num_missed(self, generation: int) -> int:
@@ -213,12 +204,12 @@ class GenerationIndexes:
             )
             self._fall_behind(opened, change)
 
-    def _fall_behind(self, opened: _OpenIndex, change: IndexChange | ChangedRows) -> None:
+    def _fall_behind(self, opened: _OpenIndex, change: IndexChange) -> None:
         with self._changed:
             opened.is_behind = True
         self._is_missed(opened, change)
 
-    def _changed_index(self, change: IndexChange | ChangedRows) -> _OpenIndex | None:
+    def _changed_index(self, change: IndexChange) -> _OpenIndex | None:
         """Count a change, and return the open index whose rows it changes."""
         self._num_changes[change.generation] += 1
         opened = self._open.get(change.generation)
@@ -229,7 +220,7 @@ class GenerationIndexes:
             self._num_published += 1
             self._changed.notify_all()
 
-    def _is_missed(self, opened: _OpenIndex, change: IndexChange | ChangedRows) -> bool:
+    def _is_missed(self, opened: _OpenIndex, change: IndexChange) -> bool:
         """Note a change for later if the index is behind, and return whether it is."""
         with self._changed:
             if opened.is_behind:

@@ -35,10 +35,6 @@ class StoreThreads:
         """Run a function in a thread that reads."""
         return await run(self.readers, function, *args, **kwargs)
 
-    async def finish_writes(self) -> None:
-        """Wait until the writer's thread has run everything that came before."""
-        await self.write(lambda: None)
-
     def now_ms(self) -> int:
         """Return the Unix time in milliseconds."""
         return int(self._clock() * 1000)

@@ -1,1 +1,1 @@
-"""Whether the retriever can answer: its storage, and what replicas add."""
+"""Whether the retriever can answer: checks of its storage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from ragcache_retriever.concurrency.background import attempted
 
@@ -17,7 +17,7 @@ Check = Callable[[], Awaitable[str | None]]
 
 
 class ReadinessMonitor:
-    """Reports ready while all checks pass, and the first problem otherwise. It recovers by itself.
+    """Reports ready while a check passes, and its problem otherwise. It recovers by itself.
 
     Args:
         set_ready: Reports ready.
@@ -26,12 +26,12 @@ class ReadinessMonitor:
 
     def __init__(
         self,
-        checks: Sequence[Check],
+        check: Check,
         set_ready: Callable[[], Awaitable[None]],
         set_not_ready: Callable[[str], Awaitable[None]],
         period_s: float = PERIOD_S,
     ) -> None:
-        self._checks = checks
+        self._check = check
         self._set_ready = set_ready
         self._set_not_ready = set_not_ready
         self._period_s = period_s
@@ -45,7 +45,7 @@ class ReadinessMonitor:
 
     async def update(self) -> None:
         """Check once and report the result."""
-        problem = await self._first_problem()
+        problem = await self._problem()
         if problem is None:
             if self._is_ready is not True:
                 log.info("readiness: ready")
@@ -56,13 +56,9 @@ class ReadinessMonitor:
             await self._set_not_ready(problem)
         self._is_ready = problem is None
 
-    async def _first_problem(self) -> str | None:
-        for check in self._checks:
-            try:
-                problem = await check()
-            except Exception as error:
-                log.exception("readiness: a check failed")
-                problem = f"a check failed: {error!r}"
-            if problem is not None:
-                return problem
-        return None
+    async def _problem(self) -> str | None:
+        try:
+            return await self._check()
+        except Exception as error:
+            log.exception("readiness: the check failed")
+            return f"the check failed: {error!r}"

@@ -34,8 +34,6 @@ class StorageProbe:
         self._deadline_s = deadline_s
         self._running: asyncio.Future[str | None] | None = None
         self._began_s = 0.0
-        self.problem: str | None = None
-        """What the last check found."""
 
     async def check(self) -> str | None:
         """Return what is wrong, or None. It takes at most the deadline."""
@@ -48,11 +46,9 @@ class StorageProbe:
             ).start()
         done, _ = await asyncio.wait((self._running,), timeout=self._deadline_s)
         if done:
-            self.problem = self._running.result()
-        else:
-            waited_s = time.monotonic() - self._began_s
-            self.problem = f"the storage has not answered for {waited_s:.0f} s"
-        return self.problem
+            return self._running.result()
+        waited_s = time.monotonic() - self._began_s
+        return f"the storage has not answered for {waited_s:.0f} s"
 
     def _run(self, loop: asyncio.AbstractEventLoop, running: asyncio.Future[str | None]) -> None:
         problem: str | None = None

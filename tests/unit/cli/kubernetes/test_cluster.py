@@ -22,7 +22,6 @@ from ragcache_cli.kubernetes.cluster_status import (
     notes,
     parts_table,
     remake_lines,
-    retriever_table,
 )
 from ragcache_cli.kubernetes.install import CHART, merged, read_values
 from ragcache_cli.kubernetes.pod_logs import Run, is_meant, runs, timestamp, waits_for
@@ -149,22 +148,11 @@ def test_a_status_tells_phase_parts_conditions_and_use() -> None:
     assert not is_ready(ROLLING)
 
 
-def test_a_status_tells_roles_lag_and_remakes_of_the_retriever() -> None:
+def test_a_status_tells_remakes_of_the_retriever() -> None:
     cache = rag_cache(
         retriever={
             "replicas": 3,
             "readyReplicas": 1,
-            "writer": "docs-retriever-0",
-            "pods": [
-                {"name": "docs-retriever-0", "role": "Writer", "lagChanges": 0, "lagSeconds": 0},
-                {
-                    "name": "docs-retriever-1",
-                    "role": "Follower",
-                    "lagChanges": 1234,
-                    "lagSeconds": 40,
-                },
-                {"name": "docs-retriever-2"},
-            ],
             "remakeProgress": "12 of 40",
             "remakes": [
                 {
@@ -177,15 +165,8 @@ def test_a_status_tells_roles_lag_and_remakes_of_the_retriever() -> None:
         }
     )
     assert "retriever 1/3" in shown(parts_table(cache))
-    assert shown(retriever_table(cache)) == [
-        "RETRIEVER ROLE LAG",
-        "docs-retriever-0 writer -",
-        "docs-retriever-1 follower 1,234 changes, 40 s",
-        "docs-retriever-2 no answer -",
-    ]
     assert remake_lines(cache) == ["remake of handbook[31m: 12 of 1,040 documents (embedder)"]
     without = rag_cache(phase="Ready")
-    assert retriever_table(without) is None
     assert remake_lines(without) == []
 
 

@@ -51,7 +51,6 @@ class Recorded:
         self.first_token = of_gateway.histogram(gateway.TIME_TO_FIRST_TOKEN).labels(*MODEL)
         self.tokens = of_gateway.counter(gateway.PROMPT_TOKENS)
         self.waiting = of_gateway.gauge(gateway.PRECOMPUTE_WAITING_CHUNKS)
-        self.lag = of_retriever.gauge(retriever.LAG)
         self.chunks = of_retriever.counter(retriever.INGESTED_CHUNKS)
 
     def sample(self, at_s: float, cache: Any = CACHE, **more: Any) -> PlatformSample:
@@ -78,7 +77,6 @@ def test_a_frame_is_of_the_time_between_its_samples() -> None:
     recorded.tokens.labels("loaded").inc(400)
     recorded.tokens.labels("local").inc(40)
     recorded.chunks.inc(20)
-    recorded.lag.set(1.5)
     recorded.waiting.set(4)
     frame = make_frame(before, recorded.sample(12.0, CACHE | {"hits": 13, "misses": 11}))
     assert json.loads(json.dumps(frame)) == frame
@@ -91,26 +89,14 @@ def test_a_frame_is_of_the_time_between_its_samples() -> None:
     assert frame["cache"]["sources_by_state"] == {"synchronized": 2, "predicted": 1}
     assert frame["cache"]["tiers"]["disk"]["evictions"] == 7
     assert [engine["in_flight"] for engine in frame["engines"]] == [3, 0]
-    assert frame["retriever"]["lag_s"] == 1.5
+    assert frame["retriever"] == READY
     ingest = frame["ingest"]
     assert (ingest["chunks_per_s"], ingest["chunks"], ingest["remake_documents"]) == (10.0, 80, 8)
     lines = drawn(frame)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
-    for part in ("4.0/s, 1.0/s failed", "75% now", "lag 1.5 s", "2 of 8 documents", "from b:1"):
+    for part in ("4.0/s, 1.0/s failed", "75% now", "2 of 8 documents", "from b:1"):
         assert part in text
-
-
-def test_the_lag_is_the_gateways_without_a_metrics_page_of_a_retriever() -> None:
-    empty = MetricSeries.parse([])
-    engine: dict[str, Any] = {"ready": True, "problem": None, "endpoints": []}
-    status = {"parts": {"retriever": {**READY, "lag_s": 2.5}, "engine": engine}}
-    frame = make_frame(
-        PlatformSample(0.0, empty, status, None, None),
-        PlatformSample(2.0, empty, status, None, None),
-    )
-    assert frame["retriever"] == {**READY, "lag_s": 2.5}
-    assert "lag 2.5 s" in "\n".join(drawn(frame))
 
 
 def test_what_is_not_reported_is_null() -> None:
@@ -124,7 +110,7 @@ def test_what_is_not_reported_is_null() -> None:
     assert frame["cache"] is None
     assert set(frame["ttft_s"].values()) == {None}
     assert set(frame["prompt_tokens_per_s"].values()) == {None}
-    assert frame["retriever"]["lag_s"] is None
+    assert frame["retriever"] == no_parts["retriever"]
     assert frame["ingest"]["chunks"] is None
     assert "no shard of the cache store answers" in "\n".join(drawn(frame))
 

@@ -26,7 +26,7 @@ from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
-from ragcache_wire.settings import CacheStoreSettings, GatewaySettings, RetrieverSettings
+from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
 from tests.helpers.children_parts import (
     UID,
     Object,
@@ -549,44 +549,9 @@ def test_a_local_cross_encoder_is_rejected_in_a_cluster() -> None:
         build(retriever={"reranker": {"source": "cross-encoder", "model": "path:/m"}})
 
 
-def test_one_retriever_calls_no_api_server_and_knows_no_peers() -> None:
-    children = build()
-    assert not kinds_of(children, "Role")
-    assert pod_of(children, "retriever")["automountServiceAccountToken"] is False
-    env = env_of(children, "retriever")
-    assert not {"RAGCACHE_PEERS", "RAGCACHE_LEASE", "RAGCACHE_OWN_ADDRESS"} & env.keys()
-
-
-def test_retrievers_know_each_other_and_may_use_only_their_lease() -> None:
-    children = build(retriever={"replicas": 3, "maxLagSeconds": 20})
-    workload = of(children, "StatefulSet", "docs-retriever")
-    service = of(children, "Service", workload["spec"]["serviceName"])
-    assert service["spec"]["clusterIP"] == "None"
-    # They find each other before they are ready.
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    env, name = env_of(children, "retriever"), service["metadata"]["name"]
-    peers = [f"docs-retriever-{i}.{name}.team.svc:50051" for i in range(3)]
-    assert env["RAGCACHE_PEERS"].split(",") == peers
-    own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-retriever-1")
-    assert own == peers[1]
-    settings = read_settings(RetrieverSettings, {**env, "RAGCACHE_OWN_ADDRESS": own})
-    assert (settings.peers, settings.max_lag_s) == (tuple(peers), 20)
-    assert settings.lease == "kubernetes:team/docs-retriever-writer"
-    role, binding = of(children, "Role", "docs-retriever"), kinds_of(children, "RoleBinding")[0]
-    [create, change] = role["rules"]
-    assert (create["resources"], create["verbs"]) == (["leases"], ["create"])
-    assert (change["resourceNames"], change["verbs"]) == (
-        ["docs-retriever-writer"],
-        ["get", "update"],
-    )
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    account = pod_of(children, "retriever")["serviceAccountName"]
-    assert [subject["name"] for subject in binding["subjects"]] == [account]
-    assert pod_of(children, "retriever")["automountServiceAccountToken"] is True
-
-
 def test_clients_of_the_retriever_balance_between_ready_pods() -> None:
-    children = build(retriever={"replicas": 2})
+    backend = {"postgres": {"urlSecret": {"name": "db"}}}
+    children = build(retriever={"replicas": 2, "backend": backend})
     service = of(children, "Service", "docs-retriever")
     assert service["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in service["spec"]
@@ -617,20 +582,15 @@ def test_the_url_of_a_backend_stays_in_its_secret(
     assert found == ("RAGCACHE_BACKEND_URL", "db", key)
 
 
-def test_retrievers_that_share_a_database_elect_no_writer() -> None:
+def test_retrievers_share_a_database() -> None:
     database = {"postgres": {"urlSecret": {"name": "db"}}}
     shared = build(retriever={"replicas": 3, "backend": database})
-    followed = build(retriever={"replicas": 3})
-    names = {"RAGCACHE_PEERS", "RAGCACHE_LEASE"}
-    assert names <= env_of(followed, "retriever").keys()
-    assert not names & env_of(shared, "retriever").keys()
     [workload] = [
         one
         for one in shared
         if one["metadata"]["name"].endswith("-retriever") and one["kind"] == "StatefulSet"
     ]
     assert workload["spec"]["replicas"] == 3
-    assert not any(one["kind"] == "Role" for one in shared)
 
 
 def test_the_retrievers_memory_follows_from_the_index() -> None:

@@ -91,10 +91,7 @@ def test_every_pod_is_restricted(spec: Object) -> None:
         template = workload["spec"]["template"]
         annotations = template["metadata"].get("annotations", {})
         assert pod_security.find_problems(template["spec"], annotations) == []
-        # Only replicas of the retriever that elect a writer call the API server.
-        [container] = template["spec"]["containers"]
-        calls_api = any(one["name"] == "RAGCACHE_LEASE" for one in container["env"])
-        assert template["spec"]["automountServiceAccountToken"] is calls_api
+        assert template["spec"]["automountServiceAccountToken"] is False
         for container in template["spec"]["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert all(port["containerPort"] >= 1024 for port in container["ports"])
@@ -242,7 +239,8 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
 def _users_secrets(spec: Object) -> set[str]:
     embedder = spec.get("retriever", {}).get("embedder", {})
     given = (spec.get("model", {}).get("tokenSecret"), embedder.get("keySecret"))
-    return {reference["name"] for reference in given if reference}
+    database = spec.get("retriever", {}).get("backend", {}).get("postgres", {}).get("urlSecret")
+    return {reference["name"] for reference in (*given, database) if reference}
 
 
 @given(specs)

@@ -27,7 +27,6 @@ EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
     "gateway": {"allowedOrigins": ["*"], "maxDisplacement": 3},
     "retriever": {
-        "replicas": 3,
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}},
         "index": {"recall": 0.95},
         "reranker": {"source": "http://host/v1", "model": "r", "keySecret": {"name": "keys"}},

@@ -216,15 +216,6 @@ def test_an_embedder_with_an_ipv6_address() -> None:
     assert not may_talk(policies, retriever, Outside("beside", "2001:db8::8"), 8080)
 
 
-def test_only_several_retrievers_may_connect_to_the_api_server() -> None:
-    for replicas in (1, 2):
-        children = build(retriever={"replicas": replicas})
-        policies = kinds_of(children, "NetworkPolicy")
-        for pod in pods_of(children):
-            allowed = pod.name == "retriever" and replicas > 1
-            assert may_talk(policies, pod, WORLD, 443) == allowed
-
-
 def test_every_component_may_connect_to_the_collector() -> None:
     children = build(telemetry={"otlp": {"endpoint": "http://collector.elsewhere.svc:4318"}})
     policies = kinds_of(children, "NetworkPolicy")
@@ -263,7 +254,6 @@ def test_needed_connections_are_open_in_every_spec(spec: Object, served: Capabil
         *((engine, store, port) for engine in engines for port in (50051, 50052)),
         *((OPERATOR, engine, 8000) for engine in engines),
         *((gateway, retriever, 50051), (gateway, store, 50051), (SYNC_POD, gateway, 8001)),
-        (Pod("other", retriever.namespace, retriever.labels), retriever, 50051),
         *((OPERATOR, gateway, 8001), (OPERATOR, retriever, 8081), (OPERATOR, store, 8081)),
     ]
     for source, target, port in needed:

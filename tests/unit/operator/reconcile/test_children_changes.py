@@ -45,7 +45,6 @@ ENGINE_OBJECTS = " ".join(
 )
 LIMITS = "ConfigMap/gateway-limits"
 MONITOR = "PodMonitor/metrics"
-WRITER_ROLE = "Role/retriever RoleBinding/retriever"
 POLICIES = " ".join(
     f"NetworkPolicy/{part}"
     for part in ("default-deny", "gateway", "retriever", "engine", "cachestore", "sync")
@@ -93,8 +92,6 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.httpRoute.gateway": ("two", "", "HTTPRoute/gateway"),
     "gateway.httpRoute.gatewayNamespace": ("two", "", "HTTPRoute/gateway"),
     "gateway.httpRoute.hostnames": (["b.example.com"], GATEWAY, "HTTPRoute/gateway"),
-    "retriever.replicas": (3, RETRIEVER, f"{WRITER_ROLE} NetworkPolicy/retriever"),
-    "retriever.maxLagSeconds": (20, RETRIEVER, ""),
     "retriever.reranker.source": ("http://two.ml.svc/v1", RETRIEVER, "NetworkPolicy/retriever"),
     "retriever.reranker.model": ("two", RETRIEVER, ""),
     "retriever.reranker.keySecret.name": ("two", RETRIEVER, ""),
@@ -105,6 +102,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.index.expectedChunks": (10_000_000, RETRIEVER, ""),
     "retriever.limits.searches": (9, RETRIEVER, ""),
     "retriever.limits.upsertBytes": ("1Gi", RETRIEVER, ""),
+    "retriever.replicas": (3, "", RETRIEVER),
     "retriever.backend.postgres.urlSecret.name": ("two", RETRIEVER, ""),
     "retriever.backend.postgres.urlSecret.key": ("two", RETRIEVER, ""),
     "retriever.backend.milvus.urlSecret.name": ("two", RETRIEVER, ""),
@@ -187,8 +185,8 @@ def base_of(path: str) -> Object:
         spec["engines"] = [{"name": "main", "url": "http://one.obs.svc:8000"}]
     if path.startswith("gateway.auth.secretRef"):
         spec["gateway"]["auth"] = {"secretRef": {"name": "one"}}
-    if path.startswith("retriever.backend"):
-        kind = path.split(".")[2]
+    if path.startswith(("retriever.backend", "retriever.replicas")):
+        kind = (path + ".postgres").split(".")[2]
         spec["retriever"]["backend"] = {kind: {"urlSecret": {"name": "one"}}}
     return spec
 

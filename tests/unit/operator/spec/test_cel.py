@@ -111,7 +111,6 @@ GOOD: list[tuple[Object, Object | None]] = [
         ),
         None,
     ),
-    (cache(retriever={"replicas": 3}), cache()),
     (cache(retriever=SHARED | {"replicas": 2}), cache(retriever=SHARED | {"replicas": 3})),
     (cache(retriever={"reranker": {"source": "none"}}), cache()),
     (cache(retriever={"reranker": {"source": "cross-encoder", "model": "a/b"}}), None),

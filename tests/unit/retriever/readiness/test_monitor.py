@@ -20,8 +20,8 @@ async def test_a_check_that_fails_unexpectedly_is_a_problem_until_it_passes() ->
     async def not_ready(problem: str) -> None:
         reported.append(problem)
 
-    monitor = ReadinessMonitor([check], ready, not_ready)
+    monitor = ReadinessMonitor(check, ready, not_ready)
     await monitor.update()
     is_broken = False
     await monitor.update()
-    assert reported == ["a check failed: KeyError('row')", "ready"]
+    assert reported == ["the check failed: KeyError('row')", "ready"]

@@ -51,15 +51,12 @@ async def test_a_hanging_disk_has_one_thread_and_recovers(tmp_path: Path) -> Non
     assert num_reads in (1, 2)
 
 
-async def test_the_monitor_reports_changes_and_the_first_problem() -> None:
-    problems: list[str | None] = ["loading", None]
+async def test_the_monitor_reports_changes_and_each_problem() -> None:
     told: list[str] = []
+    problems = iter(("loading", None, None, "a", None))
 
-    async def first() -> str | None:
-        return problems[0]
-
-    async def second() -> str | None:
-        return problems[1]
+    async def check() -> str | None:
+        return next(problems)
 
     async def ready() -> None:
         told.append("ready")
@@ -67,15 +64,7 @@ async def test_the_monitor_reports_changes_and_the_first_problem() -> None:
     async def not_ready(problem: str) -> None:
         told.append(problem)
 
-    monitor = ReadinessMonitor([first, second], ready, not_ready)
-    await monitor.update()
-    problems[0] = None
-    await monitor.update()
-    await monitor.update()
-    problems[:] = ["a", "b"]
-    await monitor.update()
-    problems[0] = None
-    await monitor.update()
-    problems[1] = None
-    await monitor.update()
-    assert told == ["loading", "ready", "a", "b", "ready"]
+    monitor = ReadinessMonitor(check, ready, not_ready)
+    for _ in range(5):
+        await monitor.update()
+    assert told == ["loading", "ready", "a", "ready"]

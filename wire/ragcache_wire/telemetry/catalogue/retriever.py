@@ -85,17 +85,3 @@ DISK_FREE: Final = gauge(
     "By",
     "Free space of the volume with the documents. PostgreSQL does not tell it.",
 )
-LAG: Final = gauge(
-    "ragcache.retriever.lag",
-    "s",
-    "Age of the oldest change that this replica lacks or may lack; 0 for the writer and for a "
-    "single replica.",
-)
-LAG_LIMIT: Final = gauge(
-    "ragcache.retriever.lag.limit",
-    "s",
-    "Lag from which a replica answers no searches: spec.retriever.maxLagSeconds.",
-)
-WRITING: Final = gauge(
-    "ragcache.retriever.writing", "1", "1 if this replica may write documents, else 0."
-)

@@ -321,9 +321,6 @@ class PostgresDocuments(SqlDocuments):
             (num_documents, num_chunks, generation),
         )
 
-    def _note_rows(self, generation: int, removed: Sequence[int], added: Sequence[int]) -> None:
-        """Record nothing: other retrievers read the same tables."""
-
     def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         wanted = list(dict.fromkeys(digests))
         used = {

@@ -146,7 +146,6 @@ class SqlDocuments(ABC):
             old = removed[generation].rows if generation in removed else ()
             new = added[generation].rows if generation in added else ()
             vectors = added[generation].chunks.embeddings if new else None
-            self._note_rows(generation, old, new)
             changes.append(
                 IndexChange(generation, old, new, NO_VECTORS if vectors is None else vectors)
             )
@@ -227,10 +226,6 @@ class SqlDocuments(ABC):
     @abstractmethod
     def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         """Return those digests that no chunk of a collection has, in their order."""
-
-    @abstractmethod
-    def _note_rows(self, generation: int, removed: Sequence[int], added: Sequence[int]) -> None:
-        """Record for followers which vectors the transaction changes, if there are followers."""
 
     @abstractmethod
     def _detach_words(self, generation: int) -> None:

@@ -53,12 +53,10 @@ class CollectionTables:
                 settings.max_text_bytes,
             ),
         )
-        self._database.note_collections()
 
     def put_fusion(self, name: str, fusion: str) -> None:
         """See DocumentStore.put_fusion."""
         self._database.execute("UPDATE collections SET fusion = ? WHERE name = ?", (fusion, name))
-        self._database.note_collections()
 
     def add_generation(self, name: str, recipe: Recipe) -> int:
         """See DocumentStore.add_generation."""
@@ -92,7 +90,6 @@ class CollectionTables:
             ),
         )
         self._lexical.create(row)
-        self._database.note_collections()
         return row
 
     def switch_generation(self, name: str) -> bool:
@@ -109,23 +106,19 @@ class CollectionTables:
             return False
         self._set_state(home, "serving", "retired")
         self._set_state(home, "building", "serving")
-        self._database.note_collections()
         return True
 
     def retire_building(self, name: str) -> None:
         """See DocumentStore.retire_building."""
         self._set_state(self.row(name), "building", "retired")
-        self._database.note_collections()
 
     def remove_generation(self, generation: int) -> None:
         """Remove a generation without documents and words."""
         self._database.execute("DELETE FROM generations WHERE row = ?", (generation,))
-        self._database.note_collections()
 
     def start_deleting(self, name: str) -> None:
         """See DocumentStore.start_deleting."""
         self._database.execute("UPDATE collections SET is_deleting = 1 WHERE name = ?", (name,))
-        self._database.note_collections()
 
     def drop(self, name: str) -> None:
         """See DocumentStore.drop_collection."""
@@ -135,7 +128,6 @@ class CollectionTables:
         ):
             self.remove_generation(generation)
         self._database.execute("DELETE FROM collections WHERE row = ?", (home,))
-        self._database.note_collections()
 
     def _in_state(self, home: int, state: str) -> int | None:
         found = self._database.query_one(

@@ -1,4 +1,4 @@
-"""The documents of one data folder in SQLite. See DocumentStore."""
+"""The documents of one data folder in SQLite."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from ragcache_retriever.store.records import (
     StoredDocument,
     Vectors,
 )
-from ragcache_retriever.store.sqlite.change_log import SqliteChangeLog
 from ragcache_retriever.store.sqlite.collections import CollectionTables
 from ragcache_retriever.store.sqlite.database import Database
 from ragcache_retriever.store.sqlite.documents import DocumentTables
-from ragcache_retriever.store.sqlite.files.recovery import recover
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.lexical import LexicalTables
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
@@ -40,22 +38,13 @@ from ragcache_retriever.store.sqlite.reads import DocumentReads
 class SqliteDocumentStore:
     """Documents in one SQLite file, which no other process may use.
 
-    Args:
-        recover_file: Replaces a damaged file in a folder, by default by what can be read of it.
-
     Raises:
         InvalidInput: The folder cannot be used.
-        RecoveryFailed: The file is damaged, and its documents cannot be read.
+        DocumentsDamaged: The file is damaged, and was moved aside.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        reserve: DiskReserve | None = None,
-        recover_file: Callable[[Path], object] = recover,
-    ) -> None:
-        self.database = Database(folder, reserve, recover_file)
-        self.changes = SqliteChangeLog(self.database)
+    def __init__(self, folder: Path, reserve: DiskReserve | None = None) -> None:
+        self.database = Database(folder, reserve)
         self._lexical = LexicalTables(self.database)
         self._collections = CollectionTables(self.database, self._lexical)
         self._outbox = SqliteOutbox(self.database)

@@ -167,7 +167,7 @@ class DocumentTables(SqlDocuments):
         )
 
     def _delete_document(self, row: int) -> int:
-        [(text_bytes,)] = self._database.execute_returning(
+        [(text_bytes,)] = self._database.query(
             "DELETE FROM documents WHERE row = ? RETURNING text_bytes", (row,)
         )
         return int(text_bytes)
@@ -195,7 +195,7 @@ class DocumentTables(SqlDocuments):
         self._collections.remove_generation(generation)
 
     def _add_to_counters(self, collection: str, num_added: int, bytes_added: int) -> CollectionUse:
-        [counted] = self._database.execute_returning(
+        [counted] = self._database.query(
             "UPDATE collections SET num_documents = num_documents + ?, text_bytes = text_bytes + ?"
             " WHERE name = ? RETURNING num_documents, text_bytes, max_documents, max_text_bytes",
             (num_added, bytes_added, collection),
@@ -260,13 +260,13 @@ class DocumentTables(SqlDocuments):
             " (SELECT row FROM chunks WHERE document = ? AND generation = ?)",
             (document, generation),
         )
-        found = self._database.execute_returning(
+        found = self._database.query(
             "DELETE FROM chunks WHERE document = ? AND generation = ?"
             " RETURNING row, ordinal, token_digest",
             (document, generation),
         )
         found.sort(key=lambda chunk: int(chunk[1]))
-        [(tokenizer,)] = self._database.execute_returning(
+        [(tokenizer,)] = self._database.query(
             "DELETE FROM prepared WHERE document = ? AND generation = ? RETURNING tokenizer",
             (document, generation),
         )
@@ -297,9 +297,6 @@ class DocumentTables(SqlDocuments):
         # Rows are chosen here and not by SQLite, so that followers use the same.
         found = self._database.query_one("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
         return 1 if found is None else int(found[0]) + 1
-
-    def _note_rows(self, generation: int, removed: Sequence[int], added: Sequence[int]) -> None:
-        self._database.note_rows(generation, removed, added)
 
     def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         return tuple(

@@ -15,7 +15,7 @@ from ragcache_core.retrieval.filters import (
     Or,
     Prefix,
 )
-from ragcache_retriever.store.sqlite.statements import Value
+from ragcache_retriever.store.sqlite.database import Value
 
 _OWN_FIELDS = {
     "id": "documents.id",

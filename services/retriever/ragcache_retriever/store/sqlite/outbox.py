@@ -36,7 +36,7 @@ class SqliteOutbox(SqlOutbox):
         """See Outbox."""
         if not self.knows(collection, document):
             return ()
-        rows = self._database.execute_returning(
+        rows = self._database.query(
             "UPDATE outbox SET claimed_until_ms = ? WHERE complete = 0"
             # A delete of everything names no document.
             " AND (collection = ? AND document = ? OR collection = '' AND document = '')"
@@ -100,7 +100,7 @@ class SqliteOutbox(SqlOutbox):
     def _claim_oldest(
         self, until_ms: int, now_ms: int, latest_ms: int, limit: int
     ) -> tuple[OutboxDelete, ...]:
-        rows = self._database.execute_returning(
+        rows = self._database.query(
             "UPDATE outbox SET claimed_until_ms = ? WHERE sequence IN ("
             " SELECT sequence FROM outbox WHERE complete = 0"
             " AND claimed_until_ms NOT BETWEEN ? AND ?"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x52414743  # "RAGC"
 FILE_NAME = "documents.sqlite3"
 WORD_TOKENIZER = "porter unicode61 remove_diacritics 2"
@@ -118,18 +118,6 @@ CREATE INDEX outbox_pending ON outbox (claimed_until_ms) WHERE complete = 0;
 CREATE INDEX outbox_acknowledged ON outbox (acknowledged_unix_ms) WHERE complete = 0;
 CREATE INDEX outbox_complete ON outbox (removed_unix_ms) WHERE complete = 1;
 CREATE INDEX outbox_by_document ON outbox (collection, document);
-CREATE TABLE state (         -- of the log of changes
-    row INTEGER PRIMARY KEY CHECK (row = 1),
-    sequence INTEGER NOT NULL,
-    epoch INTEGER NOT NULL
-);
-INSERT INTO state VALUES (1, 0, 0);
-CREATE TABLE changes (
-    sequence INTEGER PRIMARY KEY,
-    epoch INTEGER NOT NULL,
-    committed_unix_ms INTEGER NOT NULL,
-    statements BLOB NOT NULL
-);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.store.sqlite.files.everything import delete_everything
+from ragcache_core.store_api import ID_BYTES
 from ragcache_retriever.store.sqlite.schema import FILE_NAME, check_schema
 
 log = logging.getLogger(__name__)
@@ -21,8 +23,10 @@ PART_BYTES = 1 << 20
 INDEXES_FOLDER = "indexes"
 RESTORE_READY = "restore.ready"
 """A checked backup, which replaces the documents at the next start."""
-COPY_READY = "copy.ready"
-"""A checked copy of the writer's documents, with which a follower starts."""
+DAMAGED_NAME = "documents.sqlite3.damaged"
+"""A damaged file that was moved aside."""
+LOG_SUFFIXES = ("-wal", "-shm", "-journal")
+"""Of the files that SQLite keeps beside a database."""
 
 _BACKUP_PART = "backup.part"
 _INCOMING_PART = "incoming.part"
@@ -72,14 +76,14 @@ def _copy(source_path: Path, path: Path) -> None:
         contextlib.closing(sqlite3.connect(source_path, isolation_level=None)) as source,
         contextlib.closing(sqlite3.connect(path, isolation_level=None)) as target,
     ):
-        # One step: a copy in several ones would begin again after each write.
+        # One step: a copy in several steps would begin again after each write.
         source.backup(target, pages=-1)
         # A file by itself, without a log beside it.
         target.execute("PRAGMA journal_mode = DELETE")
 
 
 class SqliteCopies:
-    """Backups of the database of a folder. See Copies."""
+    """Backups of the database of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,28 +92,22 @@ class SqliteCopies:
         """Yield the parts of a consistent copy."""
         return backup_parts(self._folder / FILE_NAME)
 
-    def receive(self) -> IncomingCopy:
+    def receive(self) -> SqliteBackup:
         """Begin to receive a backup."""
-        return IncomingCopy(self._folder)
+        return SqliteBackup(self._folder)
 
 
-class IncomingCopy:
-    """Receives a backup in parts, checks it, and leaves it for the next start.
+class SqliteBackup:
+    """Receives a backup in parts, checks it, and leaves it for the next start."""
 
-    Args:
-        ready_name: RESTORE_READY or COPY_READY.
-        min_epoch: Epoch of its last change at least. A copy of an older one is refused.
-    """
-
-    def __init__(self, folder: Path, ready_name: str = RESTORE_READY, min_epoch: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         self._part = folder / _INCOMING_PART
-        self._ready = folder / ready_name
-        self._min_epoch = min_epoch
+        self._ready = folder / RESTORE_READY
         self._is_finished = False
         try:
             self._file = self._part.open("xb")
         except FileExistsError as error:
-            raise Unavailable("retriever", "another copy is being received", 10.0) from error
+            raise Unavailable("retriever", "another backup is being received", 10.0) from error
         except OSError as error:
             raise Unavailable("retriever", f"the backup cannot be stored: {error}") from error
 
@@ -124,13 +122,13 @@ class IncomingCopy:
         """Check the backup and keep it for the next start. Return the number of its documents.
 
         Raises:
-            InvalidInput: It is no backup of a retriever, damaged, or of an older epoch.
+            InvalidInput: It is no backup of a retriever, or damaged.
         """
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            num_documents = check_copy(self._part, self._min_epoch)
+            num_documents = check_backup(self._part)
             os.replace(self._part, self._ready)
             sync_folder(self._ready.parent)
         except OSError as error:
@@ -145,63 +143,69 @@ class IncomingCopy:
                 self._file.close()
             self._part.unlink(missing_ok=True)
 
-    def discard(self) -> None:
-        """Forget what was received, also if it is finished."""
-        self.abort()
-        self._ready.unlink(missing_ok=True)
 
-
-def check_copy(path: Path, min_epoch: int = 0) -> int:
-    """Return the number of documents of a backup. Raises InvalidInput if it cannot be used.
-
-    Args:
-        min_epoch: See IncomingCopy.
-    """
+def check_backup(path: Path) -> int:
+    """Return the number of documents of a backup. Raises InvalidInput if it cannot be used."""
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             if not check_schema(connection, path):
                 raise InvalidInput("backup", "is empty", "send a file of 'ragcache backup'")
             [(problem,), *_] = connection.execute("PRAGMA quick_check(1)").fetchall()
             (num_documents,) = connection.execute("SELECT count(*) FROM documents").fetchone()
-            epoch = min_epoch and connection.execute("SELECT epoch FROM state").fetchone()[0]
     except sqlite3.Error as error:
         raise InvalidInput("backup", f"cannot be read: {error}", "send another backup") from error
     if problem != "ok":
         raise InvalidInput("backup", f"is damaged: {problem}", "send another backup")
-    if epoch < min_epoch:
-        raise InvalidInput(
-            "backup", f"ends in epoch {epoch}, before {min_epoch}", "take one of the writer"
-        )
     return int(num_documents)
 
 
-def install_copy(folder: Path) -> None:
-    """Replace the database by a copy that waits for it, if there is one.
+def install_backup(folder: Path) -> None:
+    """Replace the database by a backup that waits for it, if there is one.
 
-    The process may end at any step. The next start then goes on, because the copy waits until the
-    last one. Stored KV of documents that a restore removes is deleted with everything else, because
-    the backup does not know them.
+    The process may end at any step. The next start then goes on, because the backup waits until
+    the last one. Stored KV of documents that the backup does not know is deleted with all the rest.
     """
     for name in (_INCOMING_PART, _BACKUP_PART):
         (folder / name).unlink(missing_ok=True)
-    for ready_name in (RESTORE_READY, COPY_READY):
-        ready = folder / ready_name
-        if not ready.exists():
-            continue
-        path = folder / FILE_NAME
-        if ready_name == RESTORE_READY:
-            delete_everything(ready, path)
-        remove_database(path)
-        # Its rows may mean other chunks now.
-        shutil.rmtree(folder / INDEXES_FOLDER, ignore_errors=True)
-        os.replace(ready, path)
-        sync_folder(folder)
-        log.info("document store: replaced by a copy file=%s", ready)
+    ready = folder / RESTORE_READY
+    if not ready.exists():
+        return
+    path = folder / FILE_NAME
+    delete_everything(ready)
+    remove_database(path)
+    remove_database(folder / DAMAGED_NAME)
+    # Its rows may mean other chunks now.
+    shutil.rmtree(folder / INDEXES_FOLDER, ignore_errors=True)
+    os.replace(ready, path)
+    sync_folder(folder)
+    log.info("document store: replaced by a backup")
+
+
+def delete_everything(path: Path) -> None:
+    """Put a delete of all stored KV into a database that replaces another one.
+
+    Removals are numbered from the start again. A gateway that sees a lower number than its last one
+    drops all that it keeps of documents.
+
+    Args:
+        path: The new database, which no process uses.
+    """
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("DELETE FROM outbox")
+        connection.execute("DELETE FROM sqlite_sequence WHERE name = 'outbox'")
+        connection.execute(
+            "INSERT INTO outbox (id, collection, document, names_document, everything,"
+            " token_digests, removed_unix_ms, claimed_until_ms)"
+            " VALUES (?, '', '', 0, 1, x'', ?, 0)",
+            (secrets.token_bytes(ID_BYTES), int(time.time() * 1000)),
+        )
+        connection.execute("COMMIT")
 
 
 def remove_database(path: Path) -> None:
     """Remove a database with its log, which would spoil the next file of this name."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    for suffix in ("", *LOG_SUFFIXES):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 

@@ -12,10 +12,9 @@ import pytest
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import (
-    COPY_READY,
     INDEXES_FOLDER,
     RESTORE_READY,
-    IncomingCopy,
+    SqliteBackup,
     SqliteCopies,
 )
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -38,9 +37,9 @@ def copy_of(store: SqliteDocumentStore) -> bytes:
     return b"".join(SqliteCopies(store.database.folder).backup())
 
 
-def receive(folder: Path, content: bytes, ready_name: str = RESTORE_READY) -> int:
+def receive(folder: Path, content: bytes) -> int:
     folder.mkdir(exist_ok=True)
-    incoming = IncomingCopy(folder, ready_name)
+    incoming = SqliteBackup(folder)
     try:
         for first in range(0, len(content), 1000):
             incoming.write(content[first : first + 1000])
@@ -79,36 +78,20 @@ def test_a_backup_is_restored_with_its_embeddings(
     restored.close()
 
 
-def test_a_restore_deletes_all_stored_kv_and_begins_an_epoch(store: SqliteDocumentStore) -> None:
+def test_a_restore_deletes_all_stored_kv(store: SqliteDocumentStore) -> None:
     put(store, "d", ["a"])
     content = copy_of(store)
-    store.changes.start_epoch(5)
     put(store, "later", ["b"])
     delete(store, "later")
-    folder, sequence = store.database.folder, store.changes.sequence
+    folder = store.database.folder
     store.close()
     receive(folder, content)
     store.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
-    assert store.changes.sequence > sequence
-    assert store.changes.epoch > 5
     with store.transaction():
         [everything] = store.outbox.claim(10, NOW_MS).deletes
     assert everything.everything
     # Gateways that have seen later removals notice that the numbers begin again.
     assert store.removals(0, 10) == ([], 1)
-
-
-def test_a_follower_starts_with_the_writers_numbers(
-    store: SqliteDocumentStore, tmp_path: Path
-) -> None:
-    put(store, "d", ["a"])
-    delete(store, "d")
-    target = tmp_path / "follower"
-    receive(target, copy_of(store), COPY_READY)
-    follower = open_store(target)
-    assert (follower.changes.sequence, follower.changes.epoch) == (3, 0)
-    assert follower.removals(0, 10) == store.removals(0, 10)
-    follower.close()
 
 
 def test_a_copy_without_its_old_file_is_installed_too(
@@ -181,14 +164,14 @@ def test_a_backup_needs_disk_space(
         next(SqliteCopies(store.database.folder).backup())
 
 
-def test_one_copy_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: Path) -> None:
+def test_one_backup_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: Path) -> None:
     put(store, "d", ["a"])
-    first = IncomingCopy(tmp_path)
-    with pytest.raises(Unavailable, match="another copy"):
-        IncomingCopy(tmp_path)
+    first = SqliteBackup(tmp_path)
+    with pytest.raises(Unavailable, match="another backup"):
+        SqliteBackup(tmp_path)
     first.write(copy_of(store))
     assert first.finish() == 1
-    second = IncomingCopy(tmp_path)
+    second = SqliteBackup(tmp_path)
     first.abort()  # it is finished, and takes nothing from the other one
     second.write(b"no backup")
     second.abort()

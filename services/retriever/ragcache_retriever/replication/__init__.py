@@ -1,1 +1,0 @@
-"""Replicas of the retriever: one writes, chosen by a Lease, and the others follow its changes."""

@@ -1,0 +1,179 @@
+"""A damaged file is moved aside whole, and no documents are served until a user decides."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.files.backup import (
+    DAMAGED_NAME,
+    INDEXES_FOLDER,
+    SqliteBackup,
+    backup_parts,
+)
+from ragcache_retriever.store.sqlite.files.damage import (
+    MARKER_NAME,
+    DocumentsDamaged,
+    find_damage,
+    until_removed,
+)
+from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from ragcache_retriever.store.sqlite.schema import FILE_NAME
+from tests.helpers.stored_documents import NOW_MS, add_collection, put
+
+NUM_DOCUMENTS = 40
+PAGE_BYTES = 4096
+
+
+def open_store(folder: Path) -> SqliteDocumentStore:
+    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled")
+    store = open_store(folder)
+    add_collection(store, "c")
+    for i in range(NUM_DOCUMENTS):
+        put(store, f"d{i:03}", [f"text {i} part {j} " * 20 for j in range(3)])
+    store.close()
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(filled, tmp_path / "documents")
+
+
+def pages_of(folder: Path, table: str) -> list[int]:
+    """Return the leaf pages of a table, from 0."""
+    connection = sqlite3.connect(folder / FILE_NAME)
+    found = connection.execute(
+        "SELECT pageno - 1 FROM dbstat WHERE name = ? AND pagetype = 'leaf'", (table,)
+    ).fetchall()
+    connection.close()
+    return [page for (page,) in found]
+
+
+def damage(folder: Path, pages: list[int]) -> None:
+    with (folder / FILE_NAME).open("r+b") as file:
+        for page in pages:
+            file.seek(page * PAGE_BYTES)
+            file.write(b"\xff" * PAGE_BYTES)
+
+
+def test_a_damaged_file_is_moved_aside_and_refused_at_each_start(folder: Path) -> None:
+    damage(folder, [0])
+    content = (folder / FILE_NAME).read_bytes()
+    (folder / INDEXES_FOLDER).mkdir()
+    for _ in range(2):
+        with pytest.raises(DocumentsDamaged, match="'ragcache restore FILE' with a backup, or rem"):
+            open_store(folder)
+        assert (folder / DAMAGED_NAME).read_bytes() == content
+    assert not (folder / INDEXES_FOLDER).exists()
+
+
+def test_without_the_file_the_store_is_empty_and_deletes_all_stored_kv(folder: Path) -> None:
+    damage(folder, [0])
+    with pytest.raises(DocumentsDamaged):
+        open_store(folder)
+    (folder / DAMAGED_NAME).unlink()
+    store = open_store(folder)
+    assert store.collections() == {}
+    with store.transaction():
+        [everything] = store.outbox.claim(10, NOW_MS).deletes
+    assert everything.everything
+    add_collection(store, "c")
+    put(store, "d001", ["new"])
+    store.close()
+
+
+def test_a_restored_backup_replaces_the_damaged_file(filled: Path, folder: Path) -> None:
+    damage(folder, [0])
+    with pytest.raises(DocumentsDamaged):
+        open_store(folder)
+    incoming = SqliteBackup(folder)
+    for part in backup_parts(filled / FILE_NAME):
+        incoming.write(part)
+    assert incoming.finish() == NUM_DOCUMENTS
+    store = open_store(folder)
+    assert len(store.page("c", "", 1000)[0]) == NUM_DOCUMENTS
+    assert not (folder / DAMAGED_NAME).exists()
+    store.close()
+
+
+def test_changes_that_are_only_in_the_log_are_moved_with_the_file(folder: Path) -> None:
+    store = open_store(folder)
+    put(store, "last", ["only in the log"])
+    copied = shutil.copytree(folder, folder.parent / "killed")
+    store.close()
+    damage(copied, pages_of(copied, "chunks_by_digest"))
+    (copied / MARKER_NAME).touch()
+    with pytest.raises(DocumentsDamaged):
+        open_store(copied)
+    aside = sqlite3.connect(copied / DAMAGED_NAME)
+    assert aside.execute("SELECT 1 FROM documents WHERE id = 'last'").fetchone()
+    aside.close()
+
+
+def test_damage_that_a_read_finds_is_moved_aside_at_the_next_start(folder: Path) -> None:
+    damage(folder, pages_of(folder, "chunks"))
+    store = open_store(folder)
+    [collection] = store.collections().values()
+    assert collection.serving is not None
+    with pytest.raises(DocumentsDamaged, match="restart the retriever"):
+        store.neighbourhoods(store.rows(collection.serving.row).tolist(), 1)
+    store.close()
+    assert (folder / MARKER_NAME).exists()
+    with pytest.raises(DocumentsDamaged, match="moved to"):
+        open_store(folder)
+
+
+def test_a_marked_file_without_damage_is_opened(folder: Path) -> None:
+    (folder / MARKER_NAME).touch()
+    store = open_store(folder)
+    assert len(store.page("c", "", 1000)[0]) == NUM_DOCUMENTS
+    assert not (folder / MARKER_NAME).exists()
+    store.close()
+
+
+def test_the_check_finds_damage_and_can_be_stopped(folder: Path) -> None:
+    stopped = threading.Event()
+    assert find_damage(folder / FILE_NAME, stopped) is None
+    damage(folder, pages_of(folder, "texts")[:1])
+    assert find_damage(folder / FILE_NAME, stopped)
+    stopped.set()
+    assert find_damage(folder / FILE_NAME, stopped) is None
+
+
+async def test_the_removal_of_the_file_is_noticed(tmp_path: Path) -> None:
+    removed = asyncio.Event()
+    (tmp_path / DAMAGED_NAME).touch()
+    watching = asyncio.create_task(until_removed(tmp_path, removed))
+    await asyncio.sleep(0)
+    assert not removed.is_set()
+    (tmp_path / DAMAGED_NAME).unlink()
+    await asyncio.wait_for(removed.wait(), 10)
+    await watching
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_damage_ends_a_start_otherwise(folder: Path, seed: int) -> None:
+    """A marked file with random damage is opened if it has none, and refused otherwise."""
+    rng = random.Random(seed)
+    num_pages = (folder / FILE_NAME).stat().st_size // PAGE_BYTES
+    damage(folder, rng.sample(range(1, num_pages), 6))
+    (folder / MARKER_NAME).touch()
+    try:
+        store = open_store(folder)
+    except DocumentsDamaged:
+        return
+    assert find_damage(folder / FILE_NAME, threading.Event()) is None
+    store.close()
