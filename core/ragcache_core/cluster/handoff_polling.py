@@ -1,4 +1,7 @@
-"""When to ask a store again for a prompt that another engine is computing."""
+"""When to ask a store again for a prompt that another engine is computing.
+
+Not reachable from a RagCache yet: its engines have no roles.
+"""
 
 from __future__ import annotations
 

@@ -4,4 +4,6 @@
 a fixed assignment. ``score_assignment`` minimizes bytes under a bound on the error. ``fidelity``
 says which re-encoding a stored value allows, because lost precision cannot be restored.
 ``tier_placement`` assigns values to the memory tiers of an engine.
+
+Not reachable from a RagCache yet: it sets no lossy precision and no policy of an engine's tiers.
 """

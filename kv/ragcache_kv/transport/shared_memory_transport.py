@@ -8,6 +8,8 @@ The client reads a value again without asking the store (``extent_cache``). The 
 whether the bytes are still those of the value. The store's status page shows that the store runs,
 and whether it withdrew a value since, for example by a delete. The connection closes when the store
 stops. The client reports such reads to the store afterwards.
+
+Only ``ragcache up`` uses it yet: the pods of a cluster share no folder.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ async def test_a_damaged_file_is_restored_without_a_loop_of_failing_starts(
         assert unready.status_code == 503
         assert "run 'ragcache restore FILE'" in unready.json()["progress"]
         client = RetrieverClient(f"127.0.0.1:{port}")
-        with pytest.raises(Unavailable, match="cannot be recovered"):
+        with pytest.raises(Unavailable, match="moved to"):
             await client.list_collections()
         parts.append(pb.BackupPart(last=True))
         assert (await restore(client, parts)).documents == 1

@@ -10,6 +10,8 @@ also waits until several scans in a row agree on a lower precision, because rank
 swap all the time.
 
 Source: HA-RAG, the strategies for precision and placement, applied online.
+
+Not reachable from a RagCache yet: it sets one lossless precision for all variants.
 """
 
 from __future__ import annotations
