@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x52414743  # "RAGC"
 FILE_NAME = "documents.sqlite3"
 WORD_TOKENIZER = "porter unicode61 remove_diacritics 2"
@@ -23,7 +23,7 @@ CREATE TABLE collections (
     index_kind TEXT,
     max_documents INTEGER NOT NULL,
     max_text_bytes INTEGER NOT NULL,
-    fusion TEXT NOT NULL DEFAULT '',  -- JSON
+    lexical_weight REAL NOT NULL,
     num_documents INTEGER NOT NULL DEFAULT 0,
     text_bytes INTEGER NOT NULL DEFAULT 0,
     is_deleting INTEGER NOT NULL DEFAULT 0
