@@ -861,7 +861,7 @@ _COLLECTIONS = (
     ),
     Bad(
         *("weight of words above its range", _S, collection(lexicalWeight=1.5)),
-        *("spec.lexicalWeight", "1.5 is too large", "use at most 1"),
+        *("spec.lexicalWeight", "1.5 is too large", "use at most 1.0"),
     ),
     Bad(
         *("weight of words in words", _S, collection(lexicalWeight="half")),

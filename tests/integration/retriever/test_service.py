@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -353,6 +354,9 @@ async def test_an_unknown_collection_is_not_found(client: RetrieverClient) -> No
     [
         (pb.Collection(name=""), "collection.name"),
         (pb.Collection(name="a", window=9), "collection.window"),
+        (pb.Collection(name="a", lexical_weight=1.01), "collection.lexical_weight"),
+        (pb.Collection(name="a", lexical_weight=-0.01), "collection.lexical_weight"),
+        (pb.Collection(name="a", lexical_weight=math.nan), "collection.lexical_weight"),
         (
             pb.Collection(name="a", chunking=pb.Chunking(size_tokens=8)),
             "collection.chunking.size_tokens",
