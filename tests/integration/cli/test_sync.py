@@ -293,8 +293,9 @@ async def test_a_sync_keeps_the_settings_that_it_does_not_set(platform: Platform
 
 async def test_index_quotas_and_weight_are_set_by_the_object(platform: Platform) -> None:
     platform.write(0, a_md="A")
-    quotas = {"maxDocuments": 1, "maxTextBytes": 1000}
-    await platform.sync(config_map("faq"), index="hnsw", lexicalWeight=0.25, **quotas)
+    await platform.sync(
+        config_map("faq"), index="hnsw", maxDocuments=1, maxTextBytes=1000, lexicalWeight=0.25
+    )
     created = (await platform.world.client.get("/v1/collections/docs")).json()
     assert (created["index"], created["max_documents"], created["max_text_bytes"]) == (
         "hnsw",
