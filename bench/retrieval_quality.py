@@ -2,13 +2,11 @@
 
 ``--data DIR`` (or RAGCACHE_BENCH_DATA) has the folders ``scifact``, ``cranfield`` and ``xquad_en``,
 see ``bench/support/retrieval/test_collections.py``. Each abstract or paragraph is one chunk in a
-real document store with the bundled embedder. The legs are searched alone, fused with the weights
-that the retriever would choose for the collection, and reranked by the bundled ranker.
+real document store with the bundled embedder. The legs are searched alone, and fused with the
+weight that collections have by default.
 
-The weights are chosen as the retriever does it: on sentences of the collection, each held out of
-its chunk, never on the questions that are measured. ``worst_loss_to_better_leg`` is the largest
-difference, over all collections, from the nDCG@10 of the better leg to that of what the retriever
-would do. ``*_ranker_p`` is the share of resampled question sets in which the ranker gains nothing.
+``worst_loss_to_better_leg`` is the largest difference, over all collections, from the nDCG@10 of
+the better leg to that of both legs together. A negative one is a gain.
 
 ``--quick`` measures the same on a small self-made collection.
 """
@@ -29,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 import numpy as np
 
 from bench.support.retrieval.made_collection import made_collection
+from bench.support.retrieval.ndcg import ndcg
 from bench.support.retrieval.stored_collection import (
     DEPTH,
     StoredTestCollection,
-    embedded,
     embedded_collection,
     stored,
 )
@@ -42,15 +40,14 @@ from bench.support.retrieval.test_collections import (
     read_scifact,
     read_xquad,
 )
-from ragcache_core.retrieval.fusion import FusionWeights
-from ragcache_core.retrieval.fusion_tuning import ndcg
-from ragcache_retriever.preparer import embedded_text
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
 from ragcache_retriever.ranking.stages import RankedRow, SearchMode
-from ragcache_retriever.ranking.tuning import TuningSample
 
-RESAMPLES = 2_000
+MODES = {
+    "dense": SearchMode.DENSE,
+    "lexical": SearchMode.LEXICAL,
+    "hybrid": SearchMode.AUTO,
+}
 COLLECTIONS: dict[str, Callable[[Path], TestCollection]] = {
     "scifact": lambda data: read_scifact(data / "scifact"),
     "cranfield": lambda data: read_cranfield(data / "cranfield"),
@@ -96,36 +93,21 @@ def _stored(
 
 
 def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, float], float]:
-    """Return the figures of a collection, and the loss of the retriever's choice."""
-    ranker = BundledRanker.load()
-    sample = TuningSample(searched.store, searched.generation, embedded_text)
-    weights = sample.choose(embedded(sample.texts), ranker)
-    plain, ranked = HybridRanking(), HybridRanking(ranker)
-    with_ranker = FusionWeights(weights.lexical, weights.dense_floor, uses_ranker=True)
-    runs = {
-        "dense": (plain, SearchMode.DENSE, weights),
-        "lexical": (plain, SearchMode.LEXICAL, weights),
-        "hybrid": (plain, SearchMode.AUTO, weights),
-        "hybrid_ranker": (ranked, SearchMode.AUTO, with_ranker),
-        "chosen": (ranked, SearchMode.AUTO, weights),
-    }
+    """Return the figures of a collection, and the loss of both legs to the better one."""
+    ranking = HybridRanking()
     results: dict[str, float] = {}
-    quality: dict[str, list[float]] = {}
-    for run, (ranking, mode, used) in runs.items():
-        hits = [searched.search(ranking, query, mode, used) for query in searched.collection.grades]
-        quality[run] = [
+    quality: dict[str, float] = {}
+    for run, mode in MODES.items():
+        hits = [searched.search(ranking, query, mode) for query in searched.collection.grades]
+        found = [
             _ndcg(searched, query, rows)
             for query, rows in zip(searched.collection.grades, hits, strict=True)
         ]
-        results[f"{name}_{run}_ndcg10"] = round(float(np.mean(quality[run])), 4)
+        quality[run] = float(np.mean(found))
+        results[f"{name}_{run}_ndcg10"] = round(quality[run], 4)
         results[f"{name}_{run}_recall10"] = round(_recall(searched, hits), 4)
-    results[f"{name}_lexical_weight"] = weights.lexical
-    results[f"{name}_uses_ranker"] = float(bool(weights.uses_ranker))
-    results[f"{name}_ranker_p"] = _share_without_gain(quality["hybrid"], quality["hybrid_ranker"])
-    plain.close()
-    ranked.close()
-    better = max(np.mean(quality["dense"]), np.mean(quality["lexical"]))
-    return results, float(better - np.mean(quality["chosen"]))
+    ranking.close()
+    return results, max(quality["dense"], quality["lexical"]) - quality["hybrid"]
 
 
 def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[RankedRow]) -> float:
@@ -144,12 +126,6 @@ def _recall(searched: StoredTestCollection, hits: Sequence[Sequence[RankedRow]])
         found = {searched.ids[hit.row] for hit in rows[:DEPTH]}
         shares.append(len(found & grades.keys()) / len(grades))
     return float(np.mean(shares))
-
-
-def _share_without_gain(before: Sequence[float], after: Sequence[float]) -> float:
-    gains = np.array(after) - np.array(before)
-    draws = np.random.default_rng(0).choice(gains, (RESAMPLES, len(gains))).mean(axis=1)
-    return round(float((draws <= 0).mean()), 4)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from ragcache_cli.sources.documents import select
 from ragcache_core.errors import RagCacheError
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
-from ragcache_retriever.knowledge_base.fusion_tuner import INTERVAL_S
 from tests.cluster.availability import Unavailable
 from tests.helpers.browser import Page, chromium_path
 from tests.helpers.console_view import console_page, fill, select_tab, submit
@@ -61,8 +60,6 @@ NEAR: Final = 16
 """Distance of two colours, from 0 to 441, that the eye hardly tells apart in a picture of text."""
 MOST_COLORS: Final = 128
 MOST_BYTES: Final = 200_000
-TUNING_S: Final = 15.0
-"""More than choosing the weights of a search takes for some hundred chunks."""
 ANSWER_LIMIT_S: Final = 300.0
 """A small CPU computes some tokens a second."""
 
@@ -104,8 +101,6 @@ async def run(cache: RagCache, folder: Path, out: Path) -> int:
         await page.set_size(WIDTH, HEIGHT)
         await page.set_color_scheme("light")
         await ingest(gateway, COLLECTION, files, lambda _: None)
-        # Then the retriever chooses how to search the new collection, which changes its hits.
-        await asyncio.sleep(INTERVAL_S + TUNING_S)
         await warm_up(gateway)
         await ask(page, QUESTION)
         await take(page, out / "console-miss.png", *ANSWER)

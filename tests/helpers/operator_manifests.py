@@ -331,6 +331,12 @@ _CACHES = (
         *("spec.retriever.index.recall", "0.4 is too small", "use at least 0.5"),
     ),
     Bad(
+        *("unknown reranker", _S, cache(retriever={"reranker": {"source": "bundled"}})),
+        *("spec.retriever.reranker.source", "'bundled' is not a valid reranker"),
+        "use none, cross-encoder, or the base URL of an endpoint with /rerank, "
+        "like http://reranker:8000/v1",
+    ),
+    Bad(
         "reranker endpoint without a model",
         _C,
         cache(retriever={"reranker": {"source": "http://e/v1"}}),
@@ -340,7 +346,7 @@ _CACHES = (
     Bad(
         *("model for no reranker", _C, cache(retriever={"reranker": {"model": "x"}})),
         "spec.retriever.reranker.model",
-        "is set, but the sources none and bundled have no choice of models",
+        "is set, but the source none has no model",
         "leave it out, or set source to cross-encoder or the URL of an endpoint",
     ),
     Bad(
@@ -365,7 +371,7 @@ _CACHES = (
     Bad(
         "key for no reranker endpoint",
         _C,
-        cache(retriever={"reranker": {"source": "bundled", "keySecret": {"name": "k"}}}),
+        cache(retriever={"reranker": {"source": "none", "keySecret": {"name": "k"}}}),
         *("spec.retriever.reranker.keySecret", "is set, but only an endpoint needs a key"),
         "leave it out, or set source to the URL of an endpoint",
     ),
@@ -851,6 +857,14 @@ _COLLECTIONS = (
         *("overlap of half (collection)", _C, collection(chunking={"size": 64})),
         "spec.chunking.overlap",
         *("is not less than half of size", "use about an eighth of the size"),
+    ),
+    Bad(
+        *("weight of words above its range", _S, collection(lexicalWeight=1.5)),
+        *("spec.lexicalWeight", "1.5 is too large", "use at most 1.0"),
+    ),
+    Bad(
+        *("weight of words in words", _S, collection(lexicalWeight="half")),
+        *("spec.lexicalWeight", "'half' is not a number", "write a number, without quotes"),
     ),
     Bad(
         *("pruning in words", _S, collection(prune="no")),

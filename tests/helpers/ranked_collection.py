@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ragcache_core.retrieval.fusion import FusionWeights, weights_to_text
+from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, SearchMode
@@ -64,7 +64,7 @@ class RankedCollection:
         *,
         top_k: int = 5,
         mode: SearchMode = SearchMode.AUTO,
-        weights: FusionWeights | None = None,
+        lexical_weight: float = DEFAULT_LEXICAL_WEIGHT,
         min_score: float | None = None,
         diversity: float = 0.0,
     ) -> list[RankedStage]:
@@ -76,7 +76,7 @@ class RankedCollection:
             index=index or (None if query is None else self.exact_index(query)),  # type: ignore[arg-type]
             top_k=top_k,
             mode=mode,
-            fusion="" if weights is None else weights_to_text(weights),
+            lexical_weight=lexical_weight,
             allowed=None,
             min_score=min_score,
             diversity=diversity,

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.support.retrieval.test_collections import TestCollection
 from ragcache_core.identity.keys import KEY_BYTES
-from ragcache_core.retrieval.fusion import FusionWeights, weights_to_text
+from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.chunking import Chunk
@@ -69,7 +69,6 @@ class StoredTestCollection:
     Attributes:
         ids: Document by row.
         query_vectors: By query, of those that have judgments.
-        background: Mean cosine similarity of the questions to all documents.
     """
 
     collection: TestCollection
@@ -78,11 +77,8 @@ class StoredTestCollection:
     index: ExactIndex
     ids: Mapping[int, str]
     query_vectors: Mapping[str, Vectors]
-    background: float
 
-    def search(
-        self, ranking: HybridRanking, query: str, mode: SearchMode, weights: FusionWeights
-    ) -> tuple[RankedRow, ...]:
+    def search(self, ranking: HybridRanking, query: str, mode: SearchMode) -> tuple[RankedRow, ...]:
         """Return the final hits of a query."""
         search = RankedSearch(
             generation=self.generation,
@@ -91,7 +87,7 @@ class StoredTestCollection:
             index=self.index,
             top_k=DEPTH,
             mode=mode,
-            fusion=weights_to_text(weights),
+            lexical_weight=DEFAULT_LEXICAL_WEIGHT,
             allowed=None,
             min_score=None,
             diversity=0.0,
@@ -131,7 +127,6 @@ def stored(
         ExactIndex(np.array(rows, np.int64), vectors),
         dict(zip(rows, collection.documents, strict=True)),
         dict(zip(collection.grades, query_vectors, strict=True)),
-        float((query_vectors @ vectors.T).mean()),
     )
 
 

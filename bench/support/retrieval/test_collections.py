@@ -8,10 +8,9 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 MAX_ABSTRACT_CHARS = 1 << 20
 
@@ -30,16 +29,6 @@ class TestCollection:
     documents: Mapping[str, str]
     queries: Mapping[str, str]
     grades: Mapping[str, Mapping[str, int]]
-
-
-def first_documents(collection: TestCollection, count: int | None) -> TestCollection:
-    """Return the collection with its first documents only, and the queries that they answer."""
-    if count is None:
-        return collection
-    documents = dict(list(collection.documents.items())[:count])
-    judged = {query: _of(grades, documents) for query, grades in collection.grades.items()}
-    kept = {query: grades for query, grades in judged.items() if grades}
-    return TestCollection(documents, collection.queries, kept)
 
 
 def read_scifact(folder: Path) -> TestCollection:
@@ -100,48 +89,6 @@ def read_xquad(folder: Path) -> TestCollection:
                 queries[question["id"]] = question["question"]
                 grades[question["id"]] = {document: 1}
     return TestCollection(documents, queries, grades)
-
-
-def read_musique(folder: Path, *, with_steps: bool = False) -> TestCollection:
-    """Return the paragraphs and training questions of MuSiQue that HippoRAG uses.
-
-    Args:
-        folder: Has ``musique_train.json`` and ``musique_train_corpus.json``.
-        with_steps: Add the questions of single steps, each with the paragraph that answers it.
-    """
-    corpus = json.loads((folder / "musique_train_corpus.json").read_text())
-    documents = {str(i): f"{one['title']}\n{one['text']}" for i, one in enumerate(corpus)}
-    ids = {(one["title"], one["text"]): str(i) for i, one in enumerate(corpus)}
-    queries, grades = {}, {}
-    for question in json.loads((folder / "musique_train.json").read_text()):
-        name = question["id"]
-        found = [ids[one["title"], one["paragraph_text"]] for one in question["paragraphs"]]
-        queries[name] = question["question"]
-        grades[name] = {
-            document: 1
-            for document, one in zip(found, question["paragraphs"], strict=True)
-            if one["is_supporting"]
-        }
-        for i, text, paragraph in _steps(question) if with_steps else ():
-            queries[f"{name}:{i}"] = text
-            grades[f"{name}:{i}"] = {found[paragraph]: 1}
-    return TestCollection(documents, queries, grades)
-
-
-def _steps(question: dict[str, Any]) -> Iterator[tuple[int, str, int]]:
-    """Yield the number of each step, its question, and the index of its paragraph.
-
-    A question refers to the answer of an earlier step by its number, such as ``#1``.
-    """
-    answers: list[str] = []
-    for i, step in enumerate(question["question_decomposition"]):
-        text = re.sub(r"#(\d+)", lambda found: answers[int(found[1]) - 1], step["question"])
-        answers.append(step["answer"])
-        yield i, text.replace(" >> ", " "), int(step["paragraph_support_idx"])
-
-
-def _of(grades: Mapping[str, int], documents: Mapping[str, str]) -> dict[str, int]:
-    return {document: grade for document, grade in grades.items() if document in documents}
 
 
 def _sentences(printed: str) -> list[str]:

@@ -49,6 +49,16 @@ MaxDocumentsOption = Annotated[
 MaxTextBytesOption = Annotated[
     int | None, typer.Option("--max-text-bytes", metavar="BYTES", min=0, help="Quota; 0: none.")
 ]
+LexicalWeightOption = Annotated[
+    float | None,
+    typer.Option(
+        "--lexical-weight",
+        metavar="SHARE",
+        min=0,
+        max=1,
+        help="Share of the lexical score in the scores of hybrid searches, from 0 to 1.",
+    ),
+]
 WaitOption = Annotated[
     bool, typer.Option("--wait", help="Wait until all documents are prepared again.")
 ]
@@ -101,6 +111,7 @@ def put_command(
     index: IndexOption = None,
     max_documents: MaxDocumentsOption = None,
     max_text_bytes: MaxTextBytesOption = None,
+    lexical_weight: LexicalWeightOption = None,
     wait: WaitOption = False,
     output: OutputOption = "text",
     gateway: GatewayOption = None,
@@ -114,6 +125,7 @@ def put_command(
         index,
         max_documents=max_documents,
         max_text_bytes=max_text_bytes,
+        lexical_weight=lexical_weight,
     )
     put = _call(gateway, api_key, lambda client: client.put_collection(name, given))
     if wait:
@@ -130,6 +142,7 @@ def patch_command(
     index: IndexOption = None,
     max_documents: MaxDocumentsOption = None,
     max_text_bytes: MaxTextBytesOption = None,
+    lexical_weight: LexicalWeightOption = None,
     wait: WaitOption = False,
     output: OutputOption = "text",
     gateway: GatewayOption = None,
@@ -143,6 +156,7 @@ def patch_command(
         index,
         max_documents=max_documents,
         max_text_bytes=max_text_bytes,
+        lexical_weight=lexical_weight,
     )
     if not given:
         raise InvalidInput("SETTINGS", "none is given", "give one, like --window 2")
@@ -180,6 +194,7 @@ def _settings(
     *,
     max_documents: int | None,
     max_text_bytes: int | None,
+    lexical_weight: float | None,
 ) -> dict[str, Any]:
     """Return the settings that are given, as the gateway reads them."""
     if chunk_overlap is not None and chunk_size is None:
@@ -191,6 +206,7 @@ def _settings(
         "index": index,
         "max_documents": max_documents,
         "max_text_bytes": max_text_bytes,
+        "lexical_weight": lexical_weight,
     }
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -233,10 +249,11 @@ def _show(collection: dict[str, Any], output: str) -> None:
         "chunk size": f"{chunking['size_tokens']} tokens, {chunking['overlap_tokens']} repeated",
         "window": str(collection["window"]),
         "index": collection["index"],
+        "lexical weight": f"{collection['lexical_weight']:g}",
         "remake": _remake(collection["remake"]),
     }
     for label, value in rows.items():
-        print(f"{label:<11} {value}")
+        print(f"{label:<14} {value}")
 
 
 def _of_quota(count: int, quota: int) -> str:

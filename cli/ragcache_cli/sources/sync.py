@@ -233,6 +233,7 @@ def _settings(spec: RagCollectionSpec) -> dict[str, Any]:
         "index": spec.index,
         "max_documents": spec.max_documents,
         "max_text_bytes": spec.max_text_bytes,
+        "lexical_weight": spec.lexical_weight,
     }
     return asked | {name: value for name, value in own.items() if value is not None}
 

@@ -4,55 +4,22 @@ Each leg's scores are divided by its best one, so that they become comparable. T
 their weighted mean. A weight of 0 or 1 ranks as one leg alone does.
 
 Source: Bruch, Gai and Ingber, An analysis of fusion functions for hybrid retrieval (2023): a convex
-combination beats reciprocal rank fusion, and needs few questions to choose its weight.
+combination beats reciprocal rank fusion.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from ragcache_core.errors import InvalidInput
 
 Rows = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
 
 DEFAULT_LEXICAL_WEIGHT = 0.4
-"""Used until weights were chosen for a collection."""
-
-
-@dataclass(frozen=True, slots=True)
-class FusionWeights:
-    """How the legs of a collection's searches are combined.
-
-    Attributes:
-        lexical: Weight of the lexical leg, in [0, 1]. The dense leg has the rest.
-        dense_floor: Cosine similarity that counts as 0: the mean one of questions to chunks that
-            were not chosen for them. It depends on the embedder.
-        uses_ranker: Whether the bundled ranker reorders the fused hits. None: that was not chosen.
-        num_questions: Questions that the weights were chosen on. 0: these are the defaults.
-        generation: The set of chunks that they were chosen for.
-        num_chunks: Its chunks at that time.
-    """
-
-    lexical: float = DEFAULT_LEXICAL_WEIGHT
-    dense_floor: float = 0.0
-    uses_ranker: bool | None = None
-    num_questions: int = 0
-    generation: int = 0
-    num_chunks: int = 0
-
-    def only_dense(self) -> FusionWeights:
-        """Return weights that rank as the dense leg does."""
-        return replace(self, lexical=0.0, uses_ranker=False)
-
-    def only_lexical(self) -> FusionWeights:
-        """Return weights that rank as the lexical leg does."""
-        return replace(self, lexical=1.0, uses_ranker=False)
+"""Weight of the lexical leg in collections that set none. It is near the best one in all
+collections that were measured with ``bench.retrieval_quality``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,14 +57,17 @@ def merged_legs(
     return Candidates(rows, dense, lexical, dense_ranks, lexical_ranks)
 
 
-def fused_scores(candidates: Candidates, weights: FusionWeights) -> Scores:
+def fused_scores(candidates: Candidates, lexical_weight: float) -> Scores:
     """Return the fused score of each candidate, shape (n,).
 
     A leg that has not found a candidate gives it 0, and so does a leg without hits.
+
+    Args:
+        lexical_weight: Weight of the lexical leg, in [0, 1]. The dense leg has the rest.
     """
-    dense = share_of_best(candidates.dense - weights.dense_floor)
+    dense = share_of_best(candidates.dense)
     lexical = share_of_best(candidates.lexical)
-    fused: Scores = (1.0 - weights.lexical) * dense + weights.lexical * lexical
+    fused: Scores = (1.0 - lexical_weight) * dense + lexical_weight * lexical
     return fused
 
 
@@ -116,35 +86,3 @@ def best_order(scores: Scores, candidates: Candidates) -> Rows:
     dense = np.nan_to_num(candidates.dense, nan=-np.inf)
     order: Rows = np.lexsort((candidates.rows, -dense, -scores))
     return order
-
-
-def weights_to_text(weights: FusionWeights) -> str:
-    """Return weights as JSON."""
-    return json.dumps(asdict(weights))
-
-
-def weights_from_text(text: str) -> FusionWeights:
-    """Return the weights that ``weights_to_text`` has written. An empty text has the defaults.
-
-    Raises:
-        InvalidInput: The text holds no weights.
-    """
-    if not text:
-        return FusionWeights()
-    try:
-        content = json.loads(text)
-        weights = FusionWeights(
-            float(content["lexical"]),
-            float(content["dense_floor"]),
-            None if content["uses_ranker"] is None else bool(content["uses_ranker"]),
-            int(content["num_questions"]),
-            int(content["generation"]),
-            int(content["num_chunks"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidInput(
-            "fusion", f"cannot be read: {error}", "choose the weights again"
-        ) from error
-    if not 0.0 <= weights.lexical <= 1.0 or not math.isfinite(weights.dense_floor):
-        raise InvalidInput("fusion", "has a weight outside [0, 1]", "choose the weights again")
-    return weights

@@ -177,6 +177,9 @@ class RagCollectionSpec(ManifestModel):
     max_text_bytes: Annotated[int, Field(ge=0, le=MAX_QUOTA)] | None = None
     """Maximum size of the texts of the collection in bytes of UTF-8. 0 removes the limit. If unset,
     a sync does not change it."""
+    lexical_weight: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """Share of the lexical score (BM25) in the scores of hybrid searches, from 0 to 1. The
+    similarity of embeddings has the rest. If unset, a sync does not change it."""
     prune: bool = True
     """Whether a sync deletes documents that are no longer in the sources. A sync never deletes
     documents that it did not add."""

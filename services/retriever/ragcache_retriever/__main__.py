@@ -35,7 +35,6 @@ from ragcache_retriever.limited_service import LimitedService
 from ragcache_retriever.measured_service import MeasuredService
 from ragcache_retriever.metrics import PART, Metrics
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
 from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
 from ragcache_retriever.ranking.rerankers.reranker import Reranker
@@ -243,8 +242,6 @@ def make_reranker(settings: RetrieverSettings) -> Reranker | None:
     match settings.reranker:
         case "none":
             return None
-        case "bundled":
-            return BundledRanker.load()
         case "cross-encoder":
             return CrossEncoderReranker(settings.reranker_model or "")
         case url:
@@ -271,7 +268,7 @@ def model_names(settings: RetrieverSettings) -> ModelNames:
     embedder, reranker = settings.embedder, settings.reranker
     if not settings.embeds_itself:
         embedder = settings.embedder_model or ""
-    if reranker not in ("none", "bundled"):
+    if reranker != "none":
         reranker = settings.reranker_model or ""
     return ModelNames(embedder, reranker)
 

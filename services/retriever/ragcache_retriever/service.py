@@ -71,7 +71,7 @@ class ModelNames:
     """Names of the models of a retriever, for traces."""
 
     embedder: str = "bundled"
-    reranker: str = "bundled"
+    reranker: str = "none"
 
 
 class RetrieverService(retriever_pb2_grpc.RetrieverServicer):

@@ -67,7 +67,7 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
 async def test_collections_are_managed(platform: World) -> None:
     put = await ragcache(
         *("collection", "put", "docs", "--chunk-size", 64, "--index", "ivf"),
-        *("--max-documents", 10, "--max-text-bytes", 5 << 20),
+        *("--max-documents", 10, "--max-text-bytes", 5 << 20, "--lexical-weight", 0.7),
     )
     assert put.exit_code == 0, put.output
     stored = platform.retriever.collections["docs"]
@@ -77,6 +77,7 @@ async def test_collections_are_managed(platform: World) -> None:
     shown = (await ragcache("collection", "get", "docs")).stdout
     assert "4 of 10" in shown
     assert "5 MiB" in shown
+    assert "lexical weight 0.7\n" in shown
     assert "1 of 4 (chunking)" in shown
     listed = (await ragcache("collection", "list")).stdout.splitlines()
     assert listed[0].split() == ["NAME", "DOCUMENTS", "CHUNKS", "TEXT", "INDEX", "REMAKE"]
@@ -96,6 +97,13 @@ async def test_a_patch_changes_only_the_settings_that_are_given(platform: World)
     nothing = await ragcache("collection", "patch", "docs")
     assert nothing.exit_code == 2
     assert "SETTINGS: none is given" in nothing.stderr
+    weighed = await ragcache("collection", "patch", "docs", "--lexical-weight", 0)
+    assert weighed.exit_code == 0, weighed.output
+    stored = platform.retriever.collections["docs"]
+    assert (stored.HasField("lexical_weight"), stored.lexical_weight) == (True, 0)
+    too_large = await ragcache("collection", "patch", "docs", "--lexical-weight", 1.5)
+    assert too_large.exit_code == 2
+    assert "--lexical-weight" in too_large.stderr
 
 
 async def test_the_status_of_this_machine_shows_remakes(platform: World, tmp_path: Path) -> None:

@@ -26,12 +26,14 @@ async def test_settings_of_a_collection_reach_the_retriever(gateway: World) -> N
         "index": "hnsw",
         "max_documents": 100,
         "max_text_bytes": 1 << 30,
+        "lexical_weight": 0.7,
     }
     reply = await gateway.client.put("/v1/collections/docs", json=body)
     assert reply.status_code == 200
     assert {name: reply.json()[name] for name in body} == body
     stored = gateway.retriever.collections["docs"]
     assert (stored.index, stored.max_documents) == (pb.INDEX_KIND_HNSW, 100)
+    assert stored.lexical_weight == 0.7
     await gateway.client.put("/v1/collections/plain", json={})
     assert gateway.retriever.collections["plain"] == pb.Collection(name="plain")
 
@@ -59,6 +61,9 @@ async def test_a_collection_tells_its_size_and_the_progress_of_a_remake(gateway:
         ({"index": "tree"}, "index"),
         ({"max_documents": -1}, "max_documents"),
         ({"max_text_bytes": 2**63}, "max_text_bytes"),
+        ({"lexical_weight": 1.1}, "lexical_weight"),
+        ({"lexical_weight": -0.1}, "lexical_weight"),
+        ({"lexical_weight": "0.5"}, "lexical_weight"),
         ({"window": 2**32}, "window"),
         ({"window": 1.5}, "window"),
         ({"chunking": {"size_tokens": 2**32}}, "chunking.size_tokens"),

@@ -288,7 +288,7 @@ class DocumentsContract:
         assert len(store.vectors_after(generation + 1, 0, 5)[0]) == 0
 
     def test_settings_and_counters(self, store: DocumentStore) -> None:
-        settings = CollectionSettings(Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000)
+        settings = CollectionSettings(Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000, 0.7)
         add_collection(store, "own", settings)
         put(store, "d", ["a", "bü"])
         put(store, "e", ["c"])
@@ -302,10 +302,11 @@ class DocumentsContract:
         assert found["c"].serving is not None
         assert (found["c"].serving.num_documents, found["c"].serving.num_chunks) == (1, 3)
         assert found["c"].serving.recipe == RECIPE
+        settings = replace(settings, lexical_weight=0.1)
         with store.transaction():
-            store.put_fusion("c", '{"dense": 1}')
+            store.put_collection("own", settings)
             store.commit()
-        assert store.collections()["c"].fusion == '{"dense": 1}'
+        assert store.collections()["own"].settings == settings
 
     def test_a_quota_refuses_growth_and_nothing_else(self, store: DocumentStore) -> None:
         put(store, "d", ["abc"])

@@ -162,6 +162,36 @@ async def test_the_default_collection_comes_back_empty(
     assert await found(client) == ["e"]
 
 
+async def test_the_lexical_weight_counts_from_the_next_search_on(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    embedder = WordEmbedder()
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
+    async with serving(knowledge_base) as client:
+        await put(client, "words", "An apple, and much about pears, plums and cherries.")
+        await put(client, "other", "Nothing but bread.")
+        embedder.embedded.clear()
+
+        async def scores(weight: float | None = None) -> dict[str, float]:
+            collection = pb.Collection(name="default", lexical_weight=weight)
+            info = await client.put_collection(collection, keep_unset=True)
+            assert not info.HasField("remake")
+            request = pb.SearchRequest(collection="default", query="apple bread", top_k=10)
+            *_, final = await stages_of(client, request)
+            assert final.final
+            for hit in final.hits:
+                assert hit.legs.HasField("dense") == (weight != 1)
+                assert hit.legs.HasField("lexical") == (weight != 0)
+            return {hit.chunk.document_id: hit.score for hit in final.hits}
+
+        default, dense, lexical = await scores(), await scores(0), await scores(1)
+        assert default.keys() == dense.keys() == lexical.keys() == {"words", "other"}
+        for name, score in default.items():
+            assert score == pytest.approx(0.6 * dense[name] + 0.4 * lexical[name])
+        assert await scores(0.4) == default
+        assert set(embedder.embedded) == {"apple bread"}, "no document is embedded again"
+
+
 async def test_a_quota_names_the_field_and_the_fix(client: RetrieverClient) -> None:
     settings = pb.Collection(name="small", max_documents=1, max_text_bytes=100)
     created = await client.put_collection(settings)

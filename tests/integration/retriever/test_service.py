@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -229,20 +230,25 @@ async def test_settings_of_collections(client: RetrieverClient) -> None:
     assert [c.name for c in found] == ["default", "team"]
     assert found[1].chunking == pb.Chunking(size_tokens=32, overlap_tokens=0)
     assert (await client.put_collection(pb.Collection(name="team"))).window == 1
+    assert created.lexical_weight == 0.4
+    own = pb.Collection(name="team", lexical_weight=0.0)
+    assert (await client.put_collection(own)).lexical_weight == 0.0
+    assert (await client.put_collection(pb.Collection(name="team"))).lexical_weight == 0.4
 
 
 async def test_a_change_of_some_settings_keeps_the_others(client: RetrieverClient) -> None:
-    some = pb.Collection(name="team", index=pb.INDEX_KIND_FLAT, max_documents=7)
+    some = pb.Collection(name="team", index=pb.INDEX_KIND_FLAT, max_documents=7, lexical_weight=0.7)
     await client.put_collection(some, keep_unset=True)
     await client.put_collection(pb.Collection(name="team", window=0), keep_unset=True)
     changed = await client.put_collection(
         pb.Collection(name="team", max_documents=0, max_text_bytes=9), keep_unset=True
     )
     assert (changed.window, changed.index) == (0, pb.INDEX_KIND_FLAT)
+    assert changed.lexical_weight == 0.7
     assert (changed.max_documents, changed.max_text_bytes) == (0, 9)
     replaced = await client.put_collection(pb.Collection(name="team"))
     assert (replaced.window, replaced.index) == (1, pb.INDEX_KIND_AUTO)
-    assert replaced.max_text_bytes == 0
+    assert (replaced.max_text_bytes, replaced.lexical_weight) == (0, 0.4)
 
 
 async def test_changed_chunking_splits_documents_again(
@@ -348,6 +354,9 @@ async def test_an_unknown_collection_is_not_found(client: RetrieverClient) -> No
     [
         (pb.Collection(name=""), "collection.name"),
         (pb.Collection(name="a", window=9), "collection.window"),
+        (pb.Collection(name="a", lexical_weight=1.01), "collection.lexical_weight"),
+        (pb.Collection(name="a", lexical_weight=-0.01), "collection.lexical_weight"),
+        (pb.Collection(name="a", lexical_weight=math.nan), "collection.lexical_weight"),
         (
             pb.Collection(name="a", chunking=pb.Chunking(size_tokens=8)),
             "collection.chunking.size_tokens",

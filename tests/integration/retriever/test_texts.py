@@ -10,7 +10,8 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.retrieval.fusion import Scores
-from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, RerankRequest
+from ragcache_retriever.ranking.candidate_text import CandidateText
+from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from tests.helpers.retriever_parts import (
@@ -70,12 +71,10 @@ async def test_texts_that_cannot_be_embedded_are_refused(
 class LastWordReranker:
     """Prefers texts whose last word is a number, by the number."""
 
-    is_fast = True
     name = "texts"
-    needs_choice = False
 
-    def scores(self, request: RerankRequest) -> Scores:
-        return np.array([float(one.text.split()[-1]) for one in request.texts])
+    def scores(self, question: str, texts: Sequence[CandidateText]) -> Scores:
+        return np.array([float(one.text.split()[-1]) for one in texts])
 
     def close(self) -> None:
         pass

@@ -44,7 +44,7 @@ def _embedder(value: str) -> str:
 
 
 def _reranker(value: str) -> str:
-    if value in ("none", "bundled", "cross-encoder"):
+    if value in ("none", "cross-encoder"):
         return value
     if not value.startswith(("http://", "https://")):
         raise ValueError("no reranker")
@@ -115,8 +115,8 @@ class RetrieverSettings(ServiceSettings):
     reranker: Annotated[
         str,
         AfterValidator(_reranker),
-        Accepts("none, bundled, cross-encoder, or the base URL of an endpoint with /rerank"),
-    ] = setting("bundled", spec="spec.retriever.reranker.source")
+        Accepts("none, cross-encoder, or the base URL of an endpoint with /rerank"),
+    ] = setting("none", spec="spec.retriever.reranker.source")
     """What orders the best hits of a search again."""
     reranker_model: str | None = setting(None, spec="spec.retriever.reranker.model")
     """Name or folder of a cross-encoder, or the model to ask the reranker's endpoint for. Both need
@@ -160,7 +160,7 @@ class RetrieverSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _reranker_has_a_model(self) -> Self:
-        if self.reranker not in ("none", "bundled") and self.reranker_model is None:
+        if self.reranker != "none" and self.reranker_model is None:
             raise InvalidInput(
                 variable("reranker_model"), "is not set", f"name a model of {self.reranker}"
             )

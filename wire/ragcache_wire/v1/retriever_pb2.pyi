@@ -62,18 +62,20 @@ class _SearchMode:
 class _SearchModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SearchMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEARCH_MODE_AUTO: _SearchMode.ValueType  # 0
-    """hybrid, with weights that were chosen for the collection"""
+    """hybrid, or the only leg to which the collection gives a weight"""
     SEARCH_MODE_DENSE: _SearchMode.ValueType  # 1
     SEARCH_MODE_LEXICAL: _SearchMode.ValueType  # 2
     SEARCH_MODE_HYBRID: _SearchMode.ValueType  # 3
+    """weight 0.4 if the collection's weight leaves out a leg"""
 
 class SearchMode(_SearchMode, metaclass=_SearchModeEnumTypeWrapper): ...
 
 SEARCH_MODE_AUTO: SearchMode.ValueType  # 0
-"""hybrid, with weights that were chosen for the collection"""
+"""hybrid, or the only leg to which the collection gives a weight"""
 SEARCH_MODE_DENSE: SearchMode.ValueType  # 1
 SEARCH_MODE_LEXICAL: SearchMode.ValueType  # 2
 SEARCH_MODE_HYBRID: SearchMode.ValueType  # 3
+"""weight 0.4 if the collection's weight leaves out a leg"""
 Global___SearchMode: _TypeAlias = SearchMode  # noqa: Y015
 
 @_typing.final
@@ -90,6 +92,7 @@ class Collection(_message.Message):
     MAX_TEXT_BYTES_FIELD_NUMBER: _builtins.int
     TEXT_BYTES_FIELD_NUMBER: _builtins.int
     REMAKE_FIELD_NUMBER: _builtins.int
+    LEXICAL_WEIGHT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window: _builtins.int
     """Neighbouring chunks of the same document that a hit includes, on each side."""
@@ -104,6 +107,8 @@ class Collection(_message.Message):
     max_text_bytes: _builtins.int
     text_bytes: _builtins.int
     """output only"""
+    lexical_weight: _builtins.float
+    """Share of the lexical score in the scores of hybrid searches, in [0, 1]. Default: 0.4."""
     @_builtins.property
     def chunking(self) -> Global___Chunking:
         """A put without a setting uses the service's default. Replies hold the settings that apply."""
@@ -125,13 +130,16 @@ class Collection(_message.Message):
         max_text_bytes: _builtins.int | None = ...,
         text_bytes: _builtins.int = ...,
         remake: Global___Remake | None = ...,
+        lexical_weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "index", b"index", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "remake", b"remake", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "index", b"index", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "remake", b"remake", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "index", b"index", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "name", b"name", "remake", b"remake", "text_bytes", b"text_bytes", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "index", b"index", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "name", b"name", "remake", b"remake", "text_bytes", b"text_bytes", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    _WhichOneofReturnType__lexical_weight: _TypeAlias = _typing.Literal["lexical_weight"]  # noqa: Y015
+    _WhichOneofArgType__lexical_weight: _TypeAlias = _typing.Literal["_lexical_weight", b"_lexical_weight"]  # noqa: Y015
     _WhichOneofReturnType__max_documents: _TypeAlias = _typing.Literal["max_documents"]  # noqa: Y015
     _WhichOneofArgType__max_documents: _TypeAlias = _typing.Literal["_max_documents", b"_max_documents"]  # noqa: Y015
     _WhichOneofReturnType__max_text_bytes: _TypeAlias = _typing.Literal["max_text_bytes"]  # noqa: Y015
@@ -140,6 +148,8 @@ class Collection(_message.Message):
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lexical_weight) -> _WhichOneofReturnType__lexical_weight | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_documents) -> _WhichOneofReturnType__max_documents | None: ...
     @_typing.overload

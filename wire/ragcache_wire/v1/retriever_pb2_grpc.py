@@ -217,7 +217,7 @@ class RetrieverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rerank(self, request, context):
-        """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+        """Scores texts by how well they answer a query, with the reranker of searches if there is one,
         else by the cosine of their embeddings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -56,7 +56,7 @@ class RetrieverStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.EmbedRequest, _retriever_pb2.EmbedReply]
     """Returns the embeddings of texts, as searches embed questions."""
     Rerank: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.RerankRequest, _retriever_pb2.RerankReply]
-    """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+    """Scores texts by how well they answer a query, with the reranker of searches if there is one,
     else by the cosine of their embeddings.
     """
     ListRemovals: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]
@@ -107,7 +107,7 @@ class RetrieverAsyncStub(RetrieverStub):
     Embed: _aio.UnaryUnaryMultiCallable[_retriever_pb2.EmbedRequest, _retriever_pb2.EmbedReply]  # type: ignore[assignment]
     """Returns the embeddings of texts, as searches embed questions."""
     Rerank: _aio.UnaryUnaryMultiCallable[_retriever_pb2.RerankRequest, _retriever_pb2.RerankReply]  # type: ignore[assignment]
-    """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+    """Scores texts by how well they answer a query, with the reranker of searches if there is one,
     else by the cosine of their embeddings.
     """
     ListRemovals: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListRemovalsRequest, _retriever_pb2.ListRemovalsReply]  # type: ignore[assignment]
@@ -227,7 +227,7 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.RerankRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.RerankReply, _abc.Awaitable[_retriever_pb2.RerankReply]]:
-        """Scores texts by how well they answer a query, with the reranker of searches if it reads texts,
+        """Scores texts by how well they answer a query, with the reranker of searches if there is one,
         else by the cosine of their embeddings.
         """
 

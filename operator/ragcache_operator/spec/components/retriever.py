@@ -94,17 +94,15 @@ class RerankerSpec(ManifestModel):
         str,
         Field(max_length=2048),
         StringPattern(
-            rf"none|bundled|cross-encoder|{HTTP_URL}",
+            rf"none|cross-encoder|{HTTP_URL}",
             "reranker",
-            "use none, bundled, cross-encoder, or the base URL of an endpoint with /rerank, "
+            "use none, cross-encoder, or the base URL of an endpoint with /rerank, "
             "like http://reranker:8000/v1",
         ),
-    ] = "bundled"
-    """Source of new scores. none keeps the order of the search. bundled is a small ranking model
-    over features of the search, which runs inside the retriever; collections that do not gain from
-    it do not use it. cross-encoder is a model that reads question and chunk together, which runs
-    inside the retriever. A URL is the base URL of an engine that serves /rerank, like
-    http://reranker:8000/v1."""
+    ] = "none"
+    """Source of new scores. none keeps the order of the search. cross-encoder is a model that reads
+    question and chunk together, which runs inside the retriever. A URL is the base URL of an engine
+    that serves /rerank, like http://reranker:8000/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """For cross-encoder, the model: its name on the Hugging Face hub, pvc:CLAIM/FOLDER for a folder
     on a volume, or path:FOLDER for a folder of this machine and `ragcache up`. For a URL, the model

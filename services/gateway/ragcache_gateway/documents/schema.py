@@ -23,10 +23,16 @@ _Uint32 = Annotated[int, Field(ge=0, le=_UINT32_MAX, strict=True), INTEGRAL]
 # Every JSON reader keeps integers up to this limit, which the CRD has, too.
 _Quota = Annotated[int, Field(ge=0, le=2**53, strict=True), INTEGRAL]
 
+_Share = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
+
 IndexName = Literal["auto", "flat", "ivf", "hnsw"]
 INDEX_HELP: Final = (
     "How chunks are searched: flat compares all, ivf those of the nearest clusters, hnsw follows a "
     "graph; auto chooses by the number of chunks."
+)
+LEXICAL_WEIGHT_HELP: Final = (
+    "Share of the lexical score (BM25) in the scores of hybrid searches; the similarity of "
+    "embeddings has the rest."
 )
 _INDEX_KINDS: Final[dict[IndexName, pb.IndexKind.ValueType]] = {
     "auto": pb.INDEX_KIND_AUTO,
@@ -166,6 +172,7 @@ class CollectionIn(BaseModel):
     max_text_bytes: _Quota | None = Field(
         default=None, description="Quota of all texts in UTF-8; 0: none."
     )
+    lexical_weight: _Share | None = Field(default=None, description=LEXICAL_WEIGHT_HELP)
 
     def to_message(self, name: str) -> pb.Collection:
         """Convert to the retriever's message."""
@@ -177,6 +184,7 @@ class CollectionIn(BaseModel):
             index=None if self.index is None else _INDEX_KINDS[self.index],
             max_documents=self.max_documents,
             max_text_bytes=self.max_text_bytes,
+            lexical_weight=self.lexical_weight,
         )
 
 
@@ -198,6 +206,7 @@ class CollectionOut(BaseModel):
     index: IndexName = Field(description=INDEX_HELP)
     max_documents: int = Field(description="Quota; 0: none.")
     max_text_bytes: int = Field(description="Quota; 0: none.")
+    lexical_weight: float = Field(description=LEXICAL_WEIGHT_HELP)
     documents: int
     chunks: int
     text_bytes: int = Field(description="Size of all texts in UTF-8.")
@@ -252,6 +261,7 @@ def collection_out(collection: pb.Collection) -> CollectionOut:
         index=_INDEX_NAMES.get(collection.index, "auto"),
         max_documents=collection.max_documents,
         max_text_bytes=collection.max_text_bytes,
+        lexical_weight=collection.lexical_weight,
         documents=collection.documents,
         chunks=collection.chunks,
         text_bytes=collection.text_bytes,

@@ -37,8 +37,8 @@ class SearchOptions(BaseModel):
     )
     mode: Literal["auto", "dense", "lexical", "hybrid"] = Field(
         default="auto",
-        description="dense: by embeddings. lexical: by words (BM25). hybrid: both. auto: hybrid "
-        "with weights that were chosen for the collection, or the better of the two.",
+        description="dense: by embeddings. lexical: by words (BM25). hybrid: both. auto: hybrid, "
+        "or one of the two if the lexical_weight of the collection is 0 or 1.",
     )
     min_score: float | None = Field(
         default=None, allow_inf_nan=False, description="Leave out chunks with a lower score."

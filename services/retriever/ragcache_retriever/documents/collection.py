@@ -1,4 +1,4 @@
-"""Settings of a collection: how its documents are split, and the window of a hit."""
+"""Settings of a collection: how its documents are split, and how they are searched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_core.retrieval.index_kinds import IndexKind
 
 DEFAULT_COLLECTION = "default"
@@ -37,6 +38,7 @@ class CollectionSettings:
     Attributes:
         max_documents: Most documents; 0: no limit.
         max_text_bytes: Most bytes of their texts; 0: no limit.
+        lexical_weight: Share of the lexical leg in the fused scores of a search, in [0, 1].
     """
 
     chunking: Chunking | None = None
@@ -44,6 +46,7 @@ class CollectionSettings:
     index: IndexKind | None = None
     max_documents: int = 0
     max_text_bytes: int = 0
+    lexical_weight: float = DEFAULT_LEXICAL_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +105,10 @@ def checked_window(field: str, window: int) -> int:
             field, f"{window} is out of range", f"set 0 to {MAX_WINDOW} chunks on each side"
         )
     return window
+
+
+def checked_lexical_weight(field: str, weight: float) -> float:
+    """Return the weight of the lexical leg. Raises InvalidInput for one out of range."""
+    if not 0.0 <= weight <= 1.0:
+        raise InvalidInput(field, f"{weight:g} is out of range", "set 0 to 1")
+    return weight

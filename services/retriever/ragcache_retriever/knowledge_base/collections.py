@@ -251,6 +251,7 @@ class CollectionSet:
             self._defaults.index_of(stored.settings),
             stored.settings.max_documents,
             stored.settings.max_text_bytes,
+            stored.settings.lexical_weight,
             stored.num_documents,
             0 if serving is None else serving.num_chunks,
             stored.text_bytes,
@@ -295,7 +296,6 @@ def _without_counters(stored: dict[str, StoredCollection]) -> dict[str, object]:
     return {
         name: (
             one.settings,
-            one.fusion,
             [(generation.row, generation.recipe) for generation in one.generations],
             one.building is None,
             one.retired,

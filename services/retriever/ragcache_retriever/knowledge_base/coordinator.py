@@ -20,7 +20,6 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.catch_up import IndexCatchUp
 from ragcache_retriever.knowledge_base.collections import CollectionSet
-from ragcache_retriever.knowledge_base.fusion_tuner import FusionTuner
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion, document_not_found
 from ragcache_retriever.knowledge_base.refresh import CollectionRefresh
@@ -101,14 +100,6 @@ class KnowledgeBase:
         )
         self._catch_up = IndexCatchUp(self._collections, self._indexes, self.threads)
         self._refresh = CollectionRefresh(self._collections, self.threads, self._remake)
-        self._fusion_tuner = FusionTuner(
-            store,
-            self._collections,
-            self.threads,
-            embedder,
-            self._preparer,
-            ranking.optional_reranker,
-        )
 
     async def load(self, progress: Callable[[str], None] = logger.debug) -> None:
         """Start the embedder and open the indexes.
@@ -128,7 +119,6 @@ class KnowledgeBase:
         await self.threads.write(self._collections.add_missing)
         self._collections.finish_loading()
         self._remake.start()
-        self._fusion_tuner.start()
         self._catch_up.start()
         if self.store.is_shared:
             self._refresh.start()
@@ -137,7 +127,6 @@ class KnowledgeBase:
         """Wait for the running write, then release threads, embedder and files."""
         await self._refresh.stop()
         await self._catch_up.close()
-        await self._fusion_tuner.stop()
         await self._remake.stop()
         await self._preparer.close()
         await asyncio.to_thread(self._searching.close)
@@ -150,10 +139,6 @@ class KnowledgeBase:
     async def wait_until_idle(self) -> None:
         """Wait until no document has to be prepared again and nothing has to be removed."""
         await self._remake.wait_until_idle()
-
-    async def tune_fusion(self) -> None:
-        """Choose the weights of the legs for all collections that need it."""
-        await self._fusion_tuner.tune()
 
     # Collections
 
@@ -272,8 +257,7 @@ class KnowledgeBase:
     async def score_texts(self, query: str, texts: Sequence[str]) -> Scores:
         """Return how well each text answers a query, shape (len(texts),). Raises Unavailable."""
         self._collections.check_loaded()
-        reranker = self._ranking.text_reranker
-        return await score_texts(self._embedder, reranker, query, texts)
+        return await score_texts(self._embedder, self._ranking.reranker, query, texts)
 
     # Outbox. It also serves while the indexes are loaded.
 

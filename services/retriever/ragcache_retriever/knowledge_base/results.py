@@ -35,6 +35,7 @@ class CollectionInfo:
     index: IndexKind
     max_documents: int
     max_text_bytes: int
+    lexical_weight: float
     num_documents: int
     num_chunks: int
     text_bytes: int

@@ -245,7 +245,7 @@ class Searching:
                 index,
                 query.top_k,
                 query.mode,
-                stored.fusion,
+                stored.settings.lexical_weight,
                 allowed,
                 query.min_score,
                 query.diversity,

@@ -44,6 +44,7 @@ def collection_message(info: CollectionInfo) -> pb.Collection:
         index=_KINDS[info.index],
         max_documents=info.max_documents,
         max_text_bytes=info.max_text_bytes,
+        lexical_weight=info.lexical_weight,
         text_bytes=info.text_bytes,
         remake=_remake_message(info.remake),
     )

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from ragcache_core.errors import InvalidInput, TooLarge
+from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.chunking import first_heading
 from ragcache_retriever.documents.collection import (
     CollectionSettings,
     checked_chunking,
+    checked_lexical_weight,
     checked_name,
     checked_window,
 )
@@ -66,12 +68,16 @@ def settings_of(message: pb.Collection) -> CollectionSettings:
             raise InvalidInput(
                 "collection.index", f"{message.index} is unknown", "send a value of IndexKind"
             )
+    lexical_weight = DEFAULT_LEXICAL_WEIGHT
+    if message.HasField("lexical_weight"):
+        lexical_weight = checked_lexical_weight("collection.lexical_weight", message.lexical_weight)
     return CollectionSettings(
         chunking,
         window,
         index,
         _quota("collection.max_documents", message.max_documents),
         _quota("collection.max_text_bytes", message.max_text_bytes),
+        lexical_weight,
     )
 
 

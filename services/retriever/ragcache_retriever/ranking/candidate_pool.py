@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from ragcache_core.retrieval.near_duplicates import Shingles, shingles_of
-from ragcache_core.retrieval.rank_features import CandidateText
+from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.records import Neighbourhood, Rows
 

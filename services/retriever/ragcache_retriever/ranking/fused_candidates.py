@@ -9,7 +9,6 @@ import numpy as np
 
 from ragcache_core.retrieval.fusion import (
     Candidates,
-    FusionWeights,
     Rows,
     Scores,
     best_order,
@@ -36,7 +35,7 @@ class FusedCandidates:
 def fuse_legs(
     dense_hits: tuple[Sequence[int], Sequence[float]],
     lexical_hits: Sequence[LexicalHit],
-    weights: FusionWeights,
+    lexical_weight: float,
     limit: int | None = None,
     *,
     query: Vectors | None = None,
@@ -46,6 +45,7 @@ def fuse_legs(
 
     Args:
         dense_hits: Rows and cosine similarities, best first.
+        lexical_weight: Weight of the lexical leg, in [0, 1].
         limit: Most candidates to return. None: all.
         query: Embedding of the question. With it, hits of the lexical leg alone get a similarity.
         pool: Where their embeddings are read.
@@ -57,11 +57,11 @@ def fuse_legs(
         np.array([hit.score for hit in lexical_hits], np.float64),
     )
     is_unknown = np.isnan(merged.dense)
-    if query is not None and pool is not None and weights.lexical < 1.0 and is_unknown.any():
+    if query is not None and pool is not None and lexical_weight < 1.0 and is_unknown.any():
         vectors = pool.vectors(merged.rows[is_unknown].tolist())
         has_vector = vectors.any(axis=1)
         merged.dense[is_unknown] = np.where(has_vector, vectors @ query, np.nan)
-    scores = fused_scores(merged, weights)
+    scores = fused_scores(merged, lexical_weight)
     order = best_order(scores, merged)[:limit]
     return FusedCandidates(_taken(merged, order), scores[order])
 

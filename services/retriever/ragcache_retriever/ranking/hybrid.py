@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,12 +25,7 @@ from ragcache_core.retrieval.fused_finality import (
     FusedStage,
     SearchForm,
 )
-from ragcache_core.retrieval.fusion import (
-    DEFAULT_LEXICAL_WEIGHT,
-    FusionWeights,
-    Scores,
-    weights_from_text,
-)
+from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT, Scores
 from ragcache_core.retrieval.near_duplicates import (
     DuplicateCandidate,
     KeptHit,
@@ -39,11 +33,7 @@ from ragcache_core.retrieval.near_duplicates import (
 )
 from ragcache_retriever.ranking.candidate_pool import CandidatePool
 from ragcache_retriever.ranking.fused_candidates import FusedCandidates, fuse_legs
-from ragcache_retriever.ranking.rerankers.reranker import (
-    MAX_RERANKED,
-    Reranker,
-    RerankRequest,
-)
+from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, Reranker
 from ragcache_retriever.ranking.stages import (
     LegScores,
     RankedRow,
@@ -80,21 +70,20 @@ _DIVERSE_HITS = 3
 _Dense: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
 """Rows and scores of the dense leg, best first."""
 
-_parsed_weights = lru_cache(maxsize=1024)(weights_from_text)
-
 
 @dataclass(slots=True)
 class _HybridSearch:
     """The state of one search.
 
     Attributes:
+        lexical_weight: For the search's mode and the legs that it has.
         reranked: The reranker's scores of the latest candidates, by row.
         is_short: Whether the latest rows are fewer than wanted, for lack of candidates.
     """
 
     search: RankedSearch
     store: DocumentStore
-    weights: FusionWeights
+    lexical_weight: float
     pool: CandidatePool
     words: list[str]
     reranker: Reranker | None
@@ -135,34 +124,27 @@ class HybridRanking:
         self._save_lock = threading.Lock()
 
     @property
-    def optional_reranker(self) -> Reranker | None:
+    def reranker(self) -> Reranker | None:
         """See Ranking."""
-        reranker = self._reranker
-        return reranker if reranker is not None and reranker.needs_choice else None
-
-    @property
-    def text_reranker(self) -> Reranker | None:
-        """See Ranking. The others know candidates of a collection only."""
-        reranker = self._reranker
-        return None if reranker is None or reranker.needs_choice else reranker
+        return self._reranker
 
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search. See Ranking."""
         dimension = 0 if search.vector is None else len(search.vector)
-        weights = _weights(search)
+        lexical_weight = _lexical_weight(search)
         running = _HybridSearch(
             search,
             store,
-            weights,
+            lexical_weight,
             CandidatePool(store, search.generation, dimension),
             question_words(search.query),
-            self._chosen_reranker(search, weights),
+            self._chosen_reranker(search),
             None,
         )
-        if weights.lexical > 0.0:
+        if lexical_weight > 0.0:
             running.lexical = self._threads.submit(running.find_words, _num_leg_hits(search))
         try:
-            if weights.lexical == 1.0 or search.vector is None or search.index is None:
+            if lexical_weight == 1.0 or search.vector is None or search.index is None:
                 yield RankedStage(self._ranked(running, None, is_final=True), 1.0, True, 1.0)
             else:
                 yield from self._dense_stages(running, search.index, search.vector)
@@ -177,12 +159,9 @@ class HybridRanking:
         if self._reranker is not None:
             self._reranker.close()
 
-    def _chosen_reranker(self, search: RankedSearch, weights: FusionWeights) -> Reranker | None:
-        if search.mode in (SearchMode.DENSE, SearchMode.LEXICAL) or self._reranker is None:
-            return None
-        if self._reranker.needs_choice and not weights.uses_ranker:
-            return None
-        return self._reranker
+    def _chosen_reranker(self, search: RankedSearch) -> Reranker | None:
+        has_one_leg = search.mode in (SearchMode.DENSE, SearchMode.LEXICAL)
+        return None if has_one_leg else self._reranker
 
     def _dense_stages(
         self, running: _HybridSearch, index: VectorIndex, vector: Vectors
@@ -250,7 +229,7 @@ class HybridRanking:
         dense: _Dense = ((), ())
         if stage is not None:
             dense = (stage.rows, stage.scores)
-        reranks = running.reranker is not None and (is_final or running.reranker.is_fast)
+        reranks = running.reranker is not None and is_final
         if (*dense, reranks) != running.last_hits:
             fused = _fused(running, dense, lexical)
             running.reranked = _reranked(running, fused) if reranks else {}
@@ -284,16 +263,15 @@ class HybridRanking:
             _choose_rows(running, _fused(running, dense, lexical))
 
 
-def _weights(search: RankedSearch) -> FusionWeights:
-    """Return the weights for a search's mode and for the legs that it has."""
-    weights = _parsed_weights(search.fusion)
+def _lexical_weight(search: RankedSearch) -> float:
+    """Return the weight for a search's mode and for the legs that it has."""
     if search.vector is None or search.mode is SearchMode.LEXICAL:
-        return weights.only_lexical()
+        return 1.0
     if search.mode is SearchMode.DENSE:
-        return weights.only_dense()
-    if search.mode is SearchMode.HYBRID and weights.lexical in (0.0, 1.0):
-        return replace(weights, lexical=DEFAULT_LEXICAL_WEIGHT)
-    return weights
+        return 0.0
+    if search.mode is SearchMode.HYBRID and search.lexical_weight in (0.0, 1.0):
+        return DEFAULT_LEXICAL_WEIGHT
+    return search.lexical_weight
 
 
 def _num_leg_hits(search: RankedSearch) -> int:
@@ -326,7 +304,7 @@ def _lexical_hits(running: _HybridSearch) -> list[LexicalHit] | None:
         problem = f"no answer within {LEXICAL_DEADLINE_S:g} s"
     except RagCacheError as error:
         problem = str(error)
-    if running.weights.lexical == 1.0:
+    if running.lexical_weight == 1.0:
         raise Unavailable("lexical index", problem)
     log.warning("search: dense leg ranks alone generation=%d problem=%s", generation, problem)
     return None
@@ -351,29 +329,17 @@ def _more_dense_hits(search: RankedSearch, num_hits: int) -> _Dense:
 def _fused(
     running: _HybridSearch, dense: _Dense, lexical: list[LexicalHit] | None
 ) -> FusedCandidates:
-    weights = running.weights
-    if lexical is None:
-        weights = weights.only_dense()
-    return fuse_legs(dense, lexical or (), weights, query=running.search.vector, pool=running.pool)
+    weight = 0.0 if lexical is None else running.lexical_weight
+    return fuse_legs(dense, lexical or (), weight, query=running.search.vector, pool=running.pool)
 
 
 def _reranked(running: _HybridSearch, fused: FusedCandidates) -> dict[int, float]:
     """Return the reranker's scores of the first MAX_RERANKED candidates, by row."""
     assert running.reranker is not None
-    first = fused.ordered(np.arange(min(MAX_RERANKED, len(fused.scores))), fused.scores)
-    rows: list[int] = first.candidates.rows.tolist()
+    rows: list[int] = fused.candidates.rows[:MAX_RERANKED].tolist()
     if not rows:
         return {}
-    scores = running.reranker.scores(
-        RerankRequest(
-            running.search.query,
-            running.words,
-            first.candidates,
-            first.scores,
-            running.pool.texts(rows),
-            running.pool.vectors(rows),
-        )
-    )
+    scores = running.reranker.scores(running.search.query, running.pool.texts(rows))
     return {} if scores is None else dict(zip(rows, scores.tolist(), strict=True))
 
 

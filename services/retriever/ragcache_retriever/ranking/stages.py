@@ -14,7 +14,7 @@ from ragcache_retriever.store.records import Rows, Vectors
 
 
 class SearchMode(enum.Enum):
-    """Which legs a search has. AUTO: as the collection's weights say."""
+    """Which legs a search has. AUTO: those that have a weight in the collection."""
 
     AUTO = enum.auto()
     DENSE = enum.auto()
@@ -70,7 +70,7 @@ class RankedSearch:
         vector: Embedding of the question, shape (dimension,). None: the generation's embedder is
             not available, or the mode is LEXICAL.
         index: The generation's vectors. None if there is no vector.
-        fusion: The collection's weights of legs, as JSON; empty: not chosen yet.
+        lexical_weight: The collection's weight of the lexical leg, in [0, 1].
         allowed: Sorted rows that may be found; None: all.
         cancelled: Asked between units of work of about a millisecond.
     """
@@ -81,7 +81,7 @@ class RankedSearch:
     index: VectorIndex | None
     top_k: int
     mode: SearchMode
-    fusion: str
+    lexical_weight: float
     allowed: Rows | None
     min_score: float | None
     diversity: float
@@ -93,12 +93,8 @@ class Ranking(Protocol):
     """Finds and ranks the chunks that fit a question."""
 
     @property
-    def optional_reranker(self) -> Reranker | None:
-        """The reranker that is used only in collections that gain from it, or None."""
-
-    @property
-    def text_reranker(self) -> Reranker | None:
-        """The reranker that scores any texts, or None."""
+    def reranker(self) -> Reranker | None:
+        """What orders the best candidates again, or None."""
 
     def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
         """Yield the stages of a search: at least one, the last one final, unless cancelled.

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragcache_core.retrieval.fusion import Candidates, Scores
-from ragcache_core.retrieval.rank_features import CandidateText
+from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.embedding.embedder import Embedder
-from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, Reranker, RerankRequest
-from ragcache_retriever.search.lexical import question_words
-from ragcache_retriever.search.vector_index import Vectors
+from ragcache_retriever.ranking.candidate_text import CandidateText
+from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, Reranker
 
 
 async def score_texts(
@@ -35,28 +33,16 @@ async def score_texts(
     cosines: Scores = (vectors[1:] @ vectors[0]).astype(np.float64)
     if reranker is None:
         return cosines
-    found = await asyncio.to_thread(_reranked, reranker, query, texts, vectors[1:], cosines)
+    found = await asyncio.to_thread(_reranked, reranker, query, texts, cosines)
     return cosines if found is None else found
 
 
 def _reranked(
-    reranker: Reranker, query: str, texts: Sequence[str], vectors: Vectors, cosines: Scores
+    reranker: Reranker, query: str, texts: Sequence[str], cosines: Scores
 ) -> Scores | None:
     order = np.argsort(-cosines, kind="stable")
     read = order[:MAX_RERANKED]
-    unknown = np.full(len(read), np.nan)
-    ranks = np.arange(1, len(read) + 1)
-    candidates = Candidates(read, cosines[read], unknown, ranks, np.zeros_like(ranks))
-    scores = reranker.scores(
-        RerankRequest(
-            query,
-            question_words(query),
-            candidates,
-            cosines[read],
-            [CandidateText("", texts[i]) for i in read.tolist()],
-            vectors[read],
-        )
-    )
+    scores = reranker.scores(query, [CandidateText("", texts[i]) for i in read.tolist()])
     if scores is None:
         return None
     found = np.empty(len(texts))

@@ -70,9 +70,6 @@ class DocumentStore(Protocol):
     def put_collection(self, name: str, settings: CollectionSettings) -> None:
         """Create a collection without a generation, or change the settings of one."""
 
-    def put_fusion(self, collection: str, fusion: str) -> None:
-        """Store the weights of the legs of a search, as JSON."""
-
     def add_generation(self, collection: str, recipe: Recipe) -> int:
         """Add a generation without chunks and return its row.
 

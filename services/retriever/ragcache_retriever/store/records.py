@@ -86,7 +86,6 @@ class StoredCollection:
     """A collection with its settings and counters.
 
     Attributes:
-        fusion: Weights of the legs of a search as JSON; empty: not chosen yet.
         text_bytes: UTF-8 bytes of the documents' texts.
         serving: The generation that searches use. None before the first start of an embedder.
         building: The generation that will replace it, while documents are prepared again.
@@ -97,7 +96,6 @@ class StoredCollection:
 
     name: str
     settings: CollectionSettings
-    fusion: str
     num_documents: int
     text_bytes: int
     serving: Generation | None

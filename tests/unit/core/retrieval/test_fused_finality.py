@@ -88,13 +88,13 @@ def test_searches_whose_fused_hits_differ_have_other_forms() -> None:
     forms = {
         SearchForm.of(mode, reranker=reranker, diversity=diversity, top_k=top_k)
         for mode in ("dense", "hybrid")
-        for reranker in ("", "bundled")
+        for reranker in ("", "cross")
         for diversity in (0.0, 0.3)
         for top_k in (3, 10, 100)
     }
     assert len(forms) == 24
-    few = SearchForm.of("hybrid", reranker="bundled", diversity=0.1, top_k=8)
-    assert few == SearchForm.of("hybrid", reranker="bundled", diversity=0.9, top_k=15)
+    few = SearchForm.of("hybrid", reranker="cross", diversity=0.1, top_k=8)
+    assert few == SearchForm.of("hybrid", reranker="cross", diversity=0.9, top_k=15)
 
 
 def form_of(top_k: int) -> SearchForm:

@@ -7,16 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import (
     Candidates,
-    FusionWeights,
     best_order,
     fused_scores,
     merged_legs,
     share_of_best,
-    weights_from_text,
-    weights_to_text,
 )
 
 legs = st.dictionaries(st.integers(1, 30), st.floats(0.01, 1.0), max_size=12).map(
@@ -53,8 +49,7 @@ def test_merging_keeps_each_hit_of_each_leg(dense: Leg, lexical: Leg) -> None:
 @given(legs, legs, st.booleans())
 def test_an_extreme_weight_ranks_as_one_leg(dense: Leg, lexical: Leg, is_dense: bool) -> None:
     candidates = merged(dense, lexical)
-    weights = FusionWeights().only_dense() if is_dense else FusionWeights().only_lexical()
-    order = best_order(fused_scores(candidates, weights), candidates)
+    order = best_order(fused_scores(candidates, 0.0 if is_dense else 1.0), candidates)
     scores = candidates.dense if is_dense else candidates.lexical
     leg = dense if is_dense else lexical
     found = scores[order][: len(leg)]
@@ -65,7 +60,7 @@ def test_an_extreme_weight_ranks_as_one_leg(dense: Leg, lexical: Leg, is_dense: 
 def test_the_best_of_both_legs_is_the_best(dense: Leg, lexical: Leg, weight: float) -> None:
     dense, lexical = [(99, 2.0), *dense], [(99, 2.0), *lexical]
     candidates = merged(dense, lexical)
-    order = best_order(fused_scores(candidates, FusionWeights(weight)), candidates)
+    order = best_order(fused_scores(candidates, weight), candidates)
     assert candidates.rows[order[0]] == 99
 
 
@@ -73,35 +68,11 @@ def test_the_best_of_both_legs_is_the_best(dense: Leg, lexical: Leg, weight: flo
 def test_the_scale_of_a_leg_does_not_matter(
     dense: Leg, lexical: Leg, weight: float, scale: float
 ) -> None:
-    once = fused_scores(merged(dense, lexical), FusionWeights(weight))
+    once = fused_scores(merged(dense, lexical), weight)
     scaled = [(row, scale * score) for row, score in lexical]
-    assert fused_scores(merged(dense, scaled), FusionWeights(weight)) == pytest.approx(once)
-
-
-def test_a_floor_counts_as_zero() -> None:
-    candidates = merged([(1, 0.9), (2, 0.8), (3, 0.6)], [])
-    scores = fused_scores(candidates, FusionWeights(0.0, dense_floor=0.7))
-    assert scores.tolist() == pytest.approx([1.0, 0.5, 0.0])
+    assert fused_scores(merged(dense, scaled), weight) == pytest.approx(once)
 
 
 def test_shares_of_nothing_are_zero() -> None:
     assert share_of_best(np.array([np.nan, -1.0])).tolist() == [0.0, 0.0]
     assert share_of_best(np.empty(0)).tolist() == []
-
-
-@given(st.floats(0, 1), st.floats(-1, 1), st.none() | st.booleans(), st.integers(0, 999))
-def test_weights_survive_their_text(
-    lexical: float, floor: float, uses_ranker: bool | None, num_questions: int
-) -> None:
-    weights = FusionWeights(lexical, floor, uses_ranker, num_questions, 3, 4)
-    assert weights_from_text(weights_to_text(weights)) == weights
-
-
-def test_without_text_there_are_defaults() -> None:
-    assert weights_from_text("") == FusionWeights()
-
-
-@pytest.mark.parametrize("text", ["{", "{}", "[]", weights_to_text(FusionWeights(1.5))])
-def test_a_text_that_holds_no_weights_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput):
-        weights_from_text(text)

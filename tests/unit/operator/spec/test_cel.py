@@ -112,7 +112,7 @@ GOOD: list[tuple[Object, Object | None]] = [
         None,
     ),
     (cache(retriever=SHARED | {"replicas": 2}), cache(retriever=SHARED | {"replicas": 3})),
-    (cache(retriever={"reranker": {"source": "none"}}), cache()),
+    (cache(retriever={"reranker": {"source": "http://e/v1", "model": "m"}}), cache()),
     (cache(retriever={"reranker": {"source": "cross-encoder", "model": "a/b"}}), None),
     (cache(retriever={"reranker": {"source": "cross-encoder", "model": "pvc:a.b/c-d/e"}}), None),
     (cache(retriever={"reranker": {"source": "http://e/v1", "model": "any: name"}}), None),

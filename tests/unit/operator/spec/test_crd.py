@@ -189,6 +189,7 @@ DEFAULTED = [
     cache(reuse={"maxRecomputeShare": 1}),
     collection(),
     collection(chunking={}, sync={}),
+    collection(lexicalWeight=1),
     source(volume={"claimName": "c"}),
     source(git={"url": "https://example.com/a.git", "bearerSecret": {"name": "s"}}),
     *examples(),

@@ -153,6 +153,7 @@ GOOD = [
             {"git": {"url": "https://e.com/a.git", "bearerSecret": {"name": "s"}}},
         ],
         sync={"interval": "1h"},
+        lexicalWeight=0.25,
     ),
 ]
 GOOD[0]["spec"]["retriever"]["chunking"]["overlap"] = 8

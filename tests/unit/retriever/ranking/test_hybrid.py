@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import Unavailable
-from ragcache_core.retrieval.fusion import FusionWeights, Scores
+from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.ranking import hybrid
+from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
-from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
-from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, RerankRequest
+from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED
 from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.records import Neighbourhood
@@ -58,22 +58,22 @@ def pages(store: SqliteDocumentStore) -> RankedCollection:
 class ReversingReranker:
     """Prefers what the search likes least."""
 
-    def __init__(self, *, is_fast: bool) -> None:
+    def __init__(self) -> None:
         self.name = "reversing"
-        self.is_fast = is_fast
-        self.needs_choice = False
         self.num_calls = 0
 
-    def scores(self, request: RerankRequest) -> Scores:
+    def scores(self, question: str, texts: Sequence[CandidateText]) -> Scores:
         self.num_calls += 1
-        return np.arange(len(request.texts), dtype=np.float64)
+        return np.arange(len(texts), dtype=np.float64)
 
     def close(self) -> None:
         pass
 
 
 class SilentReranker(ReversingReranker):
-    def scores(self, request: RerankRequest) -> None:  # type: ignore[override]
+    def scores(  # type: ignore[override]
+        self, question: str, texts: Sequence[CandidateText]
+    ) -> None:
         self.num_calls += 1
 
 
@@ -110,13 +110,27 @@ def test_without_a_vector_words_rank(ranking: HybridRanking, pages: RankedCollec
     assert only.final_probability == 1.0
 
 
-def test_chosen_weights_count_unless_the_caller_wants_both_legs(
+@pytest.mark.parametrize(
+    ("weight", "scores"), [(0.0, [1, 0.1]), (0.25, [0.75, 0.325]), (1.0, [0, 1])]
+)
+def test_the_weight_is_the_share_of_the_lexical_score(
+    ranking: HybridRanking, pages: RankedCollection, weight: float, scores: list[float]
+) -> None:
+    *_, final = pages.search(ranking, "cache disk", QUERY, lexical_weight=weight)
+    found = {pages.rows.index(one.row): one.score for one in final.rows}
+    legs = {pages.rows.index(one.row): one.legs for one in final.rows}
+    # Page 1 has the nearest embedding and none of the words, page 0 has all of them.
+    assert (found.get(1, 0), found[0]) == pytest.approx(tuple(scores))
+    assert (legs[0].lexical is None) == (weight == 0.0)
+
+
+def test_a_weight_of_one_leg_counts_unless_the_caller_wants_both_legs(
     ranking: HybridRanking, pages: RankedCollection
 ) -> None:
-    weights = FusionWeights(lexical=0.0)
-    *_, auto = pages.search(ranking, "cache disk", QUERY, weights=weights)
+    question = "cache disk"
+    *_, auto = pages.search(ranking, question, QUERY, lexical_weight=0.0)
     assert pages.indexes(auto) == [1, 3, 2, 0]
-    *_, both = pages.search(ranking, "cache disk", QUERY, weights=weights, mode=SearchMode.HYBRID)
+    *_, both = pages.search(ranking, question, QUERY, lexical_weight=0.0, mode=SearchMode.HYBRID)
     assert pages.indexes(both)[:2] == [1, 0]
 
 
@@ -193,7 +207,7 @@ def test_what_stages_proved_belongs_to_one_reranker(
     index = StagesIndex([hits[:2], hits])
     found = []
     for name in ("first", "second", "first"):
-        reranker = SilentReranker(is_fast=True)
+        reranker = SilentReranker()
         reranker.name = name
         ranking = HybridRanking(reranker, tmp_path / "learned.json")
         for _ in range(9):
@@ -204,25 +218,21 @@ def test_what_stages_proved_belongs_to_one_reranker(
     assert found[18] > found[8] > found[0]
 
 
-def test_a_fast_reranker_orders_every_stage_and_a_slow_one_the_last(
-    pages: RankedCollection,
-) -> None:
+def test_a_reranker_orders_the_final_stage(pages: RankedCollection) -> None:
     hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
     index = StagesIndex([hits[:3], hits[:3]])
-    for is_fast, early in ((True, [2, 1, 0]), (False, [0, 1, 2])):
-        reranker = ReversingReranker(is_fast=is_fast)
-        ranking = HybridRanking(reranker)
-        first, final = pages.search(ranking, "-", QUERY, index)
-        assert pages.indexes(first) == early
-        assert pages.indexes(final) == [2, 1, 0]
-        assert [one.legs.reranked for one in final.rows] == [2.0, 1.0, 0.0]
-        # The second stage has the same hits, so that their scores are known.
-        assert reranker.num_calls == 1
-        ranking.close()
+    reranker = ReversingReranker()
+    ranking = HybridRanking(reranker)
+    first, final = pages.search(ranking, "-", QUERY, index)
+    assert pages.indexes(first) == [0, 1, 2]
+    assert pages.indexes(final) == [2, 1, 0]
+    assert [one.legs.reranked for one in final.rows] == [2.0, 1.0, 0.0]
+    assert reranker.num_calls == 1
+    ranking.close()
 
 
 def test_a_reranker_without_an_answer_leaves_the_order(pages: RankedCollection) -> None:
-    ranking = HybridRanking(SilentReranker(is_fast=True))
+    ranking = HybridRanking(SilentReranker())
     *_, final = pages.search(ranking, "cache disk", QUERY, top_k=2)
     assert pages.indexes(final) == [1, 0]
     assert final.rows[0].legs.reranked is None
@@ -230,22 +240,11 @@ def test_a_reranker_without_an_answer_leaves_the_order(pages: RankedCollection) 
 
 
 def test_one_leg_alone_is_not_reranked(pages: RankedCollection) -> None:
-    reranker = ReversingReranker(is_fast=True)
+    reranker = ReversingReranker()
     ranking = HybridRanking(reranker)
     pages.search(ranking, "cache", QUERY, mode=SearchMode.DENSE)
     pages.search(ranking, "cache", QUERY, mode=SearchMode.LEXICAL)
     assert reranker.num_calls == 0
-    ranking.close()
-
-
-def test_the_bundled_ranker_works_where_it_was_chosen(pages: RankedCollection) -> None:
-    ranking = HybridRanking(BundledRanker.load())
-    assert ranking.optional_reranker is not None
-    for uses_ranker in (None, False, True):
-        weights = FusionWeights(uses_ranker=uses_ranker)
-        *_, final = pages.search(ranking, "disk of the cache", QUERY, weights=weights)
-        has_score = [one.legs.reranked is not None for one in final.rows]
-        assert has_score == [bool(uses_ranker)] * len(TEXTS)
     ranking.close()
 
 
@@ -399,7 +398,7 @@ def test_searches_without_copies_read_no_more_texts(
 
 def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStore) -> None:
     pages = versioned_pages(store, 70, 1)
-    reranker = ReversingReranker(is_fast=True)
+    reranker = ReversingReranker()
     ranking = HybridRanking(reranker)
     *_, final = pages.search(ranking, "-", ALONG, top_k=60)
     assert pages.indexes(final) == [*reversed(range(MAX_RERANKED)), *range(MAX_RERANKED, 60)]
@@ -414,7 +413,7 @@ def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStor
 
 def test_further_hits_are_not_reranked(store: SqliteDocumentStore) -> None:
     pages = versioned_pages(store, 12, 30)
-    reranker = ReversingReranker(is_fast=False)
+    reranker = ReversingReranker()
     ranking = HybridRanking(reranker)
     *_, final = pages.search(ranking, "-", ALONG, top_k=10)
     assert [i // 30 for i in pages.indexes(final)] == [1, 0, *range(2, 10)]

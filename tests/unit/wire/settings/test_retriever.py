@@ -28,6 +28,7 @@ def test_defaults() -> None:
     assert settings.model == "model"
     assert (settings.embedder, settings.embedder_threads) == (BUNDLED_EMBEDDER, None)
     assert settings.embeds_itself
+    assert settings.reranker == "none"
     chunking = settings.chunk_tokens, settings.chunk_overlap_tokens, settings.window_chunks
     assert chunking == (256, 32, 1)
     assert settings.log_level == "info"
@@ -64,6 +65,7 @@ def test_an_endpoint() -> None:
         ("RAGCACHE_EMBEDDER", "hf:../b"),
         ("RAGCACHE_EMBEDDER_THREADS", "0"),
         ("RAGCACHE_EMBEDDER_THREADS", "many"),
+        ("RAGCACHE_RERANKER", "bundled"),
         ("RAGCACHE_CHUNK_TOKENS", "-1"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
     ],
@@ -85,3 +87,12 @@ def test_an_endpoint_needs_a_model() -> None:
     with pytest.raises(InvalidInput) as caught:
         read(RAGCACHE_EMBEDDER="https://host/v1")
     assert caught.value.field == "RAGCACHE_EMBEDDER_MODEL"
+
+
+@pytest.mark.parametrize("source", ["cross-encoder", "https://host/v1"])
+def test_a_reranker_needs_a_model(source: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read(RAGCACHE_RERANKER=source)
+    assert caught.value.field == "RAGCACHE_RERANKER_MODEL"
+    settings = read(RAGCACHE_RERANKER=source, RAGCACHE_RERANKER_MODEL="m")
+    assert (settings.reranker, settings.reranker_model) == (source, "m")

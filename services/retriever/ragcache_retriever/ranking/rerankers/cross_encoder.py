@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import Scores
-from ragcache_retriever.ranking.rerankers.reranker import RerankRequest
+from ragcache_retriever.ranking.candidate_text import CandidateText
 
 MAX_READ = 20
 """Best candidates that the model reads. On a CPU each takes tens of milliseconds."""
@@ -41,24 +42,14 @@ class CrossEncoderReranker:
         """See Reranker."""
         return self._source
 
-    @property
-    def is_fast(self) -> bool:
+    def scores(self, question: str, texts: Sequence[CandidateText]) -> Scores:
         """See Reranker."""
-        return False
-
-    @property
-    def needs_choice(self) -> bool:
-        """See Reranker."""
-        return False
-
-    def scores(self, request: RerankRequest) -> Scores:
-        """See Reranker."""
-        read = request.texts[:MAX_READ]
-        pairs = [(request.question, f"{one.heading}\n{one.text}") for one in read]
+        read = texts[:MAX_READ]
+        pairs = [(question, f"{one.heading}\n{one.text}") for one in read]
         found = np.asarray(
             self._model.predict(pairs, batch_size=BATCH_SIZE, show_progress_bar=False), np.float64
         ).reshape(len(read), -1)[:, -1]
-        unread = len(request.texts) - len(read)
+        unread = len(texts) - len(read)
         behind = found.min(initial=0.0) - np.arange(1.0, unread + 1)
         return np.concatenate([found, behind])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import numpy as np
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import Scores
-from ragcache_retriever.ranking.rerankers.reranker import RerankRequest
+from ragcache_retriever.ranking.candidate_text import CandidateText
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +60,13 @@ class RerankEndpoint:
         """See Reranker."""
         return self._model
 
-    @property
-    def is_fast(self) -> bool:
-        """See Reranker."""
-        return False
-
-    @property
-    def needs_choice(self) -> bool:
-        """See Reranker."""
-        return False
-
-    def scores(self, request: RerankRequest) -> Scores | None:
+    def scores(self, question: str, texts: Sequence[CandidateText]) -> Scores | None:
         """See Reranker. It returns before the deadline."""
         if self._clock() < self._paused_until_s:
             return None
         try:
-            reply = self._post(request)
-            return _scores(reply, len(request.texts))
+            reply = self._post(question, texts)
+            return _scores(reply, len(texts))
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
             self._paused_until_s = self._clock() + PAUSE_S
             log.warning(
@@ -92,14 +82,14 @@ class RerankEndpoint:
         """Close the connections."""
         self._client.close()
 
-    def _post(self, request: RerankRequest) -> Any:
+    def _post(self, question: str, texts: Sequence[CandidateText]) -> Any:
         """Return the reply. Raises httpx.HTTPError or ValueError."""
         began_s = self._clock()
         body = {
             "model": self._model,
-            "query": request.question,
-            "documents": [f"{one.heading}\n{one.text}" for one in request.texts],
-            "top_n": len(request.texts),
+            "query": question,
+            "documents": [f"{one.heading}\n{one.text}" for one in texts],
+            "top_n": len(texts),
             "return_documents": False,
         }
         content = b""

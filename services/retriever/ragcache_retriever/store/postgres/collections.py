@@ -23,7 +23,7 @@ from ragcache_retriever.store.records import Generation, Recipe, StoredCollectio
 
 _COLLECTION = (
     'SELECT name, size_tokens, overlap_tokens, "window", index_kind, max_documents,'
-    " max_text_bytes, fusion, num_documents, text_bytes, is_deleting, row FROM collections"
+    " max_text_bytes, lexical_weight, num_documents, text_bytes, is_deleting, row FROM collections"
 )
 _GENERATION = (
     "SELECT row, state, splitter, size_tokens, overlap_tokens, tokenizer, embedder, dimension,"
@@ -60,11 +60,12 @@ class PostgresCollections:
         chunking = settings.chunking
         self._database.execute(
             'INSERT INTO collections (name, size_tokens, overlap_tokens, "window", index_kind,'
-            " max_documents, max_text_bytes) VALUES (%s, %s, %s, %s, %s, %s, %s)"
+            " max_documents, max_text_bytes, lexical_weight)"
+            " VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
             " ON CONFLICT (name) DO UPDATE SET size_tokens = excluded.size_tokens,"
             ' overlap_tokens = excluded.overlap_tokens, "window" = excluded."window",'
             " index_kind = excluded.index_kind, max_documents = excluded.max_documents,"
-            " max_text_bytes = excluded.max_text_bytes",
+            " max_text_bytes = excluded.max_text_bytes, lexical_weight = excluded.lexical_weight",
             (
                 name,
                 chunking and chunking.size_tokens,
@@ -73,12 +74,9 @@ class PostgresCollections:
                 settings.index and settings.index.value,
                 settings.max_documents,
                 settings.max_text_bytes,
+                settings.lexical_weight,
             ),
         )
-
-    def put_fusion(self, name: str, fusion: str) -> None:
-        """See DocumentStore.put_fusion."""
-        self._database.execute("UPDATE collections SET fusion = %s WHERE name = %s", (fusion, name))
 
     def add_generation(self, name: str, recipe: Recipe) -> int:
         """See DocumentStore.add_generation.
@@ -217,7 +215,7 @@ class PostgresCollections:
 
 
 def _collection(row: Row, generations: list[Row]) -> StoredCollection:
-    name, size, overlap, window, index_kind, max_documents, max_text_bytes = row[:7]
+    name, size, overlap, window, index_kind, max_documents, max_text_bytes, weight = row[:8]
     own = [one for one in generations if one[10] == row[11]]
     in_state = {one[1]: _generation(one) for one in own if one[1] != "retired"}
     return StoredCollection(
@@ -228,8 +226,8 @@ def _collection(row: Row, generations: list[Row]) -> StoredCollection:
             None if index_kind is None else IndexKind(index_kind),
             max_documents,
             max_text_bytes,
+            weight,
         ),
-        fusion=row[7],
         num_documents=row[8],
         text_bytes=row[9],
         serving=in_state.get("serving"),

@@ -87,10 +87,6 @@ class PostgresDocumentStore:
         """See DocumentStore."""
         self._collections.put(name, settings)
 
-    def put_fusion(self, collection: str, fusion: str) -> None:
-        """See DocumentStore."""
-        self._collections.put_fusion(collection, fusion)
-
     def add_generation(self, collection: str, recipe: Recipe) -> int:
         """See DocumentStore."""
         return self._collections.add_generation(collection, recipe)

@@ -7,7 +7,7 @@ from psycopg.rows import TupleRow
 
 from ragcache_core.errors import InvalidInput
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MIN_PGVECTOR = (0, 8)
 """Earlier versions cannot continue a search of a graph, which stages need."""
 
@@ -28,7 +28,7 @@ CREATE TABLE collections (
     index_kind text,
     max_documents bigint NOT NULL,
     max_text_bytes bigint NOT NULL,
-    fusion text NOT NULL DEFAULT '',  -- JSON
+    lexical_weight double precision NOT NULL,
     num_documents bigint NOT NULL DEFAULT 0,
     text_bytes bigint NOT NULL DEFAULT 0,
     is_deleting boolean NOT NULL DEFAULT false

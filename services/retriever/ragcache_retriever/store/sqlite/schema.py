@@ -23,7 +23,7 @@ CREATE TABLE collections (
     index_kind TEXT,
     max_documents INTEGER NOT NULL,
     max_text_bytes INTEGER NOT NULL,
-    fusion TEXT NOT NULL DEFAULT '',  -- JSON
+    lexical_weight REAL NOT NULL,
     num_documents INTEGER NOT NULL DEFAULT 0,
     text_bytes INTEGER NOT NULL DEFAULT 0,
     is_deleting INTEGER NOT NULL DEFAULT 0

@@ -10,30 +10,18 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.retrieval.fusion import Candidates
-from ragcache_core.retrieval.rank_features import CandidateText
+from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.ranking.rerankers.endpoint import PAUSE_S, RerankEndpoint
-from ragcache_retriever.ranking.rerankers.reranker import RerankRequest
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 
 
-def request_of(*texts: str) -> RerankRequest:
-    count = len(texts)
-    ranks = np.arange(1, count + 1)
-    scores = np.linspace(1.0, 0.5, count)
-    return RerankRequest(
-        "which one?",
-        ["one"],
-        Candidates(ranks, scores, np.full(count, np.nan), ranks, 0 * ranks),
-        scores,
-        [CandidateText("title", text) for text in texts],
-        np.zeros((count, 2), np.float32),
-    )
+def scores_of(reranker: RerankEndpoint, *texts: str) -> list[float] | None:
+    found = reranker.scores("which one?", [CandidateText("title", text) for text in texts])
+    return None if found is None else found.tolist()
 
 
 class RerankServer:
@@ -87,10 +75,9 @@ def results(*scored: tuple[int, float]) -> tuple[int, bytes]:
 def test_scores_are_those_of_the_reply_in_the_order_of_the_texts(server: RerankServer) -> None:
     server.answer = lambda body: results((1, 0.9), (0, 0.1))
     reranker = RerankEndpoint(server.url, "m", "secret")
-    scores = reranker.scores(request_of("a", "b"))
+    scores = scores_of(reranker, "a", "b")
     reranker.close()
-    assert scores is not None
-    assert scores.tolist() == [0.1, 0.9]
+    assert scores == [0.1, 0.9]
     assert server.keys == ["Bearer secret"]
     assert server.bodies[0]["model"] == "m"
     assert server.bodies[0]["query"] == "which one?"
@@ -118,13 +105,13 @@ def test_a_failure_is_logged_and_the_endpoint_rests(
     server.answer = lambda body: answer
     reranker = RerankEndpoint(server.url, "m", clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        assert reranker.scores(request_of("a", "b")) is None
+        assert scores_of(reranker, "a", "b") is None
     assert "reranker: failed" in caplog.text
     server.answer = lambda body: results((0, 1.0), (1, 0.5))
-    assert reranker.scores(request_of("a", "b")) is None
+    assert scores_of(reranker, "a", "b") is None
     assert len(server.bodies) == 1
     now[0] += PAUSE_S
-    assert reranker.scores(request_of("a", "b")) is not None
+    assert scores_of(reranker, "a", "b") is not None
     reranker.close()
 
 
@@ -137,14 +124,14 @@ def test_a_silent_endpoint_is_left_at_the_deadline(server: RerankServer) -> None
 
     server.answer = silent
     reranker = RerankEndpoint(server.url, "m", deadline_s=0.05)
-    assert reranker.scores(request_of("a")) is None
+    assert scores_of(reranker, "a") is None
     released.set()
     reranker.close()
 
 
 def test_an_unreachable_endpoint_leaves_the_order() -> None:
     reranker = RerankEndpoint("http://127.0.0.1:9/v1", "m")
-    assert reranker.scores(request_of("a")) is None
+    assert scores_of(reranker, "a") is None
     reranker.close()
 
 
