@@ -6,8 +6,8 @@ The steps are::
     retrieve        search for chunks, unless the client wants an answer without documents; an
                     engine may compute the prompt that early stages give
     build_prompt    tokenize the conversation and the chunks that fit
-    plan            decide which stored KV the engine may load
-    generate        have an engine answer; returns at the first token
+    plan            choose their order and the engine, and the stored KV that it may load
+    generate        have the engine answer; returns at the first token
     account         after the last token: ask the engine what the answer cost
 
 Each step takes the value that the step before has returned. ``start_answer`` runs the steps up to

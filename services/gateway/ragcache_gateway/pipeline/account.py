@@ -37,7 +37,7 @@ from ragcache_gateway.explain.explanation import (
 )
 from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.engine_request import PlannedQuestion
+from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.planning.cache_view import engine_source
 from ragcache_wire.v1 import engine_pb2
 
@@ -116,8 +116,8 @@ def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) ->
         engine=answer.engine.address,
         tenant=planned.question.caller.tenant,
         mode=planned.question.reuse.mode,
-        parts=prompt_parts(planned.prompt.prompt, planned.prompt.passages, answer.request_plan),
-        plan=explain_plan(answer.request_plan),
+        parts=prompt_parts(planned.prompt.prompt, planned.prompt.passages, answer.planned.plan),
+        plan=explain_plan(answer.planned.plan),
         record=record,
         stages=tuple(map(explain_stage, planned.search.arrivals)),
         guesses=tuple(explain_guess(guess, planned.question.started) for guess in answer.guesses),
@@ -151,7 +151,7 @@ def _report_hit(
         cached_tokens = usage.prompt_tokens_details.cached_tokens
     if cached_tokens is not None:
         services.planner.observe_hit(
-            answer.engine, answer.request_plan, cached_tokens, answer.sent_s
+            answer.engine, answer.planned.plan, cached_tokens, answer.sent_s
         )
 
 
@@ -159,7 +159,7 @@ def _report_prediction(
     services: ChatServices, answer: Answer, record: engine_pb2.RequestRecord
 ) -> None:
     """Compare the time that was predicted for the plan's engine with the time that it took."""
-    plan = answer.request_plan
+    plan = answer.planned.plan
     if plan.seconds is not None and plan.source == engine_source(answer.engine.address):
         took_s = record.queue_s + record.load_s + record.prefill_s
         services.metrics.observe_prediction(plan.seconds.total_s, took_s)
@@ -172,12 +172,13 @@ def _report_record(
     if planned.question.is_trial:
         return
     prompt, asked_at_ms = planned.prompt.prompt, planned.search.asked_at_ms
+    documents = planned.request.documents
     reuse, domain = planned.question.reuse, planned.question.caller.domain
     if services.trials is not None:
-        asked = AskedQuestion(prompt, planned.documents, asked_at_ms, domain)
+        asked = AskedQuestion(prompt, documents, asked_at_ms, domain)
         services.trials.question_answered(asked, reuse, record)
     mode = reuse.mode
     if services.precomputer is not None and mode != "off":
         texts = [passage.chunk.text for passage in planned.prompt.passages]
-        question = AnsweredQuestion(mode, prompt, texts, planned.documents, asked_at_ms, domain)
+        question = AnsweredQuestion(mode, prompt, texts, documents, asked_at_ms, domain)
         services.precomputer.question_answered(question, record)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import Unavailable
-from ragcache_core.planner.request_plan import RequestPlan
 from ragcache_gateway.chat.citations import cite
 from ragcache_gateway.chat.schema import (
     AnswerQuality,
@@ -20,8 +19,7 @@ from ragcache_gateway.engines.completion import (
 )
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.engine_request import PlannedQuestion
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.speculation.speculative_search import EndedGuess
 from ragcache_gateway.status.spans import record_unavailable
 
@@ -32,7 +30,6 @@ class Answer:
 
     Args:
         first_token_s: Time from the request to the first token. None: the answer came in one piece.
-        request_plan: The order and the engine that were chosen, and what was predicted.
         sent_s: When the request was sent, on the planner's clock.
         guesses: What engines computed during the search.
         created: Unix time in seconds.
@@ -43,7 +40,6 @@ class Answer:
     engine: Engine
     completion: Completion | WholeCompletion
     first_token_s: float | None
-    request_plan: RequestPlan
     sent_s: float
     citations: list[Citation]
     guesses: tuple[EndedGuess, ...] = ()
@@ -52,7 +48,7 @@ class Answer:
     @property
     def id(self) -> str:
         """Id of the answer."""
-        return self.planned.request_id
+        return self.planned.request.id
 
     @property
     def quality(self) -> AnswerQuality | None:
@@ -64,33 +60,28 @@ async def generate(
     services: ChatServices,
     planned: PlannedQuestion,
     stack: AsyncExitStack,
-    ahead: Sequence[ComputedAhead] = (),
     guesses: tuple[EndedGuess, ...] = (),
 ) -> Answer:
     """Have an engine answer. It returns at the first token of a stream, or with the whole answer.
 
     Args:
-        ahead: What engines have of the prompt because they computed it during the search.
         guesses: What engines computed during the search, for the explanation.
 
     Raises:
         Unavailable: No engine could answer.
         InvalidInput: The engine refused the request.
     """
-    planner, plans, question = services.planner, planned.plans, planned.question
-    assert plans is not None
-    reuse = question.reuse
-    request_plan = planner.renew(plans.plan, plans.by_rank, reuse, ahead)
-    preferred = planner.engine_of(request_plan)
+    planner, question, reuse = services.planner, planned.question, planned.question.reuse
+    preferred = planner.engine_of(planned.plan)
     sent_s = planner.now()
     completion: Completion | WholeCompletion
     first_token_s = None
-    with planner.waiting(preferred, request_plan):
+    with planner.waiting(preferred, planned.plan):
         if question.request.stream:
             engine, completion = await services.engines.complete(
-                planned.body,
+                planned.request.body,
                 stack,
-                planned.request_id,
+                planned.request.id,
                 preferred=preferred,
                 on_accepted=question.progress.engine_accepted,
             )
@@ -100,21 +91,20 @@ async def generate(
             services.metrics.observe_first_token(first_token_s, tenant)
         else:
             engine, completion = await services.engines.complete_whole(
-                planned.body,
+                planned.request.body,
                 planned.prompt.max_tokens,
                 stack,
-                planned.request_id,
+                planned.request.id,
                 preferred=preferred,
             )
     if not question.is_trial and reuse.mode != "off":
-        planner.computed(engine, request_plan, blends=reuse.mode == "blend")
+        planner.computed(engine, planned.plan, blends=reuse.mode == "blend")
     return Answer(
         planned=planned,
         model=services.model.name,
         engine=engine,
         completion=completion,
         first_token_s=first_token_s,
-        request_plan=request_plan,
         sent_s=sent_s,
         citations=cite(planned.prompt.passages),
         guesses=guesses,

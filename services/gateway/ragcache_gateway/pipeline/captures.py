@@ -21,7 +21,8 @@ from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.prompt import PromptedQuestion, build_prompt
+from ragcache_gateway.pipeline.plan import OrderedPrompt, order_documents
+from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import read_question
 from ragcache_gateway.pipeline.retrieval import retrieve
 
@@ -44,31 +45,32 @@ async def capture(services: ChatServices, request: ChatRequest, caller: Caller) 
         stack.enter_context(services.idle.question())
         question = read_question(services, request, caller)
         prompted = await build_prompt(services, await retrieve(services, question))
-        if not prompted.prompt.passages:
+        if not any(prompted.parts.documents):
             raise InvalidInput("messages", "find no documents", "ask about what was ingested")
-        prompt, body = await asyncio.to_thread(_plan, services, prompted)
+        ordered = await order_documents(services, prompted)
+        prompt, body = await asyncio.to_thread(_plan, services, ordered)
         _, completion = await services.engines.complete(body, stack)
         async for _ in completion.deltas():
             pass
     return Captured(chunks=len(prompt.chunk_ends), tokens=len(prompt.token_ids))
 
 
-def _plan(services: ChatServices, prompted: PromptedQuestion) -> tuple[Prompt, dict[str, Any]]:
+def _plan(services: ChatServices, ordered: OrderedPrompt) -> tuple[Prompt, dict[str, Any]]:
     """Make the prompt of a capture, and the engine's request. It hashes all tokens."""
-    prompt = reversed_chunks(prompted.prompt.prompt)
-    collection = prompted.question.request.ragcache.collection
+    prompt = reversed_chunks(ordered.prompt.prompt)
+    collection = ordered.question.request.ragcache.collection
     documents = [
         document_name(collection, passage.chunk.document_id)
-        for passage in reversed(prompted.prompt.passages)
+        for passage in reversed(ordered.prompt.passages)
     ]
     model = services.model
     plan = plan_exact(
         prompt,
         model.space,
-        prompted.question.caller.domain,
+        ordered.question.caller.domain,
         f"capture-{uuid.uuid4().hex}",
         documents,
-        prompted.search.asked_at_ms,
+        ordered.search.asked_at_ms,
     )
     body = completion_body(
         {"temperature": 0.0},
@@ -77,8 +79,8 @@ def _plan(services: ChatServices, prompted: PromptedQuestion) -> tuple[Prompt, d
         max_tokens=1,
         plan=plan,
         plan_keys=model.plan_keys,
-        cache_salt=prompted.question.caller.cache_salt,
-        priority=prompted.question.caller.priority,
+        cache_salt=ordered.question.caller.cache_salt,
+        priority=ordered.question.caller.priority,
     )
     return prompt, body
 

@@ -18,8 +18,8 @@ from ragcache_gateway.engines.completion import (
     prefill_body,
 )
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.engine_request import plan_off_loop
-from ragcache_gateway.pipeline.prompt import PromptedQuestion, build_prompt
+from ragcache_gateway.pipeline.plan import engine_request, order_documents
+from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
 from ragcache_gateway.planning.request_planner import ComputedAhead
@@ -56,17 +56,16 @@ def early_steps(services: ChatServices, question: Question) -> EarlySteps:
 
     async def build(stage: EarlyStage, ahead: Sequence[ComputedAhead]) -> EarlyPrompt:
         retrieved = RetrievedQuestion(question, _unfinished_search(stage))
-        prompted = await build_prompt(services, retrieved, ahead)
-        assert prompted.plans is not None
-        return EarlyPrompt(prompted.prompt, prompted.plans.plan)
+        prompted = await build_prompt(services, retrieved)
+        ordered = await order_documents(services, prompted, ahead)
+        return EarlyPrompt(ordered.prompt, ordered.plan)
 
     async def request(stage: EarlyStage | None, prompt: AnswerPrompt) -> dict[str, Any]:
-        search = _unfinished_search(stage)
-        prompted = PromptedQuestion(question, search, prompt, time.perf_counter())
-        planned = await plan_off_loop(services, prompted)
+        asked_at_ms = _unfinished_search(stage).asked_at_ms
+        asked = await engine_request(services, question, prompt, asked_at_ms)
         # A guess never goes before questions of the same key.
         priority = max(GUESS_PRIORITY, question.caller.priority + 1)
-        return prefill_body(planned.body, priority)
+        return prefill_body(asked.body, priority)
 
     return EarlySteps(
         chunk_keys,

@@ -1,60 +1,43 @@
-"""The prompt of a question, with the chunks that fit in the order that the planner chooses."""
+"""The prompt of a question before its plan: the conversation, and the documents that fit."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
-from ragcache_gateway.chat.schema import (
-    ChatRequest,
-)
+from ragcache_core.planner.request_plan import PlannedPrompt
+from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.chat.search import SearchResult
-from ragcache_gateway.engines.completion import (
-    MAX_LOOP_TOKENS,
-)
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
-from ragcache_gateway.planning.request_planner import ComputedAhead
-from ragcache_gateway.prompts.builder import AnswerPrompt, PromptParts
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedOrder:
-    """The documents by rank, and the plan that has chosen their order and the engine."""
-
-    by_rank: PlannedPrompt
-    plan: RequestPlan
+from ragcache_gateway.prompts.builder import PromptParts
 
 
 @dataclass(frozen=True, slots=True)
 class PromptedQuestion:
-    """A question with its prompt. ``started`` is when the gateway began to build the prompt."""
+    """A question with the parts of its prompt, and its documents by rank.
+
+    Args:
+        started: When the gateway began to build the prompt, on the clock of time.perf_counter.
+    """
 
     question: Question
     search: SearchResult
-    prompt: AnswerPrompt
+    parts: PromptParts
+    by_rank: PlannedPrompt
     started: float
-    plans: PlannedOrder | None = None
 
 
-async def build_prompt(
-    services: ChatServices, retrieved: RetrievedQuestion, ahead: Sequence[ComputedAhead] = ()
-) -> PromptedQuestion:
-    """Build the prompt with as many chunks as fit, in the order that the planner chooses.
+async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> PromptedQuestion:
+    """Tokenize the conversation and as many chunks as fit.
 
     Raises InvalidInput if the question does not fit.
-
-    Args:
-        ahead: What engines have computed for the question so far.
     """
     started = time.perf_counter()
-    question = retrieved.question
-    request, hits, domain = question.request, retrieved.search.hits, question.caller.domain
-    loop = asyncio.get_running_loop()
+    question, hits = retrieved.question, retrieved.search.hits
+    request, domain = question.request, question.caller.domain
 
     def select() -> tuple[PromptParts, PlannedPrompt]:
         prompts, max_tokens = services.prompts, request.answer_tokens()
@@ -70,17 +53,6 @@ async def build_prompt(
             parts = prompts.select_for_text(request.question(), hits, max_tokens)
         return parts, services.chunk_keys.planned_prompt(parts, domain)
 
-    parts, planned_prompt = await loop.run_in_executor(services.tokenizing, select)
-    request_plan = services.planner.plan(
-        planned_prompt,
-        question.reuse,
-        request.ragcache.order,
-        is_trial=question.is_trial,
-        ahead=ahead,
-    )
-    if planned_prompt.num_tokens <= MAX_LOOP_TOKENS:
-        prompt = parts.join(request_plan.order)
-    else:
-        prompt = await loop.run_in_executor(services.tokenizing, parts.join, request_plan.order)
-    plans = PlannedOrder(planned_prompt, request_plan)
-    return PromptedQuestion(question, retrieved.search, prompt, started, plans)
+    loop = asyncio.get_running_loop()
+    parts, by_rank = await loop.run_in_executor(services.tokenizing, select)
+    return PromptedQuestion(question, retrieved.search, parts, by_rank, started)

@@ -12,7 +12,7 @@ from ragcache_gateway.chat.schema import (
 from ragcache_gateway.pipeline.answer import Answer, generate
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.early_prompts import early_steps
-from ragcache_gateway.pipeline.engine_request import plan_off_loop, tell_plan
+from ragcache_gateway.pipeline.plan import plan, report_plan, with_engine
 from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question, read_question
 from ragcache_gateway.pipeline.retrieval import retrieve
@@ -66,10 +66,10 @@ async def answer_question(
     retrieved = await retrieve(services, question, on_early_stage)
     with services.tracer.start_step("tokenize") as span, span.current():
         prompted = await build_prompt(services, retrieved)
-        planned = await plan_off_loop(services, prompted)
+        planned = await plan(services, prompted)
         span.set(**planned.sizes())
-    current_span().set(answer=planned.request_id, reuse=question.reuse.mode, **planned.sizes())
+    current_span().set(answer=planned.request.id, reuse=question.reuse.mode, **planned.sizes())
     ahead = await speculation.settle(planned.prompt.prompt) if speculation else ()
     guesses = speculation.guesses if speculation else ()
-    tell_plan(planned)
-    return await generate(services, planned, stack, ahead, guesses)
+    report_plan(planned)
+    return await generate(services, with_engine(services, planned, ahead), stack, guesses)

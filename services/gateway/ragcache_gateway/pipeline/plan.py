@@ -1,0 +1,208 @@
+"""The plan of a question: order of its documents, engine, stored KV to load, and the request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragcache_core.plan.reuse_plan import document_name
+from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
+from ragcache_gateway.chat.search import SearchResult
+from ragcache_gateway.engines.completion import (
+    FIRST_TOKEN_LOGPROBS,
+    MAX_LOOP_TOKENS,
+    client_body,
+    with_engine_controls,
+    with_prompt,
+)
+from ragcache_gateway.explain.explanation import (
+    explain_plan,
+    prompt_parts,
+)
+from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.prompt import PromptedQuestion
+from ragcache_gateway.pipeline.question import Question
+from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.prompts.builder import AnswerPrompt
+from ragcache_gateway.prompts.reuse_mode import plan_reuse
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPrompt:
+    """The prompt of a question in the order that its plan has chosen.
+
+    Args:
+        by_rank: Its documents by rank.
+        plan: Has chosen their order and the engine.
+        started: When the gateway began to build the prompt, on the clock of time.perf_counter.
+    """
+
+    question: Question
+    search: SearchResult
+    prompt: AnswerPrompt
+    by_rank: PlannedPrompt
+    plan: RequestPlan
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """The request for the engine.
+
+    Args:
+        id: Id of the answer, and of the engine's record of it.
+        documents: Name of the document of each chunk in the prompt.
+        body: Body of the engine's completion, with the plan of reuse.
+    """
+
+    id: str
+    documents: tuple[str, ...]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedQuestion:
+    """A question with the request for the engine.
+
+    Args:
+        plan: The order and the engine that were chosen, and what was predicted.
+        tokenize_s: Time for prompt and plan.
+    """
+
+    ordered: OrderedPrompt
+    plan: RequestPlan
+    request: EngineRequest
+    tokenize_s: float
+
+    @property
+    def question(self) -> Question:
+        """The question."""
+        return self.ordered.question
+
+    @property
+    def search(self) -> SearchResult:
+        """What its search has found."""
+        return self.ordered.search
+
+    @property
+    def prompt(self) -> AnswerPrompt:
+        """Its prompt, with the passages."""
+        return self.ordered.prompt
+
+    def sizes(self) -> dict[str, int]:
+        """Return the prompt's sizes, for traces."""
+        return {
+            "chunks": len(self.prompt.passages),
+            "prompt_tokens": len(self.prompt.prompt.token_ids),
+        }
+
+
+async def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
+    """Choose the order of the documents and the engine, and say which stored KV it may load."""
+    ordered = await order_documents(services, prompted)
+    search = ordered.search
+    request = await engine_request(services, ordered.question, ordered.prompt, search.asked_at_ms)
+    tokenize_s = time.perf_counter() - ordered.started
+    return PlannedQuestion(ordered, ordered.plan, request, tokenize_s)
+
+
+async def order_documents(
+    services: ChatServices, prompted: PromptedQuestion, ahead: Sequence[ComputedAhead] = ()
+) -> OrderedPrompt:
+    """Choose the order of the documents and the engine, and join the prompt in that order.
+
+    Args:
+        ahead: What engines have computed for the question so far.
+    """
+    question, parts = prompted.question, prompted.parts
+    request_plan = services.planner.plan(
+        prompted.by_rank,
+        question.reuse,
+        question.request.ragcache.order,
+        is_trial=question.is_trial,
+        ahead=ahead,
+    )
+    if prompted.by_rank.num_tokens <= MAX_LOOP_TOKENS:
+        prompt = parts.join(request_plan.order)
+    else:
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(services.tokenizing, parts.join, request_plan.order)
+    return OrderedPrompt(
+        question, prompted.search, prompt, prompted.by_rank, request_plan, prompted.started
+    )
+
+
+async def engine_request(
+    services: ChatServices, question: Question, prompt: AnswerPrompt, asked_at_ms: int
+) -> EngineRequest:
+    """Make the engine's request, in a thread unless the prompt is so short that one costs more.
+
+    It hashes, signs and copies all tokens of the prompt.
+
+    Args:
+        asked_at_ms: Unix time before the search began.
+    """
+    if len(prompt.prompt.token_ids) <= MAX_LOOP_TOKENS:
+        return _engine_request(services, question, prompt, asked_at_ms)
+    return await asyncio.to_thread(_engine_request, services, question, prompt, asked_at_ms)
+
+
+def with_engine(
+    services: ChatServices, planned: PlannedQuestion, ahead: Sequence[ComputedAhead] = ()
+) -> PlannedQuestion:
+    """Choose the engine again, right before the request is sent.
+
+    Args:
+        ahead: What engines have of the prompt because they computed it during the search.
+    """
+    by_rank, reuse = planned.ordered.by_rank, planned.question.reuse
+    return replace(planned, plan=services.planner.renew(planned.plan, by_rank, reuse, ahead))
+
+
+def report_plan(planned: PlannedQuestion) -> None:
+    """Report to a client that wants it what was planned."""
+    progress, prompt = planned.question.progress, planned.prompt
+    if progress.is_told:
+        parts = prompt_parts(prompt.prompt, prompt.passages, planned.plan)
+        progress.prompt_planned(explain_plan(planned.plan), parts, len(prompt.prompt.token_ids))
+
+
+def _engine_request(
+    services: ChatServices, question: Question, prompt: AnswerPrompt, asked_at_ms: int
+) -> EngineRequest:
+    request, caller = question.request, question.caller
+    request_id = f"{request.ID_PREFIX}-{uuid.uuid4().hex}"
+    collection = request.ragcache.collection
+    documents = tuple(
+        document_name(collection, passage.chunk.document_id) for passage in prompt.passages
+    )
+    reuse_plan = plan_reuse(
+        question.reuse,
+        prompt.prompt,
+        services.model,
+        request_id,
+        documents,
+        asked_at_ms,
+        caller.domain,
+    )
+    body = client_body(
+        request.engine_fields(),
+        model=services.model.name,
+        max_tokens_field=request.MAX_TOKENS_FIELD,
+        max_tokens=prompt.max_tokens,
+    )
+    if question.is_trial:
+        body |= FIRST_TOKEN_LOGPROBS
+    body = with_prompt(body, prompt.prompt.token_ids, reuse_plan, services.model.plan_keys)
+    # No other request has this salt, so the engine's own prefix cache cannot hit either.
+    separated = question.reuse.mode == "off" or question.is_trial
+    body = with_engine_controls(
+        body,
+        cache_salt=request_id if separated else caller.cache_salt,
+        priority=caller.priority,
+    )
+    return EngineRequest(request_id, documents, body)
