@@ -49,7 +49,7 @@ class CacheView:
         max_nodes: Most nodes of the tree.
         predicted_tokens: Assumed size of the prefix cache of an engine that does not tell what it
             has. Too large a size is corrected by the hits that it reports.
-        poll_s: Time between two looks for engines and shards that have come or gone.
+        poll_s: Polling interval for engines and shards that were added or removed.
         metrics: Get the number of sources by state.
     """
 
