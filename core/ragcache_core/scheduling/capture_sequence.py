@@ -5,9 +5,9 @@ comes after other chunks, and its KV differs much there. Any real text before th
 difference, and two chunks are nearly as good as more. So chunks are computed in sequences, and each
 sequence begins with two chunks of context.
 
-The sequences of a batch share one context. The engine's prefix cache has it, so it is computed once.
-The context of a batch is the first two chunks of its first sequence. They are repeated at that
-sequence's end, where they are captured after other chunks, too.
+The sequences of a batch share one context. The engine's prefix cache has it, so it is computed
+once. The context of a batch is the first two chunks of its first sequence. They are repeated at
+that sequence's end, where they are captured after other chunks, too.
 
 A batch is bounded, because a delete of a context's document also deletes what was computed after
 it. A sequence is bounded, because attention costs grow with its length, and because questions have

@@ -99,13 +99,6 @@ class CacheView:
         )
         return frozenset((*synchronized, *self._predicted))
 
-    def is_synchronized(self, source: str) -> bool:
-        """Return whether a source's residency is current, and not predicted."""
-        return any(
-            one.follower.source == source and one.follower.state is FeedState.SYNCHRONIZED
-            for one in self._followed.values()
-        )
-
     def predict(
         self, engine: str, chunks: Sequence[ChunkKey], num_tokens: Sequence[int], now_s: float
     ) -> None:
