@@ -72,7 +72,7 @@ def _copy(source_path: Path, path: Path) -> None:
         contextlib.closing(sqlite3.connect(source_path, isolation_level=None)) as source,
         contextlib.closing(sqlite3.connect(path, isolation_level=None)) as target,
     ):
-        # In one step, because SQLite restarts a copy in several steps after each write.
+        # One step: a copy in several ones would begin again after each write.
         source.backup(target, pages=-1)
         # A file by itself, without a log beside it.
         target.execute("PRAGMA journal_mode = DELETE")
