@@ -3,7 +3,7 @@
 # Targets: gateway, retriever, engine, cachestore, operator, tools.
 # tools/images builds the same images from this file without Docker.
 #
-# GPU images:
+# GPU images (no test builds them, and the operator offers engines on CPUs only):
 #   docker build --target engine --build-arg EXTRA=engine-gpu --build-arg TORCH_INDEX= \
 #       --build-arg UNUSED= --build-arg PACKAGES="libnuma1 g++" --build-arg TORCH_COMPILE_DISABLE=0 .
 #   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH=torch==2.13.0 \

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
 
 from ragcache_core.errors import RagCacheError
 from ragcache_wire.channel import SERVER_OPTIONS
@@ -35,8 +36,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     gRPC logs any other exception and answers UNKNOWN.
     """
 
+    @override
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
         # Health and reflection raise no core errors, and they stream both ways.
         if handler is None or not details.method.startswith("/ragcache."):

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+QUESTION_TOKENS = 48
+"""Most tokens of the question whose attention scores select the tokens to recompute."""
+
 _NEXT = 0.999
 """Share of its influence that a token passes to the next one, below 1 so that it ranks first."""
 

@@ -1,10 +1,11 @@
 """Choose between loading stored KV and computing it, from measured latencies.
 
-Computing the whole prompt is always one of the options, so an option that is predicted to be slower
-is not chosen. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a tier of
-the engine itself. Computing and recomputing are predicted from a profile that the engine measures
-at start (``prefill_profile``) and corrects with the measured passes. A blend also has the seconds
-in which the engine selects the tokens to recompute.
+Computing the whole prompt is always one of the options. Reuse is chosen if it is predicted to take
+at most ``TIE_RATIO`` times as long as the fastest option. One declined option in ``RETRY_EVERY`` is
+chosen all the same. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a
+tier of the engine itself. Computing and recomputing are predicted from a profile that the engine
+measures at start (``prefill_profile``) and corrects with the measured passes. A blend also has the
+seconds in which the engine selects the tokens to recompute.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
+from typing_extensions import override
+
 from ragcache_core.eviction.ghosts import GhostEntries
 from ragcache_core.eviction.policy import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.score import ScorePolicy
@@ -41,10 +43,10 @@ class Admission(ABC, Generic[K]):
 class AlwaysAdmission(Admission[K]):
     """Stores every entry."""
 
+    @override
     def admits(
         self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
-        """See Admission.admits."""
         return True
 
 
@@ -54,10 +56,10 @@ class SecondTouchAdmission(Admission[K]):
     def __init__(self) -> None:
         self._offered: GhostEntries[K, None] = GhostEntries()
 
+    @override
     def admits(
         self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
-        """See Admission.admits."""
         known = key in self._offered
         self._offered.put(key, None, 0)
         return known
@@ -73,10 +75,10 @@ class ScoreAdmission(Admission[K]):
     def __init__(self, policy: ScorePolicy[K]) -> None:
         self._policy = policy
 
+    @override
     def admits(
         self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
-        """See Admission.admits."""
         if victim_priority is None:
             return True
         if self._policy.prospective_priority(key, candidate, now) >= victim_priority:

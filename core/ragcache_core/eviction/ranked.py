@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from typing_extensions import override
+
 from ragcache_core.eviction.policy import (
     MAX_PROTECTED_PER_SEARCH,
     EvictionCandidate,
@@ -80,8 +82,8 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
     def _on_evicted(self, key: K, state: S, priority: float) -> None:
         """Handle the eviction of an entry."""
 
+    @override
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """See EvictionPolicy.add."""
         entry = self._entries.get(key)
         if entry is None:
             state = self._initial_state(key, candidate, now)
@@ -97,8 +99,8 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         self._children.add(candidate.parent)
         self._push(key, entry)
 
+    @override
     def touch(self, key: K, now: float, use: VariantUse = REUSE) -> None:
-        """See EvictionPolicy.touch."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -107,23 +109,23 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         if entry.queued is not None and entry.rank < entry.queued:
             self._push(key, entry)
 
+    @override
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
-        """See EvictionPolicy.resize."""
         entry = self._entries[key]
         entry.candidate = candidate
         entry.rank = (self._priority(entry.state, candidate), entry.rank[1])
         if entry.queued is not None and entry.rank < entry.queued:
             self._push(key, entry)
 
+    @override
     def remove(self, key: K) -> None:
-        """See EvictionPolicy.remove."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._remove_child(entry.candidate.parent)
             self._compact()
 
+    @override
     def evict(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See EvictionPolicy.evict."""
         key = self.advance_to_victim(may_evict)
         if key is not None:
             entry = self._entries[key]
@@ -131,8 +133,8 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
             self._on_evicted(key, entry.state, entry.rank[0])
         return key
 
+    @override
     def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See EvictionPolicy.advance_to_victim."""
         if not self._heap:
             self._return_to_heap(MAX_PROTECTED_PER_SEARCH)
         protected: list[tuple[Rank, K]] = []
@@ -175,12 +177,12 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         allowed = [key for key in self._entries if may_evict(key)]
         return min(allowed, key=lambda key: self._entries[key].rank, default=None)
 
+    @override
     def is_leaf(self, key: K) -> bool:
-        """See EvictionPolicy.is_leaf."""
         return self._children.is_leaf(key)
 
+    @override
     def priority(self, key: K, now: float) -> float:
-        """See EvictionPolicy.priority."""
         return self._entries[key].rank[0]
 
     def __contains__(self, key: object) -> bool:
@@ -189,8 +191,8 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    @override
     def check(self) -> None:
-        """See EvictionPolicy.check."""
         self._children.check(entry.candidate.parent for entry in self._entries.values())
         in_heap = {*self._heap, *self._set_aside}
         for key, entry in self._entries.items():

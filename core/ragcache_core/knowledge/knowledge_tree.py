@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 
 from ragcache_core.identity.keys import ChunkKey, VariantKey
 from ragcache_core.knowledge.coldest_leaves import ColdestLeaves
-from ragcache_core.knowledge.match import Match
 from ragcache_core.knowledge.stored_node import Residency, StoredNode, residency_in
 from ragcache_core.knowledge.tree_node import TreeNode
 
@@ -67,11 +66,6 @@ class KnowledgeTree:
     def sources(self) -> list[str]:
         """Names of the sources that have a variant."""
         return list(self._by_source)
-
-    @property
-    def num_queued(self) -> int:
-        """Number of entries in the queues of leaves."""
-        return len(self._leaves)
 
     def store(self, source: str, tier: str, node: StoredNode) -> None:
         """Record that a source has a variant, or that its copy has changed.
@@ -146,15 +140,6 @@ class KnowledgeTree:
     def retract(self, source: str, node: TreeNode) -> None:
         """Take back what ``assume`` recorded of one node."""
         self._drop_residency(node, source)
-
-    def match(self, chunks: Sequence[ChunkKey]) -> Match:
-        """Return the longest prefix whose nodes each have an exact copy somewhere."""
-        nodes = []
-        for node in self.walk(chunks):
-            if not node.is_exact:
-                break
-            nodes.append(node)
-        return Match(tuple(nodes))
 
     def walk(self, chunks: Sequence[ChunkKey]) -> Iterator[TreeNode]:
         """Yield the known nodes of a prompt's first chunks, whether or not a source has them."""

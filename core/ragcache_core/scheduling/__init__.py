@@ -1,1 +1,1 @@
-"""Order of background work: the queue of prefills to precompute."""
+"""When requests run: background prefills and their slices, idle gaps, and ``Retry-After``."""

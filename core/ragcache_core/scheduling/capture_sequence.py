@@ -1,13 +1,13 @@
 """Arranges chunks that are computed ahead of questions as one prompt.
 
-A chunk that was computed right after the template has seen no other text. Its KV differs much from
-what it is in a prompt where it comes after other chunks. Any real text before it helps, and two
-chunks bring most of what more of them bring. So chunks are computed in sequences, and each sequence
-begins with two chunks that are there as context only.
+A chunk that was computed right after the template has attended to no other text. In a prompt it
+comes after other chunks, and its KV differs much there. Any real text before the chunk reduces the
+difference, and two chunks are nearly as good as more. So chunks are computed in sequences, and each
+sequence begins with two chunks of context.
 
-Sequences share their context, a batch of them after the other: the engine's prefix cache has it, so
-it costs next to nothing. The context of a batch is the first two chunks of its first sequence. They
-are repeated at that sequence's end, where they are captured after others, too.
+The sequences of a batch share one context. The engine's prefix cache has it, so it is computed
+once. The context of a batch is the first two chunks of its first sequence. They are repeated at
+that sequence's end, where they are captured after other chunks, too.
 
 A batch is bounded, because a delete of a context's document also deletes what was computed after
 it. A sequence is bounded, because attention costs grow with its length, and because questions have

@@ -44,9 +44,9 @@ def jitter(wait_s: float, unit: float) -> float:
 class SlotForecast:
     """Predicts when a full pool has a free slot.
 
-    The clients that are refused form a queue that the server does not hold: each one is promised
-    the slot after the one that was promised before it. Each slot that is freed keeps one promise,
-    so the queue ends when the congestion does.
+    Refused clients form a queue outside the server. Each client is promised the next slot that no
+    earlier client was promised. Each freed slot fulfils one promise, so the queue is empty when the
+    congestion ends.
     """
 
     def __init__(self) -> None:
@@ -108,9 +108,9 @@ class OutageForecast:
     def remaining_s(self, now: float) -> float:
         """Return how long the outage lasts from now on, on average.
 
-        The outages that lasted longer than this one has so far say how much longer they took. One
-        more is assumed to take as long again as this one has taken, because the longer an outage
-        lasts, the longer it may still last.
+        It is the mean over the earlier outages that were longer than this one is so far, of the
+        time that they took from this age on. One more outage, which lasts twice as long as this
+        one has so far, is added to them: the longer an outage lasts, the longer it may still last.
         """
         elapsed_s = 0.0 if self._down_since is None else now - self._down_since
         longer = [outage_s for outage_s in self._outages_s if outage_s > elapsed_s]

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic
 
+from typing_extensions import override
+
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.score import ScorePolicy
 from ragcache_core.tiering.access_counts import DecayedCounts
@@ -72,17 +74,17 @@ class ScoreTierPolicy(TierPolicy[K]):
         self._score: ScorePolicy[K] = ScorePolicy(leaves_only=False)
         self._num_bytes: dict[K, int] = {}
 
+    @override
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """See TierPolicy.add."""
         self._score.add(key, candidate, now)
         self._num_bytes[key] = candidate.num_bytes
 
+    @override
     def record_use(self, key: K, now: float) -> None:
-        """See TierPolicy.use."""
         self._score.touch(key, now)
 
+    @override
     def remove(self, key: K) -> None:
-        """See TierPolicy.remove."""
         self._score.remove(key)
         self._num_bytes.pop(key, None)
 
@@ -94,8 +96,8 @@ class ScoreTierPolicy(TierPolicy[K]):
         """
         return self._score.priority(key, now)
 
+    @override
     def assign_tiers(self, now: float) -> dict[K, Placement]:
-        """See TierPolicy.place."""
         fastest, room = next(iter(self.limits.items()), (Placement.DISK, 0))
         if sum(self._num_bytes.values()) <= room:
             return dict.fromkeys(self._num_bytes, fastest)
@@ -135,28 +137,28 @@ class ThresholdTierPolicy(TierPolicy[K]):
         self._counted: set[K] = set()
         self._num_bytes: dict[K, int] = {}
 
+    @override
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """See TierPolicy.add."""
         self.record_use(key, now)
         self._num_bytes[key] = candidate.num_bytes
 
+    @override
     def record_use(self, key: K, now: float) -> None:
-        """See TierPolicy.use."""
         self._counts.add(key, now)
         self._counted.add(key)
         if len(self._counted) > MAX_COUNTED:
             self._forget_coldest(now)
 
+    @override
     def remove(self, key: K) -> None:
-        """See TierPolicy.remove."""
         self._num_bytes.pop(key, None)
 
     def accesses(self, key: K, now: float) -> float:
         """Return the rank of key, higher for more used ones."""
         return self._counts.count(key, now)
 
+    @override
     def assign_tiers(self, now: float) -> dict[K, Placement]:
-        """See TierPolicy.place."""
         observations = self._observations(now)
         fastest = self._lists.assign_placements(observations)
         order = [key for key in rank_by_accesses(observations) if key in self._num_bytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
+from typing_extensions import override
 
 from ragcache_kv.codecs.numbers import Bits, Bytes, Number
 
@@ -38,14 +39,14 @@ class Coder(ABC):
 class Native(Coder):
     """The codec without encoding."""
 
+    @override
     def num_bytes(self, rows: int, dim: int, number: Number) -> int:
-        """See Coder."""
         return rows * dim * number.num_bytes
 
+    @override
     def encode(self, bits: Bits, _dim: int, _number: Number) -> Bytes:
-        """See Coder."""
         return bits.view(np.uint8)
 
+    @override
     def decode(self, encoded: Bytes, out: Bits, _dim: int, _number: Number) -> None:
-        """See Coder."""
         out.view(np.uint8)[:] = encoded

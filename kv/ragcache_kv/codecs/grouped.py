@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import (
@@ -79,8 +80,8 @@ class Grouped(Coder):
         """Return the encoded size, which is the same for every dtype."""
         return self._scale_bytes(rows, dim) + rows * self._row_bytes(dim)
 
+    @override
     def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
-        """See Coder."""
         if number is not BFLOAT16:
             bits = widen(bits, number).view(np.uint32)
         rows = bits.size // dim
@@ -95,8 +96,8 @@ class Grouped(Coder):
         kernel(bits, widen(scales, BFLOAT16), encoded[start:], dim, np.float32(number.limit))
         return encoded
 
+    @override
     def decode(self, encoded: Bytes, out: Bits, dim: int, number: Number) -> None:
-        """See Coder."""
         rows = out.size // dim
         start = self._scale_bytes(rows, dim)
         scales = encoded[:start].copy().view(np.uint16)

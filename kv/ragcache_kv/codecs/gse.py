@@ -31,6 +31,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import (
@@ -74,8 +75,8 @@ class Gse(Coder):
         """Return the encoded size, which is the same for every dtype."""
         return _HEAD_BYTES + rows * dim
 
+    @override
     def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
-        """See Coder."""
         wide = number is not BFLOAT16
         if wide:
             bits = widen(bits, number).view(np.uint32)
@@ -93,8 +94,8 @@ class Gse(Coder):
         kernel(bits, encoded[_HEAD_BYTES:], lowest, np.float32(number.limit))
         return encoded
 
+    @override
     def decode(self, encoded: Bytes, out: Bits, _dim: int, number: Number) -> None:
-        """See Coder."""
         lowest = int(encoded[:_HEAD_BYTES].copy().view("<i2")[0])
         codes = encoded[_HEAD_BYTES:]
         if lowest == NOT_FINITE:

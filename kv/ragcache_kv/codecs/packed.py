@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import Kernel, compiled, i64, inlined, u8, u16, u32
@@ -34,8 +35,8 @@ class Packed(Coder):
         """Raise ValueError: the size depends on the numbers."""
         raise ValueError("the size of packed numbers depends on the numbers")
 
+    @override
     def encode(self, bits: Bits, _dim: int, number: Number) -> Bytes:
-        """See Coder."""
         if number is not BFLOAT16 or bits.size % 2 or bits.size >= RAW:
             return _raw(bits)
         groups, most = -(-bits.size // _GROUP), bits.size // 16
@@ -53,8 +54,8 @@ class Packed(Coder):
         planes = (head, bases, signs, exponents, positions[:count], exceptions[:count])
         return np.concatenate([plane.view(np.uint8) for plane in planes])
 
+    @override
     def encoded_bytes(self, encoded: Bytes, rows: int, dim: int, number: Number) -> int:
-        """See Coder."""
         num_numbers = rows * dim
         if encoded.size < _HEAD_BYTES:
             raise ValueError("packed: too short for the header")
@@ -65,8 +66,8 @@ class Packed(Coder):
             raise ValueError("packed: only even numbers of bfloat16 are packed")
         return _planes_bytes(num_numbers) + count * _EXCEPTION_BYTES
 
+    @override
     def decode(self, encoded: Bytes, out: Bits, _dim: int, _number: Number) -> None:
-        """See Coder."""
         count = int(encoded[:_HEAD_BYTES].copy().view("<u4")[0])
         if count == RAW:
             out.view(np.uint8)[:] = encoded[_HEAD_BYTES:]

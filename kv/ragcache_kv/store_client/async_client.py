@@ -68,7 +68,7 @@ class AsyncStoreClient:
         exact: bool = False,
         domain: str = "",
     ) -> LookupAnswer:
-        """See StoreClient.lookup."""
+        """Return the stored variants of each key, or why there is none."""
         return await asyncio.to_thread(
             self._blocking_client().lookup, keys, timeout_s, exact, domain
         )
@@ -92,11 +92,11 @@ class AsyncStoreClient:
     async def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
-        """See StoreClient.put."""
+        """Store a value. Return what became of it."""
         return await asyncio.to_thread(self._blocking_client().put, variant, value, timeout_s, ack)
 
     async def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
-        """See StoreClient.delete."""
+        """Delete durably. Return the number of removed variants."""
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         reply: pb.DeleteReply = await self._call(self._stub.Delete, request, timeout_s)
         return reply.removed
@@ -104,13 +104,13 @@ class AsyncStoreClient:
     async def prefetch(
         self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
     ) -> int:
-        """See StoreClient.prefetch."""
+        """Bring values from disk into memory, in the background. Return how many."""
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request, timeout_s)
         return reply.started
 
     async def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
-        """See StoreClient.stats."""
+        """Return counters and sizes of the store."""
         reply: pb.StatsReply = await self._call(self._stub.Stats, pb.StatsRequest(), timeout_s)
         return reply
 

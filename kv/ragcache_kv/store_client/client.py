@@ -277,12 +277,10 @@ class StoreClient:
         call: Any = self._stub.Tombstones(request, metadata=metadata(traceparent()))
         return _read_deletions(call, idle_s)
 
-    def change_copy(
-        self, key: VariantKey, shard: str, drop: bool, timeout_s: float = LOOKUP_TIMEOUT_S
-    ) -> bool:
-        """Make or drop a copy of a variant on another shard. Return whether that changed it."""
-        request = pb.ChangeCopyRequest(key=to_key(key), shard=shard, drop=drop)
-        return self._call(self._stub.ChangeCopy, request, timeout_s).changed
+    def drop_copy(self, key: VariantKey, timeout_s: float = LOOKUP_TIMEOUT_S) -> bool:
+        """Have a shard drop its copy of a variant of another shard. Return whether it had one."""
+        request = pb.DropCopyRequest(key=to_key(key))
+        return self._call(self._stub.DropCopy, request, timeout_s).dropped
 
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
         """Return counters and sizes. Raises Unavailable."""

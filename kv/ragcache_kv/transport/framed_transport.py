@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
@@ -274,8 +275,8 @@ class FramedTransport(Transport, Generic[C]):
         """
         self.pool = ConnectionPool(connect)
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         self.pool.close()
 
     def begin_put(

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.variant import Miss
@@ -54,8 +55,8 @@ class GrpcTransport(Transport):
             "/ragcache.v1.CacheStore/Put", None, pb.PutReply.FromString
         )
 
+    @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
-        """See Transport."""
         message = to_get_request(
             request.keys, request.exact, request.domain, fix_overheads=request.fix_overheads
         )
@@ -64,14 +65,14 @@ class GrpcTransport(Transport):
         return _values(request, call)
 
     def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """See Transport. The first layer is returned when all values have arrived."""
+        """The first layer is returned when all values have arrived."""
         values = list(self.get(request))
         return LayeredValues(values, _layers(values))
 
+    @override
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
     ) -> PutOutcome:
-        """See Transport."""
         runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         failures: list[Exception] = []

@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
+from typing_extensions import override
+
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, ValuePart
@@ -160,14 +162,14 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         self._liveness = LivenessConnection(self._open)
         self._reader_pair = ReaderPair()
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         self._liveness.close()
         self._reader_pair.close()
         super().close()
 
+    @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
-        """See Transport."""
         withdrawals = self._withdrawals
         cached = [self._extents.get(request, key, withdrawals) for key in request.keys]
         if len(cached) == 1 and cached[0] is not None:
@@ -184,16 +186,16 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         return chain([first], self._in_order(rest, cached[1:], iter(())))
 
     def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """See Transport. It holds the leases of all values until the last layer."""
+        """It holds the leases of all values until the last layer."""
         call = self._call(request, 0, len(request.keys))
         copies = call.keep(lambda: _leased_copies(request, call, self._reader_pair))
         values = [copied.value for copied in copies]
         return LayeredValues(values, self._layers(request, call, copies))
 
+    @override
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
     ) -> PutOutcome:
-        """See Transport."""
         runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         with self.begin_put(variant, ack, deadline) as call:

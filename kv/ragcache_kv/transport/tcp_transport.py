@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 
+from typing_extensions import override
+
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
@@ -59,20 +61,20 @@ class TcpTransport(FramedTransport[FramedConnection]):
         self._address = (host, port)
         self._boot = boot
 
+    @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
-        """See Transport."""
         return self._values(request, self._call(request, 0, KEYS_PER_CALL, by_layer=False))
 
     def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """See Transport. It holds the leases of all values until the last layer."""
+        """It holds the leases of all values until the last layer."""
         call = self._call(request, 0, len(request.keys), by_layer=True)
         values = call.keep(lambda: _allocate(request, call))
         return LayeredValues(list(values), _layers(call, values))
 
+    @override
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
     ) -> PutOutcome:
-        """See Transport."""
         runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         early: list[bytes | memoryview] = [first[:EARLY_BYTES]]

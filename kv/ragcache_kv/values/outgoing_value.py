@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
+from typing_extensions import override
+
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.store_api import LEASE_S, NewVariant, PutCompletion
 from ragcache_kv.values.buffers import checksummed_parts
@@ -80,12 +82,12 @@ class ReadyValue(OutgoingValue):
         """Return a value, and compute the checksums of parts of these sizes."""
         return cls(raw, [part.checksum for part in checksummed_parts(raw, part_bytes)], cost_s)
 
+    @override
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
-        """See OutgoingValue."""
         return self._checksums[done:]
 
+    @override
     def wait_until_final(self, deadline: float) -> float:
-        """See OutgoingValue."""
         return self._cost_s
 
 

@@ -111,7 +111,7 @@ def _open(
     resources.callback(catch_up.close)
     replicator = Replicator(store, members if config.replication else None, own_address)
     resources.callback(replicator.close)
-    # Under `blend` a variant is of use without the ones before it.
+    # Under `blend` a variant can be reused although its parent is not stored.
     chained = members if config.reuse == "exact" else None
     orphan_collector = OrphanCollector(store, chained, own_address)
     resources.callback(orphan_collector.close)

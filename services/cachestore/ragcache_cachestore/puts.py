@@ -91,7 +91,7 @@ class Puts:
     def commit(
         self, incoming: IncomingPut, completion: PutCompletion, ack: Ack, timeout_s: float
     ) -> PutOutcome:
-        """Verify every part and make the value visible. See IncomingPut.commit."""
+        """Verify every part and make the value visible."""
         new = incoming.new
         try:
             incoming.add_checksums_up_to(new.info.num_bytes)
@@ -116,7 +116,7 @@ class Puts:
         return outcome
 
     def abort(self, incoming: IncomingPut, quarantine_s: float) -> None:
-        """Release the memory of a put. See IncomingPut.abort."""
+        """Release the memory of a put."""
         with self._state.lock:
             self._end_incoming(incoming.new)
             if quarantine_s:

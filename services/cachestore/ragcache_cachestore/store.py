@@ -202,7 +202,7 @@ class Store:
     # Deletes (deletes.py)
 
     def delete(self, deletion: Deletion) -> int:
-        """Apply one deletion. See delete_many."""
+        """Apply one deletion."""
         return self._deletes.apply([deletion])
 
     def delete_many(self, deletions: Sequence[Deletion]) -> int:
@@ -210,11 +210,11 @@ class Store:
         return self._deletes.apply(deletions)
 
     def drop_all(self) -> int:
-        """Drop every variant, because deletes were missed. See Deletes.drop_all."""
+        """Drop every variant, because deletes were missed."""
         return self._deletes.drop_all()
 
     def deletes_after(self, sequence: int) -> DeletionBatch:
-        """Return the next deletes after a sequence. See Deletes.after."""
+        """Return the next deletes after a sequence."""
         return self._deletes.after(sequence)
 
     def pull_positions(self) -> Mapping[bytes, int]:
@@ -282,7 +282,7 @@ class Store:
         parts: Sequence[ValuePart],
         views: Sequence[memoryview],
     ) -> bool:
-        """Store a value in another encoding. See EncodingSwapper.swap."""
+        """Store a value in another encoding."""
         return self._swapper.swap(key, identity, precision, parts, views)
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
@@ -294,11 +294,11 @@ class Store:
         self._variants.set_copies(key, shards)
 
     def sweep(self) -> None:
-        """End expired leases, and evict down to the low watermarks. See Housekeeping.sweep."""
+        """End expired leases, and evict down to the low watermarks."""
         self._housekeeping.sweep()
 
     def forget_tombstones(self) -> None:
-        """Forget deletes that are too old to matter, or too many. See Deletes.forget."""
+        """Forget deletes that are too old to matter, or too many."""
         self._deletes.forget()
 
     def stats(self) -> Stats:

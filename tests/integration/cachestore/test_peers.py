@@ -382,6 +382,13 @@ def pair(shards: tuple[ServedStore, ServedStore]) -> TwoShards:
     return TwoShards(shards)
 
 
+def copy_hot(pair: TwoShards) -> None:
+    """Read the variant of the first shard until it is hot, and let that shard copy it."""
+    for _ in range(3):
+        get(pair.owner.store, KEY)
+    pair.replicator.check()
+
+
 def copies(pair: TwoShards) -> tuple[str, ...]:
     """Return the copies that a lookup at the owner tells."""
     (found,) = pair.owner.client.lookup([LookupKey.for_variant(KEY)]).variants
@@ -392,9 +399,7 @@ def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: T
     put(pair.owner.store, KEY, RAW)
     pair.replicator.check()
     assert copies(pair) == ()
-    for _ in range(3):
-        get(pair.owner.store, KEY)
-    pair.replicator.check()
+    copy_hot(pair)
     assert copies(pair) == (pair.second.address,)
     assert get(pair.second.store, KEY) == RAW
     # A copy is not copied further, even if it is hot there.
@@ -407,7 +412,7 @@ def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: T
     assert get(pair.owner.store, KEY) == RAW
     # It is dropped without a tombstone, so that it may come back.
     assert pair.second.store.deletes_after(0).deletions == ()
-    assert pair.replicator.change(KEY, pair.second.address, drop=False)
+    copy_hot(pair)
     assert get(pair.second.store, KEY) == RAW
 
 
@@ -416,7 +421,7 @@ def test_a_variant_that_was_put_again_after_a_delete_is_copied(pair: TwoShards) 
         shard.store.delete(deletion())
     with catching_up(pair.owner, pair.second.address):
         put(pair.owner.store, KEY, RAW)
-        assert pair.replicator.change(KEY, pair.second.address, drop=False)
+        copy_hot(pair)
     assert get(pair.second.store, KEY) == RAW
 
 
@@ -424,17 +429,28 @@ def test_a_copy_is_refused_after_a_delete(pair: TwoShards) -> None:
     """The delete has reached one shard, but not yet the other."""
     put(pair.owner.store, KEY, RAW)
     pair.second.store.delete(deletion())
-    assert not pair.replicator.change(KEY, pair.second.address, drop=False)
+    copy_hot(pair)
     assert get(pair.second.store, KEY) is Miss.DELETED
     assert copies(pair) == ()
 
 
-def test_only_members_store_copies_and_an_owner_keeps_its_variant(pair: TwoShards) -> None:
+def test_a_shard_drops_its_copies_and_not_its_own_variants(pair: TwoShards) -> None:
     put(pair.owner.store, KEY, RAW)
-    assert not pair.replicator.change(KEY, "127.0.0.1:9", drop=False)
-    assert not pair.replicator.change(KEY, pair.owner.address, drop=True)
-    assert not pair.replicator.change(key(5), pair.second.address, drop=False), "not stored"
+    put(pair.second.store, KEY, RAW)
+    assert not pair.replicator.drop_own_copy(KEY)
+    assert pair.second_replicator.drop_own_copy(KEY)
+    assert not pair.second_replicator.drop_own_copy(KEY), "no longer stored"
     assert get(pair.owner.store, KEY) == RAW
+    assert get(pair.second.store, KEY) is Miss.EVICTED
+
+
+def test_a_shard_that_is_no_member_drops_nothing(pair: TwoShards) -> None:
+    put(pair.second.store, KEY, RAW)
+    removed = Replicator(
+        pair.second.store, FixedMembers((pair.owner.address,)), pair.second.address
+    )
+    assert not removed.drop_own_copy(KEY)
+    assert get(pair.second.store, KEY) == RAW
 
 
 def test_a_failed_copy_does_not_end_the_replicator(
@@ -458,7 +474,5 @@ def test_a_failed_copy_does_not_end_the_replicator(
         lonely.start()
         stack.callback(lonely.close)
         get(pair.owner.store, wanted)
-        eventually(lambda: "shard=127.0.0.1:9" in caplog.text)
-        with pytest.raises(Unavailable):
-            lonely.change(wanted, "127.0.0.1:9", drop=False)
+        eventually(lambda: caplog.text.count("shard=127.0.0.1:9") > 1)
     assert get(pair.owner.store, wanted) == RAW

@@ -197,9 +197,9 @@ def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
 
 
 def test_a_single_shard_has_no_copies(served: ServedStore) -> None:
-    assert not served.client.change_copy(key(1), "other:1", drop=False)
-    with pytest.raises(InvalidInput, match="shard"):
-        served.client.change_copy(key(1), "nowhere", drop=False)
+    put_value(served.client, key(1), value(10))
+    assert not served.client.drop_copy(key(1))
+    assert served.client.find_misses([key(1)], TIMEOUT_S) == [None]
 
 
 def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:

@@ -31,6 +31,7 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from tests.helpers.followed_source import following, until
+from tests.helpers.stored_prefix import stored_tokens
 from tests.integration.engine.test_vllm import make_prompt
 
 pytestmark = pytest.mark.timeout(900)
@@ -127,8 +128,8 @@ async def test_nodes_are_told_when_they_are_cached_and_dropped_when_they_are_evi
         fed.ask(first)
         await until(lambda: set(view.tiers) == set(fed.nodes(first)))
         assert set(view.tiers.values()) == {"device"}
-        match = view.tree.match([key.chunk for key in fed.nodes(first)])
-        assert match.num_tokens == first.chunk_ends[-1], "the nodes are one path"
+        path = [key.chunk for key in fed.nodes(first)]
+        assert stored_tokens(view.tree, path) == first.chunk_ends[-1], "the nodes are one path"
 
         def cached(prompt: Prompt) -> list[bool]:
             return [view.tiers.get(key) == "device" for key in fed.nodes(prompt)]

@@ -36,6 +36,7 @@ from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.helpers.cachestore_parts import key, put_value, value
 from tests.helpers.cuttable_connection import CuttableConnection
 from tests.helpers.followed_source import WAIT_S, following, tiers_of, until
+from tests.helpers.stored_prefix import stored_tokens
 
 HTTP = "10.0.0.1:8000"
 """The engine's name for the gateway. No request is sent there."""
@@ -157,8 +158,8 @@ async def test_a_restarted_gateways_view_equals_one_that_never_stopped(sources: 
     await until(lambda: is_current(restarted))
     await until(lambda: residency(restarted) == residency(first) == residency(other))
     chunks = [key(number).chunk for number in range(1, 7)]
-    matches = [view.tree.match(chunks) for view in (first, other, restarted)]
-    assert [match.num_tokens for match in matches] == [6 * 256] * 3
+    views = (first, other, restarted)
+    assert [stored_tokens(view.tree, chunks) for view in views] == [6 * 256] * 3
     assert [len(view.tree) for view in (first, restarted)] == [len(other.tree)] * 2
 
 
@@ -285,14 +286,13 @@ async def test_an_engine_without_a_feed_is_predicted(sources: Sources) -> None:
     view = await sources.view()
     engine = engine_source(HTTP)
     await until(lambda: engine in view.sources)
-    assert not view.is_synchronized(engine)
     chunks = [key(number).chunk for number in range(3)]
     # Chunks of one block: an engine that finds half a block contradicts nothing.
     size = PREDICTED_BLOCK_TOKENS
     view.predict(HTTP, chunks, [size] * 3, now_s=1.0)
-    assert view.tree.match(chunks).tokens_at([engine]) == 3 * size
+    assert stored_tokens(view.tree, chunks, [engine]) == 3 * size
     view.observe_hit(HTTP, [*chunks[:2], key(9).chunk], size, before_s=2.0)
-    assert view.tree.match(chunks).tokens_at([engine]) == 2 * size
+    assert stored_tokens(view.tree, chunks, [engine]) == 2 * size
     (summary,) = [one for one in view.summarize() if one.source == engine]
     assert summary.state == "predicted"
     await until(lambda: sources.counted("engine", "predicted") == 1)
@@ -312,6 +312,6 @@ async def test_an_engine_whose_service_has_no_feed_is_predicted_until_it_has_one
     view.predict(HTTP, chunks, [64, 64], now_s=1.0)
     sources.engines = {HTTP: sources.records}
     sources.tell(5)
-    await until(lambda: view.is_synchronized(engine))
+    await until(lambda: sources.counted("engine", "synchronized") == 1)
     assert tiers_of(view.tree, engine) == {key(5): "device"}
-    assert view.tree.match(chunks).num_tokens == 0
+    assert stored_tokens(view.tree, chunks) == 0

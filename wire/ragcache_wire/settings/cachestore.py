@@ -92,7 +92,8 @@ class CacheStoreSettings(ServiceSettings):
         PlainValidator(_precision),
         Accepts('harag, score, or a precision like "native" or "int8/int4"'),
     ] = setting(NATIVE, spec="spec.cacheStore.precision")
-    """Codecs of keys and values that all values are held in, or the policy that chooses them."""
+    """Codecs of keys and values, or the policy that chooses them. The object sets native and packed
+    only; benchmarks set the others."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
     """What the store is used for. exact: a variant outlives the variants after it on its shard.
     blend: each is worth something by itself."""

@@ -94,8 +94,6 @@ class EngineSettings(ServiceSettings):
     recompute_slice_tokens: TokenCount = setting(RECOMPUTE_SLICE_TOKENS, internal=_MEASURED)
     """Most tokens of a blend that are recomputed in one step next to other requests, which decode
     one token in it."""
-    question_tokens: TokenCount = setting(48, internal=_MEASURED)
-    """Most tokens of the question whose attention scores select the tokens to recompute."""
     save_queue_bytes: Count = setting(1 << 30, internal="A fixed bound of memory.")
     """Memory for values that wait to be sent to the store. What does not fit is not saved."""
     load_always: OnOff = setting(False, internal="Benchmarks and tests measure loads with it.")

@@ -971,50 +971,43 @@ class DeletionBatch(_message.Message):
 Global___DeletionBatch: _TypeAlias = DeletionBatch  # noqa: Y015
 
 @_typing.final
-class ChangeCopyRequest(_message.Message):
+class DropCopyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
-    DROP_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    """"host:port" of the shard that gains or loses the copy"""
-    drop: _builtins.bool
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
     def __init__(
         self,
         *,
         key: Global___VariantKey | None = ...,
-        shard: _builtins.str = ...,
-        drop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "key", b"key", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChangeCopyRequest: _TypeAlias = ChangeCopyRequest  # noqa: Y015
+Global___DropCopyRequest: _TypeAlias = DropCopyRequest  # noqa: Y015
 
 @_typing.final
-class ChangeCopyReply(_message.Message):
+class DropCopyReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHANGED_FIELD_NUMBER: _builtins.int
-    changed: _builtins.bool
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.bool
     def __init__(
         self,
         *,
-        changed: _builtins.bool = ...,
+        dropped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChangeCopyReply: _TypeAlias = ChangeCopyReply  # noqa: Y015
+Global___DropCopyReply: _TypeAlias = DropCopyReply  # noqa: Y015
 
 @_typing.final
 class HelloRequest(_message.Message):

@@ -85,10 +85,10 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.FromString,
                 _registered_method=True)
-        self.ChangeCopy = channel.unary_unary(
-                '/ragcache.v1.CacheStore/ChangeCopy',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.FromString,
+        self.DropCopy = channel.unary_unary(
+                '/ragcache.v1.CacheStore/DropCopy',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/ragcache.v1.CacheStore/Watch',
@@ -176,7 +176,7 @@ class CacheStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ChangeCopy(self, request, context):
+    def DropCopy(self, request, context):
         """Makes or drops a copy of a variant on another shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -244,10 +244,10 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeletionBatch.SerializeToString,
             ),
-            'ChangeCopy': grpc.unary_unary_rpc_method_handler(
-                    servicer.ChangeCopy,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.SerializeToString,
+            'DropCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCopy,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -519,7 +519,7 @@ class CacheStore:
             _registered_method=True)
 
     @staticmethod
-    def ChangeCopy(request,
+    def DropCopy(request,
             target,
             options=(),
             channel_credentials=None,
@@ -532,9 +532,9 @@ class CacheStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ragcache.v1.CacheStore/ChangeCopy',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeCopyReply.FromString,
+            '/ragcache.v1.CacheStore/DropCopy',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.DropCopyReply.FromString,
             options,
             channel_credentials,
             insecure,

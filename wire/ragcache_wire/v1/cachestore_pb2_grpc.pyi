@@ -63,7 +63,7 @@ class CacheStoreStub:
     """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
     message or more. Shards ask each other.
     """
-    ChangeCopy: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeCopyRequest, _cachestore_pb2.ChangeCopyReply]
+    DropCopy: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DropCopyRequest, _cachestore_pb2.DropCopyReply]
     """Makes or drops a copy of a variant on another shard."""
     Watch: _grpc.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]
     """Returns the stored variants as nodes of the knowledge tree, and each change from now on."""
@@ -103,7 +103,7 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
     message or more. Shards ask each other.
     """
-    ChangeCopy: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeCopyRequest, _cachestore_pb2.ChangeCopyReply]  # type: ignore[assignment]
+    DropCopy: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DropCopyRequest, _cachestore_pb2.DropCopyReply]  # type: ignore[assignment]
     """Makes or drops a copy of a variant on another shard."""
     Watch: _aio.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]  # type: ignore[assignment]
     """Returns the stored variants as nodes of the knowledge tree, and each change from now on."""
@@ -196,11 +196,11 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def ChangeCopy(
+    def DropCopy(
         self,
-        request: _cachestore_pb2.ChangeCopyRequest,
+        request: _cachestore_pb2.DropCopyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cachestore_pb2.ChangeCopyReply, _abc.Awaitable[_cachestore_pb2.ChangeCopyReply]]:
+    ) -> _typing.Union[_cachestore_pb2.DropCopyReply, _abc.Awaitable[_cachestore_pb2.DropCopyReply]]:
         """Makes or drops a copy of a variant on another shard."""
 
     @_abc_1.abstractmethod

@@ -45,7 +45,7 @@ class FixedLimits:
         self._limits = limits
 
     def current(self) -> GatewayLimits:
-        """See Limits."""
+        """Return the limits."""
         return self._limits
 
 

@@ -39,7 +39,7 @@ class FixedMembers:
         self._addresses = addresses
 
     def current(self) -> tuple[str, ...]:
-        """See Members."""
+        """Return the addresses."""
         return self._addresses
 
 

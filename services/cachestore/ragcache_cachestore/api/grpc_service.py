@@ -173,10 +173,10 @@ class CacheStoreService:
                 pb.TombstonesRequest.FromString,
                 pb.DeletionBatch.SerializeToString,
             ),
-            "ChangeCopy": unary(
-                self._change_copy,
-                pb.ChangeCopyRequest.FromString,
-                pb.ChangeCopyReply.SerializeToString,
+            "DropCopy": unary(
+                self._drop_copy,
+                pb.DropCopyRequest.FromString,
+                pb.DropCopyReply.SerializeToString,
             ),
             "Watch": stream(
                 self._watch, feed_pb.WatchRequest.FromString, feed_pb.NodeChanges.SerializeToString
@@ -382,23 +382,16 @@ class CacheStoreService:
             batch = await self._run_in(self._slow, partial(self._store.deletes_after, sequence))
             yield to_deletion_batch(batch)
 
-    async def _change_copy(
-        self, request: pb.ChangeCopyRequest, context: Context
-    ) -> pb.ChangeCopyReply:
-        """Make or drop a copy on another shard."""
+    async def _drop_copy(self, request: pb.DropCopyRequest, context: Context) -> pb.DropCopyReply:
+        """Drop the copy of another shard's variant."""
         self._check_open()
         _require_deadline(context)
         key = from_key("key", request.key)
-        host, _, port = request.shard.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise InvalidInput("shard", f"is {request.shard!r}", "send host:port of a shard")
         replicator = self._replicator
         if replicator is None:
-            return pb.ChangeCopyReply(changed=False)
-        return pb.ChangeCopyReply(
-            changed=await self._run_in(
-                self._slow, lambda: replicator.change(key, request.shard, drop=request.drop)
-            )
+            return pb.DropCopyReply(dropped=False)
+        return pb.DropCopyReply(
+            dropped=await self._run_in(self._slow, partial(replicator.drop_own_copy, key))
         )
 
     async def _watch(

@@ -7,7 +7,7 @@ A thread checks every few seconds what this shard has served, and
     replicator.start()  # when it serves
     replicator.close()  # before the store is closed
 
-The gRPC service answers ChangeCopy with ``replicator.change`` in a thread.
+The gRPC service answers DropCopy with ``replicator.drop_own_copy`` in a thread.
 
 A copy is an ordinary put. It has seen the deletes of the other shard that this shard has pulled.
 The other shard refuses it if a later delete covers the variant. So a delete that is under way
@@ -105,24 +105,14 @@ class Replicator:
         if self._thread.is_alive():
             self._thread.join()
 
-    def change(self, key: VariantKey, shard: str, *, drop: bool) -> bool:
-        """Make or drop a copy on a shard, which may be this one. Return whether anything changed.
-
-        A shard drops its own copy only if it is not the owner.
-
-        Raises:
-            Unavailable: The shard does not answer.
-        """
+    def drop_own_copy(self, key: VariantKey) -> bool:
+        """Drop the copy of a variant that this shard does not own. Return whether it had one."""
         addresses = () if self._members is None else self._members.current()
-        if shard not in addresses:
+        if self._own not in addresses:
             return False
-        if shard == self._own:
-            # Without the lock, or two shards that drop copies of each other would deadlock.
-            owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
-            return drop and not owned and self._store.discard(key)
-        with self._lock:
-            self._update_members()
-            return self._drop(key, shard) if drop else self._copy(key, shard)
+        # Without the lock, or two shards that drop copies of each other would deadlock.
+        owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
+        return not owned and self._store.discard(key)
 
     def check(self) -> None:
         """Decide once which copies to make and drop, and do it."""
@@ -158,7 +148,7 @@ class Replicator:
                 if shard not in addresses:
                     self._forget(key)
 
-    def _copy(self, key: VariantKey, shard: str) -> bool:
+    def _copy(self, key: VariantKey, shard: str) -> None:
         client = StoreClient(shard)
         try:
             client.connect()
@@ -168,25 +158,24 @@ class Replicator:
             as_of = AsOf(target, self._store.pull_positions().get(target, 0))
             exported = self._store.export(key)
             if exported is None:
-                return False
+                return
             variant, value = exported
             outcome = client.put(replace(variant, as_of=as_of), value, COPY_TIMEOUT_S)
         finally:
             client.close()
         if outcome not in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:
             log.info("replicator: shard refused a copy shard=%s outcome=%s", shard, outcome.value)
-            return False
+            return
         self._copies[key] = shard
         self._store.set_copies(key, (shard,))
         log.info("replicator: made a copy num_bytes=%d shard=%s", variant.info.num_bytes, shard)
-        return True
 
-    def _drop(self, key: VariantKey, shard: str) -> bool:
+    def _drop(self, key: VariantKey, shard: str) -> None:
         # Forgotten even if the other shard does not answer. It evicts the copy some day.
         self._forget(key)
         client = StoreClient(shard)
         try:
-            return client.change_copy(key, shard, drop=True, timeout_s=CALL_TIMEOUT_S)
+            client.drop_copy(key, timeout_s=CALL_TIMEOUT_S)
         finally:
             client.close()
 
@@ -195,7 +184,7 @@ class Replicator:
         self._store.set_copies(key, ())
 
     @staticmethod
-    def _try(act: Callable[[VariantKey, str], bool], key: VariantKey, shard: str) -> None:
+    def _try(act: Callable[[VariantKey, str], None], key: VariantKey, shard: str) -> None:
         try:
             act(key, shard)
         except RagCacheError as error:

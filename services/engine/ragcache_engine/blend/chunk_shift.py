@@ -169,7 +169,7 @@ class _CompiledShift:
     pairs: NDArray[np.int64]
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
-        """See ``_SliceShift``. The kernel writes to the cache itself."""
+        """The kernel writes to the cache itself."""
         self.kernel(
             self.packed.layers[index],
             *self.recomputed,
@@ -239,7 +239,6 @@ class _TorchShift:
         )
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
-        """See ``_SliceShift``."""
         count = self.weights.shape[1]
         keys, values = self.cache.tokens_at(index, self.blocks, self.positions)
         keys, values = keys.float(), values.float()

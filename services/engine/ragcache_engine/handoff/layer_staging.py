@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.kv_cache.device_event import DeviceEvent
@@ -40,8 +41,8 @@ class StagedValue(OutgoingValue):
         self._cost_s: float | None = None
         self._aborted = False
 
+    @override
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
-        """See OutgoingValue."""
         with self._changed:
             self._wait(deadline, done)
             end = done
@@ -49,8 +50,8 @@ class StagedValue(OutgoingValue):
                 end += 1
             return [self._checksums[layer] for layer in range(done, end)]
 
+    @override
     def wait_until_final(self, deadline: float) -> float:
-        """See OutgoingValue."""
         with self._changed:
             self._wait(deadline, None)
             assert self._cost_s is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ragcache_core.blend.token_ranking import QUESTION_TOKENS
 from ragcache_core.blend.variant_selection import Blend
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
@@ -9,16 +10,12 @@ from ragcache_engine.scheduler.block_reservation import BlockReservation
 from ragcache_engine.scheduler.load_planner import LoadPlanner
 from ragcache_engine.scheduler.request import RequestPhase, RequestState
 from ragcache_engine.scheduler.tier_map import TierMap
-from ragcache_wire.settings import EngineSettings
 
 
 class LoadTracker:
     """Keeps a request's state in step with its load."""
 
-    def __init__(
-        self, settings: EngineSettings, costs: ReuseCosts, tiers: TierMap, planner: LoadPlanner
-    ) -> None:
-        self._settings = settings
+    def __init__(self, costs: ReuseCosts, tiers: TierMap, planner: LoadPlanner) -> None:
         self._costs = costs
         self._tiers = tiers
         self._planner = planner
@@ -114,7 +111,7 @@ class LoadTracker:
         request.approximate_after = exact_end if previous is None else min(exact_end, previous)
         scratch: tuple[int, ...] = ()
         if blend.recompute_tokens and reservation is not None:
-            tokens = min(len(request.token_ids) - end, self._settings.question_tokens)
+            tokens = min(len(request.token_ids) - end, QUESTION_TOKENS)
             scratch = reservation.allocate_scratch(request_id, tokens)
         return RecomputeJob(
             exact_end=exact_end,

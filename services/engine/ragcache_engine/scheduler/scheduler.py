@@ -86,7 +86,7 @@ class ConnectorScheduler:
         self._intake = RequestIntake(settings, space, self._lookups, role)
         self._completion = LookupCompletion(settings, self._lookups)
         self._load_planner = LoadPlanner(settings, costs, self._tiers)
-        self._load_tracker = LoadTracker(settings, costs, self._tiers, self._load_planner)
+        self._load_tracker = LoadTracker(costs, self._tiers, self._load_planner)
         self._save_planner = SavePlanner(space)
         self._uses = UseReporter(client)
         self._reservation: BlockReservation | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ragcache_core.blend.token_ranking import QUESTION_TOKENS
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.prompt_slice import PromptSlice
@@ -124,7 +125,7 @@ class ConnectorWorker:
                 blend.recomputer,
                 blend.observer,
                 settings.recompute_slice_tokens,
-                settings.question_tokens,
+                QUESTION_TOKENS,
                 tracer,
                 joins_passes=joint_pass is not None,
             )

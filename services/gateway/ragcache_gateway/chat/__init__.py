@@ -1,1 +1,1 @@
-"""A question from request to answer. ``pipeline`` shows the way in order."""
+"""Chat requests: their schema, and what ``pipeline`` needs to answer them."""

@@ -49,7 +49,7 @@ class CacheView:
         max_nodes: Most nodes of the tree.
         predicted_tokens: Assumed size of the prefix cache of an engine that does not tell what it
             has. Too large a size is corrected by the hits that it reports.
-        poll_s: Time between two looks for engines and shards that have come or gone.
+        poll_s: Polling interval for engines and shards that were added or removed.
         metrics: Get the number of sources by state.
     """
 
@@ -98,13 +98,6 @@ class CacheView:
             if one.follower.state is FeedState.SYNCHRONIZED
         )
         return frozenset((*synchronized, *self._predicted))
-
-    def is_synchronized(self, source: str) -> bool:
-        """Return whether a source's residency is current, and not predicted."""
-        return any(
-            one.follower.source == source and one.follower.state is FeedState.SYNCHRONIZED
-            for one in self._followed.values()
-        )
 
     def predict(
         self, engine: str, chunks: Sequence[ChunkKey], num_tokens: Sequence[int], now_s: float

@@ -91,8 +91,8 @@ class Searching:
         began = time.perf_counter()
         cancelled = threading.Event()
         with contextlib.ExitStack() as stack:
-            # From the first step to the last: documents would resume in between, and a step of
-            # theirs takes the cores for milliseconds.
+            # The gate stays closed from the first step to the last. Between the steps, ingestion
+            # would otherwise resume and use all cores for milliseconds.
             stack.enter_context(self._gate.query())
             vector = await self._embed(query)
             embed_s = time.perf_counter() - began

@@ -61,9 +61,9 @@ EARLY_WAIT_S = 0.02
 SAVED_SEARCHES = 256
 """Searches after which what was learned of early stages is saved, besides at the end."""
 _LEG_GROWTH = 4
-"""Each further request is for so many times the hits of the one before."""
+"""Each retry asks for this many times as many hits."""
 _SPARE_HITS = 8
-"""Candidates after the last hit that may be newer versions of one, besides half as many as hits."""
+"""Candidates to examine beyond one and a half times the hits, to replace near duplicates."""
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
 

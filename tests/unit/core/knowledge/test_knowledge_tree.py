@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import HALF_LIFE_S, KnowledgeTree
 from ragcache_core.knowledge.stored_node import StoredNode
+from tests.helpers.stored_prefix import stored_prefix, stored_tokens
 
 CHUNKS = [bytes([i]) * KEY_BYTES for i in range(4)]
 SOURCES = ["engine:a:1", "engine:b:1", "store:c:1"]
@@ -99,7 +100,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 copies.get(path[: expected + 1], ("", False))[1] for copies in self.copies.values()
             ):
                 expected += 1
-            nodes = self.tree.match(path).nodes
+            nodes = stored_prefix(self.tree, path)
             assert len(nodes) == expected
             for end, node in enumerate(nodes, 1):
                 assert {s: (r.tier, r.exact) for s, r in node.residency.items()} == {
@@ -182,9 +183,9 @@ def test_a_child_that_arrives_before_its_parent_is_found_after_it() -> None:
     path = CHUNKS[:3]
     tree.store("store:c:1", "memory", node_of(path))
     tree.store("store:c:1", "memory", node_of(path[:1]))
-    assert len(tree.match(path).nodes) == 1
+    assert len(stored_prefix(tree, path)) == 1
     tree.store("store:c:1", "disk", node_of(path[:2]))
-    assert [node.chunk for node in tree.match(path).nodes] == path
+    assert [node.chunk for node in stored_prefix(tree, path)] == path
 
 
 def test_leaves_that_no_source_has_are_removed_first() -> None:
@@ -203,7 +204,7 @@ def test_then_the_coldest_leaf_is_removed_and_its_parent_stays() -> None:
     tree.store("store:c:1", "memory", node_of([CHUNKS[2]]))
     tree.record_use([CHUNKS[2]], 10.0)
     tree.store("store:c:1", "memory", node_of([CHUNKS[3]]))
-    assert tree.match(CHUNKS[:2]).num_tokens == 10
+    assert stored_tokens(tree, CHUNKS[:2]) == 10
     assert set(tree.roots) == {CHUNKS[0], CHUNKS[2], CHUNKS[3]}
 
 
@@ -212,7 +213,7 @@ def test_uses_count_half_after_the_half_life() -> None:
     store_path(tree, "store:c:1", CHUNKS[:1])
     for _ in range(64):
         tree.record_use(CHUNKS[:1], 0.0)
-    (node,) = tree.match(CHUNKS[:1]).nodes
+    (node,) = stored_prefix(tree, CHUNKS[:1])
     assert tree.frequency(node, 0.0) == pytest.approx(64, rel=0.01)
     assert tree.frequency(node, HALF_LIFE_S) == pytest.approx(32, rel=0.01)
 
@@ -237,10 +238,10 @@ def test_a_prefix_counts_only_as_far_as_sources_have_it_together() -> None:
     tree = KnowledgeTree(10)
     store_path(tree, "engine:a:1", CHUNKS[:1])
     store_path(tree, "store:c:1", CHUNKS[:3])
-    match = tree.match(CHUNKS)
-    assert match.tokens_at(["engine:a:1"]) == 10
-    assert match.tokens_at(["engine:a:1", "store:c:1"]) == match.num_tokens == 30
-    assert match.tokens_at([]) == 0
+    assert stored_tokens(tree, CHUNKS, ["engine:a:1"]) == 10
+    assert stored_tokens(tree, CHUNKS, ["engine:a:1", "store:c:1"]) == 30
+    assert stored_tokens(tree, CHUNKS) == 30
+    assert stored_tokens(tree, CHUNKS, []) == 0
 
 
 def test_repeated_drops_do_not_grow_the_queues() -> None:
@@ -248,4 +249,4 @@ def test_repeated_drops_do_not_grow_the_queues() -> None:
     for _ in range(1000):
         tree.store("store:c:1", "memory", node_of(CHUNKS[:1]))
         tree.drop("store:c:1", key_of(CHUNKS[:1]))
-    assert tree.num_queued <= 2
+    assert len(tree._leaves) <= 2

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache
+from tests.helpers.stored_prefix import stored_tokens
 
 SOURCE = "engine:a:1"
 CHUNKS = [bytes([i]) * KEY_BYTES for i in range(5)]
@@ -24,7 +25,7 @@ def make(capacity_tokens: int) -> tuple[KnowledgeTree, PredictedCache]:
 
 
 def resident(tree: KnowledgeTree, prompt: list[ChunkKey]) -> int:
-    return tree.match(prompt).tokens_at([SOURCE])
+    return stored_tokens(tree, prompt, [SOURCE])
 
 
 class BlockCache:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import DocumentOrder, RankedDocument, order_documents
+from tests.helpers.stored_prefix import stored_prefix
 
 SOURCE = "engine:a:1"
 HEAD = b"h" * KEY_BYTES
@@ -48,7 +49,7 @@ def stored_tokens(
 ) -> int:
     chunks = [HEAD, *(chunk for rank in order for chunk in documents[rank].chunks)]
     tokens = [0, *(size for rank in order for size in documents[rank].num_tokens)]
-    return sum(tokens[: len(tree.match(chunks).nodes)])
+    return sum(tokens[: len(stored_prefix(tree, chunks))])
 
 
 def exhaustive(

@@ -21,6 +21,7 @@ from ragcache_gateway.planning.request_planner import ComputedAhead, Order, Requ
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
+from tests.helpers.stored_prefix import stored_prefix
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 HEAD, A, B = (bytes([n]) * KEY_BYTES for n in range(3))
@@ -224,9 +225,9 @@ def test_what_may_have_been_blended_is_not_predicted() -> None:
     world = World()
     plan = world.plan()
     world.planner.computed(world.one.as_engine(), plan, blends=True)
-    assert not world.view.tree.match([HEAD, A, B]).nodes
+    assert not stored_prefix(world.view.tree, [HEAD, A, B])
     world.planner.computed(world.one.as_engine(), plan, blends=False)
-    assert len(world.view.tree.match([HEAD, A, B]).nodes) == 3
+    assert len(stored_prefix(world.view.tree, [HEAD, A, B])) == 3
 
 
 def test_the_engine_of_a_confirmed_guess_is_chosen_unless_it_has_failed() -> None:
@@ -273,7 +274,7 @@ def test_a_computed_guess_is_predicted_and_is_no_use_of_its_chunks() -> None:
     world = World()
     plan = world.plan()
     world.planner.computed_ahead(world.one.as_engine(), plan)
-    nodes = world.view.tree.match([HEAD, A, B]).nodes
+    nodes = stored_prefix(world.view.tree, [HEAD, A, B])
     before = [world.view.tree.frequency(node, world.now) for node in nodes]
     assert len(before) == 3
     world.planner.computed_ahead(world.one.as_engine(), plan)
