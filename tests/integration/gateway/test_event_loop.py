@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragcache_gateway.engines import client
-from ragcache_gateway.pipeline import captures, engine_request, prompt
+from ragcache_gateway.pipeline import captures, plan
 from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
 from tests.helpers.gateway_fakes import world
 
@@ -39,7 +39,7 @@ async def test_a_long_prompt_is_built_planned_and_encoded_outside_the_event_loop
 ) -> None:
     done: set[str] = set()
     loop = asyncio.get_running_loop()
-    for module in (prompt, engine_request, client):  # the prompts of this test are short
+    for module in (plan, client):  # the prompts of this test are short
         monkeypatch.setattr(module, "MAX_LOOP_TOKENS", 0)
 
     def wrap(owner: Any, name: str) -> None:
@@ -48,8 +48,8 @@ async def test_a_long_prompt_is_built_planned_and_encoded_outside_the_event_loop
     async with world(tiny_model) as gateway:
         wrap(PromptBuilder, "select")
         wrap(PromptParts, "join")
-        wrap(engine_request, "plan_reuse")
-        wrap(engine_request, "client_body")
+        wrap(plan, "plan_reuse")
+        wrap(plan, "client_body")
         wrap(client, "encode_body")
         assert (await gateway.ask()).status_code == 200
         assert done == {
