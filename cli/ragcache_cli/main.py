@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from ragcache_cli.clients.gateway_client import (
     GatewayApiClient,
     GatewayTarget,
+    PlatformState,
     RequestRefused,
     TryLater,
 )
@@ -531,29 +532,33 @@ def _local_status(data: Path | None, *, as_json: bool) -> bool:
     """Show the local parts and the cache; return whether questions can be answered."""
     folder, record = find_data(data)
     target = GatewayTarget(record.gateway_url, read_api_key(folder))
-    alive = record.supervisor_lives
+    state: PlatformState | None = None
+    try:
+        state = asyncio.run(_state(target))
+        problem = state.problem
+    except RagCacheError as error:
+        problem = str(error)
+    is_well = record.supervisor_lives and problem is None
     if as_json:
-        problem = asyncio.run(_ready_problem(target))
-        cache, remakes = asyncio.run(_cache_json(target)), asyncio.run(_remakes(target))
-        print_json(status_json(record, problem, cache, remakes))
-        return alive and problem is None
+        print_json(status_json(record, problem, state))
+        return is_well
     console = make_console()
     phase = record.phase
-    if not alive:
+    if not record.supervisor_lives:
         phase = "its supervisor is gone; clean up with `ragcache down`"
     elif any(part.phase != "ready" for part in record.parts):
         phase = "not ready"
     console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
     console.print(parts_table(record, time.time()))
-    problem = asyncio.run(_ready_problem(target))
     console.print(problem or "the gateway answers questions")
-    console.print(f"cache: {asyncio.run(_cache(target))}")
-    for one in asyncio.run(_remakes(target)) or ():
-        line = remake_line(
-            one["collection"], one["documents_done"], one["documents"], one["reason"]
-        )
-        console.print(line, markup=False)
-    return alive and problem is None
+    if state is not None:
+        console.print(f"cache: {describe_cache(state.cache)}")
+        for one in state.remakes or ():
+            line = remake_line(
+                one["collection"], one["documents_done"], one["documents"], one["reason"]
+            )
+            console.print(line, markup=False)
+    return is_well
 
 
 def _is_mistake(error: RagCacheError) -> bool:
@@ -567,39 +572,9 @@ def _smallest() -> RagCache:
     return parse_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}})
 
 
-async def _ready_problem(url: GatewayTarget) -> str | None:
-    async with GatewayApiClient(url) as client:
-        return await client.ready_problem()
-
-
-async def _cache_json(url: GatewayTarget) -> dict[str, Any] | None:
-    async with GatewayApiClient(url) as client:
-        try:
-            return await client.cache()
-        except RagCacheError:
-            return None
-
-
-async def _cache(url: GatewayTarget) -> str:
-    async with GatewayApiClient(url) as client:
-        try:
-            return describe_cache(await client.cache())
-        except RagCacheError as error:
-            return str(error)
-        except (KeyError, TypeError) as error:
-            return f"{url} does not answer as a gateway does ({error!r})"
-
-
-async def _remakes(url: GatewayTarget) -> list[dict[str, Any]] | None:
-    """Return the collections whose documents are prepared again; None without an answer."""
-    async with GatewayApiClient(url) as client:
-        try:
-            collections = await client.collections()
-            return [
-                {"collection": one["name"], **one["remake"]} for one in collections if one["remake"]
-            ]
-        except (RagCacheError, KeyError, TypeError):
-            return None
+async def _state(target: GatewayTarget) -> PlatformState:
+    async with GatewayApiClient(target) as client:
+        return await client.read_state()
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +70,36 @@ class GatewayTarget:
 
     def __str__(self) -> str:
         return self.url
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformState:
+    """What a gateway says about its platform.
+
+    Args:
+        status: Response of ``GET /v1/status``.
+        cache: Response of ``GET /v1/cache``; None if no shard of the cache store answered.
+        collections: Of ``GET /v1/collections``; None if the retriever did not answer, or if the
+            API key does not allow it.
+    """
+
+    status: Mapping[str, Any]
+    cache: Mapping[str, Any] | None
+    collections: list[dict[str, Any]] | None
+
+    @property
+    def problem(self) -> str | None:
+        """Why questions cannot be answered; None if they can."""
+        error = self.status.get("error")
+        return error["message"] if error else None
+
+    @property
+    def remakes(self) -> list[dict[str, Any]] | None:
+        """The collections whose documents are prepared again; None if they are not known."""
+        if self.collections is None:
+            return None
+        remade = (one for one in self.collections if one["remake"])
+        return [{"collection": one["name"], **one["remake"]} for one in remade]
 
 
 class GatewayApiClient:
@@ -178,16 +208,21 @@ class GatewayApiClient:
         """Return the content of the cache store and its hit rate."""
         return await self._call("GET", "/v1/cache")
 
-    async def status(self) -> dict[str, Any]:
-        """Return which parts are ready; with ``error`` if questions cannot be answered."""
+    async def read_state(self) -> PlatformState:
+        """Return the state of the platform, without what another part than the gateway refuses."""
         async with self._translated():
             reply = await self._http.get("/v1/status")
             if reply.is_error and reply.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 raise _refusal(reply)
-            body = dict(reply.json())
-            if "parts" not in body:
+            status = dict(reply.json())
+            if "parts" not in status:
                 raise _refusal(reply)
-            return body
+        cache = collections = None
+        with suppress(RagCacheError):
+            cache = await self.cache()
+        with suppress(RagCacheError):
+            collections = await self.collections()
+        return PlatformState(status, cache, collections)
 
     async def metrics(self) -> str:
         """Return the gateway's metrics in Prometheus' text format."""
@@ -226,14 +261,6 @@ class GatewayApiClient:
     async def put_quality_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Store a quality report; return what is known of the quality then."""
         return await self._call("PUT", "/v1/quality/report", report)
-
-    async def ready_problem(self) -> str | None:
-        """Return why the gateway cannot answer questions, or None if it can."""
-        try:
-            await self._call("GET", "/v1/status")
-        except RagCacheError as error:
-            return str(error)
-        return None
 
     async def chat(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a streamed chat completion; closing early cancels the request."""

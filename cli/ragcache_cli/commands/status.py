@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from rich.table import Table
 from rich.text import Text
 
+from ragcache_cli.clients.gateway_client import PlatformState
 from ragcache_cli.local.process import is_alive
 from ragcache_cli.local.state_file import PartRecord, PlatformRecord
 from ragcache_cli.output.console import duration
@@ -17,6 +18,7 @@ from ragcache_cli.output.console import duration
 _STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
 _MB = 1e6
 
+NO_CACHE: Final = "no shard of the cache store answers"
 
 GONE: Final = "gone"
 """Phase of a process that has ended while its supervisor did not see it."""
@@ -28,17 +30,13 @@ def part_phase(part: PartRecord) -> str:
 
 
 def status_json(
-    record: PlatformRecord,
-    problem: str | None,
-    cache: Mapping[str, Any] | None,
-    remakes: Sequence[Mapping[str, Any]] | None,
+    record: PlatformRecord, problem: str | None, state: PlatformState | None
 ) -> dict[str, Any]:
     """Return the status for programs.
 
     Args:
         problem: Why questions cannot be answered.
-        cache: Response of ``GET /v1/cache``; None: the gateway did not send it.
-        remakes: Collections whose documents are prepared again; None: the gateway did not say.
+        state: None: the gateway did not tell it.
     """
     is_supervised = record.supervisor_lives
     return {
@@ -47,8 +45,8 @@ def status_json(
         "parts": [{**asdict(part), "phase": part_phase(part)} for part in record.parts],
         "answering": is_supervised and problem is None,
         "problem": problem,
-        "cache": cache,
-        "remakes": remakes,
+        "cache": state and state.cache,
+        "remakes": state and state.remakes,
     }
 
 
@@ -76,8 +74,10 @@ def parts_table(record: PlatformRecord, now: float) -> Table:
     return table
 
 
-def describe_cache(cache: Mapping[str, Any]) -> str:
-    """Summarize the response of ``GET /v1/cache`` in a line."""
+def describe_cache(cache: Mapping[str, Any] | None) -> str:
+    """Summarize the cache of a PlatformState in a line."""
+    if cache is None:
+        return NO_CACHE
     asked = cache["hits"] + cache["misses"]
     rate = f"{cache['hits'] / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
     line = (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ragcache_cli.clients.gateway_client import PlatformState
 from ragcache_cli.monitoring.metric_series import MetricSeries, increases, percentile, rate
 from ragcache_wire.telemetry.catalogue import gateway, retriever
 
@@ -22,17 +23,11 @@ class PlatformSample:
 
     Args:
         at_s: Time of the sample, on a clock that never goes back.
-        status: Response of ``GET /v1/status``.
-        cache: Response of ``GET /v1/cache``; None if no shard of the cache store answered.
-        collections: Of ``GET /v1/collections``; None if the retriever did not answer, or if the
-            API key does not allow it.
     """
 
     at_s: float
     metrics: MetricSeries
-    status: Mapping[str, Any]
-    cache: Mapping[str, Any] | None
-    collections: list[dict[str, Any]] | None
+    state: PlatformState
 
 
 def make_frame(before: PlatformSample, after: PlatformSample) -> dict[str, Any]:
@@ -44,7 +39,7 @@ def make_frame(before: PlatformSample, after: PlatformSample) -> dict[str, Any]:
     elapsed_s = after.at_s - before.at_s
     return {
         "interval_s": round(elapsed_s, 3),
-        "status": _status(after.status),
+        "status": {"answering": after.state.problem is None, "problem": after.state.problem},
         "requests": _requests(before, after, elapsed_s),
         "ttft_s": _first_token(before.metrics, after.metrics),
         "ttft_since_start_s": _percentiles(after.metrics.buckets(gateway.TIME_TO_FIRST_TOKEN)),
@@ -54,16 +49,11 @@ def make_frame(before: PlatformSample, after: PlatformSample) -> dict[str, Any]:
             )
             for source in _TOKEN_SOURCES
         },
-        "cache": _cache(before.cache, after.cache),
-        "engines": [dict(engine) for engine in after.status["parts"]["engine"]["endpoints"]],
-        "retriever": after.status["parts"]["retriever"],
+        "cache": _cache(before.state.cache, after.state.cache),
+        "engines": [dict(engine) for engine in after.state.status["parts"]["engine"]["endpoints"]],
+        "retriever": after.state.status["parts"]["retriever"],
         "ingest": _ingest(before, after, elapsed_s),
     }
-
-
-def _status(status: Mapping[str, Any]) -> dict[str, Any]:
-    error = status.get("error")
-    return {"answering": error is None, "problem": error["message"] if error else None}
 
 
 def _requests(before: PlatformSample, after: PlatformSample, elapsed_s: float) -> dict[str, Any]:
@@ -119,8 +109,7 @@ def _ingest(before: PlatformSample, after: PlatformSample, elapsed_s: float) -> 
     def per_s(row: Any) -> float | None:
         return rate(before.metrics, after.metrics, elapsed_s, row)
 
-    collections = after.collections
-    remakes = [one["remake"] for one in collections or () if one["remake"] is not None]
+    collections, remakes = after.state.collections, after.state.remakes or ()
     known = collections is not None
     return {
         "documents": sum(one["documents"] for one in collections or ()) if known else None,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
 from contextlib import nullcontext
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import httpx
 import typer
@@ -24,8 +23,6 @@ from ragcache_cli.monitoring.view import draw
 from ragcache_cli.output.console import make_console, printable
 from ragcache_cli.output.form import OutputOption
 from ragcache_core.errors import RagCacheError, Unavailable
-
-R = TypeVar("R")
 
 _REPLY_S: Final = 5.0
 """Longest wait for a response. A later frame asks again."""
@@ -115,21 +112,11 @@ class _TopView:
                 return PlatformSample(
                     at_s=time.monotonic(),
                     metrics=MetricSeries.parse(pages),
-                    status=await client.status(),
-                    cache=await _unless_failed(client.cache()),
-                    collections=await _unless_failed(client.collections()),
+                    state=await client.read_state(),
                 )
             except ValueError as error:
                 problem = f"{self._target} does not answer as a gateway does ({error})"
                 raise Unavailable("gateway", problem) from error
-
-
-async def _unless_failed(call: Awaitable[R]) -> R | None:
-    """Return None if one part fails or refuses a call, so that the others are shown."""
-    try:
-        return await call
-    except RagCacheError:
-        return None
 
 
 async def _read(url: str) -> str:

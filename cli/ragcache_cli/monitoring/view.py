@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ragcache_cli.commands.status import NO_CACHE
 from ragcache_cli.output.console import printable
 
 _COLUMNS: Final = 80
@@ -64,7 +65,7 @@ def draw(frame: Mapping[str, Any], where: str) -> Table:
 
 def _add_cache(rows: Table, cache: Mapping[str, Any] | None) -> None:
     if cache is None:
-        rows.add_row("cache", Text("no shard of the cache store answers", style="red"))
+        rows.add_row("cache", Text(NO_CACHE, style="red"))
         return
     rows.add_row(
         "cache",

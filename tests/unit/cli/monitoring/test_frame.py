@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
 
+from ragcache_cli.clients.gateway_client import PlatformState
 from ragcache_cli.monitoring.frame import PlatformSample, make_frame
 from ragcache_cli.monitoring.metric_series import MetricSeries
 from ragcache_cli.monitoring.view import draw
@@ -37,7 +38,8 @@ CACHE: dict[str, Any] = {
     "shards": [{"address": "a:1", "up": True}, {"address": "b:1", "up": False}],
     "sources": [{"state": "synchronized"}, {"state": "predicted"}, {"state": "synchronized"}],
 }
-COLLECTION = {"documents": 8, "chunks": 80, "remake": {"documents_done": 2, "documents": 8}}
+REMAKE = {"documents_done": 2, "documents": 8}
+COLLECTION = {"name": "docs", "documents": 8, "chunks": 80, "remake": REMAKE}
 MODEL = ("chat", "ragcache", "m")
 
 
@@ -53,10 +55,10 @@ class Recorded:
         self.waiting = of_gateway.gauge(gateway.PRECOMPUTE_WAITING_CHUNKS)
         self.chunks = of_retriever.counter(retriever.INGESTED_CHUNKS)
 
-    def sample(self, at_s: float, cache: Any = CACHE, **more: Any) -> PlatformSample:
+    def sample(self, at_s: float, cache: Any = CACHE) -> PlatformSample:
         pages = [generate_latest(part.collectors).decode() for part in self.parts]
-        rest = {"status": STATUS, "collections": [COLLECTION]} | more
-        return PlatformSample(at_s, MetricSeries.parse(pages), cache=cache, **rest)
+        state = PlatformState(STATUS, cache, [COLLECTION])
+        return PlatformSample(at_s, MetricSeries.parse(pages), state)
 
 
 def drawn(frame: dict[str, Any]) -> list[str]:
@@ -104,8 +106,8 @@ def test_what_is_not_reported_is_null() -> None:
     no_parts = {"retriever": {"ready": False, "problem": "it starts"}}
     engine = {"ready": False, "problem": "no engine", "endpoints": []}
     status = {"error": {"message": "the engine starts"}, "parts": {**no_parts, "engine": engine}}
-    one = PlatformSample(0.0, empty, status, None, None)
-    frame = make_frame(one, PlatformSample(2.0, empty, status, None, None))
+    state = PlatformState(status, None, None)
+    frame = make_frame(PlatformSample(0.0, empty, state), PlatformSample(2.0, empty, state))
     assert frame["status"] == {"answering": False, "problem": "the engine starts"}
     assert frame["cache"] is None
     assert set(frame["ttft_s"].values()) == {None}
