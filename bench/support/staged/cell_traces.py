@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import faiss
 import numpy as np
 import numpy.typing as npt
 
-from ragcache_retriever.search.cell_base import CellBase, Probing
+from ragcache_retriever.search.faiss_base import FaissBase, SearchEffort
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,19 +36,24 @@ class CellTrace:
 
 
 def trace(
-    base: CellBase, query: npt.NDArray[np.float32], top_k: int, probing: Probing
+    base: FaissBase,
+    vectors: npt.NDArray[np.float32],
+    query: npt.NDArray[np.float32],
+    top_k: int,
+    effort: SearchEffort,
 ) -> CellTrace:
-    """Scan all planned cells of a query."""
-    plan = base.plan(query, probing)
+    """Scan all planned cells of a query, one at a time."""
+    cells, scanned = base.planned_cells(query, effort)
+    nearest_centroid = base.index.quantizer.search(query[np.newaxis], 1)[0][0, 0]
+    lists = base.index.invlists
     best_scores = np.full(top_k, -1.0, np.float32)
     best_positions = np.full(top_k, -1, np.int64)
     best, held = [], []
     num_new = []
-    for cell in plan.cells.tolist():
-        begin, end = int(base.offsets[cell]), int(base.offsets[cell + 1])
-        scores = base.vectors.scores(begin, end, query[np.newaxis])[:, 0]
-        all_scores = np.concatenate([best_scores, scores])
-        all_positions = np.concatenate([best_positions, np.arange(begin, end)])
+    for cell in cells.tolist():
+        positions = faiss.rev_swig_ptr(lists.get_ids(cell), lists.list_size(cell))
+        all_scores = np.concatenate([best_scores, vectors[positions] @ query])
+        all_positions = np.concatenate([best_positions, positions])
         order = np.argsort(-all_scores, kind="stable")[:top_k]
         num_new.append(int((order >= top_k).sum()))
         best_scores, best_positions = all_scores[order], all_positions[order]
@@ -55,11 +61,11 @@ def trace(
         held.append(set(best_positions.tolist()))
     final = held[-1] - {-1}
     return CellTrace(
-        plan.scanned,
+        scanned,
         np.stack(best).astype(np.float64),
         np.array(num_new),
         np.array([len(one & final) / len(final) for one in held]),
-        float(plan.centroid_scores[0]),
+        float(nearest_centroid),
         frozenset(base.rows[sorted(final)].tolist()),
     )
 

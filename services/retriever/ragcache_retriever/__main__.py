@@ -35,8 +35,7 @@ from ragcache_retriever.ranking.rerankers.bundled import BundledRanker
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
 from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
 from ragcache_retriever.ranking.rerankers.reranker import Reranker
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import IndexOptions, IndexThreads
 from ragcache_retriever.served_parts import ServedParts
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore

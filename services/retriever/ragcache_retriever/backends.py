@@ -6,9 +6,7 @@ import secrets
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -52,8 +50,8 @@ def make_indexes(
     """Return the vector indexes of the documents. They connect when one is opened.
 
     Args:
-        options: Of the own index. Other backends use its recall.
-        threads: Of the own index.
+        options: Of the embedded index. Other backends use its recall.
+        threads: Of the embedded index.
 
     Raises:
         InvalidInput: The settings cannot be used.
@@ -77,7 +75,7 @@ def make_indexes(
             identity = index_identity(settings.data_dir)
             return MilvusIndexes(settings.backend_url or "", identity, options.recall)
         case _:
-            return SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
+            return FaissIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
 
 
 def fused_estimates_file(folder: Path) -> Path:

@@ -14,12 +14,10 @@ from pymilvus import MilvusClient
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
-from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
 from ragcache_retriever.search.remote import milvus
 from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
 from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
@@ -131,7 +129,7 @@ def segments(
 
     def make(kind: IndexKind) -> OwnHarness:
         folder = tmp_path_factory.mktemp("segments")
-        return OwnHarness(SegmentedIndexes(folder, IndexOptions(), threads), kind)
+        return OwnHarness(FaissIndexes(folder, IndexOptions(), threads), kind)
 
     yield make
     threads.close()

@@ -30,7 +30,7 @@ class StageFeatures:
         unchanged: Share of the scan since the hits last changed.
         num_changes: Hits that are new since the last checkpoint.
         expected_better: Estimated number of vectors in the rest of the scan that score at least
-            ``kth_score``, see ``cell_geometry``. NaN: unknown.
+            ``kth_score``. NaN: unknown.
         expected_found: The same estimate for the finished part of the scan. The ratio of ``top_k``
             to it tells by how much the estimates for this query err. NaN: unknown.
     """

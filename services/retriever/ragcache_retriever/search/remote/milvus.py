@@ -31,7 +31,7 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.remote.row_conditions import row_conditions, span
-from ragcache_retriever.search.remote.staged_hits import StagedHits
+from ragcache_retriever.search.staged_hits import StagedHits
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)
@@ -118,11 +118,6 @@ class MilvusIndex:
     @property
     def is_building(self) -> bool:
         """Milvus builds indexes by itself, and searches what is not indexed yet completely."""
-        return False
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether what is stored cannot be read: the server would say so."""
         return False
 
     def rows(self) -> Rows:

@@ -19,7 +19,7 @@ import psycopg
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.remote.staged_hits import STAGE_SHARES, StagedHits, slices
+from ragcache_retriever.search.staged_hits import STAGE_SHARES, StagedHits, slices
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import (
     BigintArray,
@@ -90,11 +90,6 @@ class PgvectorIndex:
         """Whether this process builds or checks an index."""
         building = self._building
         return building is not None and building.is_alive()
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether what is stored cannot be read: the server would say so."""
-        return False
 
     def rows(self) -> Rows:
         """Return the sorted rows."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
-from ragcache_retriever.search.remote.staged_hits import StagedHits, slices
+from ragcache_retriever.search.staged_hits import StagedHits, slices
 
 hits = st.dictionaries(st.integers(1, 30), st.floats(-1, 1), max_size=20)
 
