@@ -1,7 +1,7 @@
 """An immutable faiss index of vectors, searched in parts.
 
-Vectors have positions, in the order of their rows. A flat index has cells, too: blocks of positions,
-all of them scanned. So one code scans both, and a search can end after any cell.
+Vectors have positions, in the order of their rows. A flat index has cells, too: blocks of
+positions, which are all scanned. So one code scans both, and a search can end after any cell.
 
 Source: RAGCache section 5.3, staged search of IVF and HNSW.
 """
