@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
-from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
@@ -109,7 +108,7 @@ def make_knowledge_base(
         store or SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         indexes
         or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), index_threads()),
-        HybridRanking(learned=fused_estimates_file(folder)),
+        HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,

@@ -1,4 +1,4 @@
-"""What searches with a declared recall find and compare, against other rules that stop a scan."""
+"""What searches with a declared recall find and compare, against a fixed number of cells."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.staged.cell_traces import CellTrace, Outcome, computations_at, trace
+from bench.support.staged.cell_traces import (
+    CellTrace,
+    Outcome,
+    computations_at,
+    fixed,
+    oracle,
+    trace,
+)
 from bench.support.staged.indexes import searched
 from bench.support.staged.stages import TOP_K
-from bench.support.staged.stopping_rules import Darth, fixed, oracle, patience
 from ragcache_retriever.search.faiss_base import FaissBase, SearchEffort
 from ragcache_retriever.search.faiss_index import FaissIndex
 
@@ -26,7 +32,6 @@ def measure_declared(
     base: FaissBase, vectors: Vectors, learned: Vectors, measured: Vectors, effort: SearchEffort
 ) -> dict[str, Any]:
     """Search with a declared recall after complete searches, and replay the other rules."""
-    training = [trace(base, vectors, query, TOP_K, effort) for query in learned]
     traces = [trace(base, vectors, query, TOP_K, effort) for query in measured]
     with searched(base, effort) as index:
         for query in learned:
@@ -38,8 +43,6 @@ def measure_declared(
     reached = ours[RECALL]
     rules = {
         "fixed": list(fixed(traces)),
-        "darth": list(Darth(training).outcomes(traces)),
-        "patience": list(patience(traces)),
         "oracle": list(oracle(traces)),
     }
     num_centroids = base.index.nlist

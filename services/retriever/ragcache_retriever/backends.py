@@ -16,7 +16,6 @@ from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
 
 _IDENTITY_FILE = "index-identity"
-_FUSED_ESTIMATES_FILE = "fused-estimates.json"
 
 
 def open_store(settings: RetrieverSettings) -> DocumentStore:
@@ -76,14 +75,6 @@ def make_indexes(
             return MilvusIndexes(settings.backend_url or "", identity, options.recall)
         case _:
             return FaissIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
-
-
-def fused_estimates_file(folder: Path) -> Path:
-    """Return the file of what hybrid searches have taught, of a data folder.
-
-    A restore removes it with the indexes, because numbers of generations then mean other chunks.
-    """
-    return folder / INDEXES_FOLDER / _FUSED_ESTIMATES_FILE
 
 
 def index_identity(folder: Path) -> str:

@@ -25,8 +25,8 @@ import faiss
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.search.faiss_base import FaissBase, Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import (
     BuildAborted,
@@ -89,8 +89,8 @@ class IndexOptions:
     """How the vectors of a collection are searched.
 
     Attributes:
-        recall: Searches stop when this recall is expected, unless they say otherwise. None: they
-            scan all planned cells.
+        recall: Searches stop at a stage that has had this recall, unless they say otherwise.
+            None: they finish.
     """
 
     kind: IndexKind = IndexKind.AUTO
@@ -120,7 +120,7 @@ class FaissIndex:
         self._dimension = dimension
         self._options = options
         self._threads = threads
-        self._estimator = SearchEstimator()
+        self._counts = StageCounts()
         self._lock = threading.Lock()  # guards changes of the view, for microseconds
         self._view = IndexView(base, None, Tail.empty(dimension))
         self._merge: Future[None] | None = None
@@ -218,7 +218,7 @@ class FaissIndex:
         """
         faiss.omp_set_num_threads(1)  # of this thread only
         vector = np.ascontiguousarray(query, np.float32)
-        hits = StagedHits(self._estimator, top_k, recall or self._options.recall)
+        hits = StagedHits(self._counts, top_k, recall or self._options.recall)
         parts = self._view.search(vector, top_k, self._options.effort, allowed)
         found: list[tuple[int, float]] = []
         caller_s, resumed = 0.0, time.perf_counter()
@@ -281,6 +281,8 @@ class FaissIndex:
                 tail = self._view.tail.since(merged.tail.count)
                 gone = np.concatenate([np.empty(0, np.int64), *self._removed_in_merge])
                 view = IndexView(base, None, Tail.empty(self._dimension))
+                if base.kind is not merged.base.kind:  # it has other stages
+                    self._counts = StageCounts()
                 self._view = view.changed(gone, tail.rows, tail.vectors)
         except BuildAborted:
             return
