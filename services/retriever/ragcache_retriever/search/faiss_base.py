@@ -95,12 +95,12 @@ class FaissBase:
         if with_rows is None:
             return
         self.index = faiss.downcast_index(with_rows.index)
-        self.rows = faiss.vector_to_array(with_rows.id_map)
+        self.rows = faiss.rev_swig_ptr(with_rows.id_map.data(), with_rows.id_map.size())
         if kind is not IndexKind.HNSW:
             entries = self.index.direct_map.array
             # The upper half of an entry is the cell, the lower one the place in it.
             self._cell_entries = faiss.rev_swig_ptr(entries.data(), entries.size())
-            self._sizes = np.bincount(self._cell_entries >> 32, minlength=self.index.nlist)
+            self._sizes = self._num_in_cells(np.arange(len(self.rows)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,12 +149,21 @@ class FaissBase:
         return self._walk(query, top_k, min(beam, len(self)), mask, min(top_k, num_found))
 
     def planned_cells(
-        self, query: Vectors, effort: SearchEffort, allowed: Positions | None = None
+        self,
+        query: Vectors,
+        effort: SearchEffort,
+        mask: Mask | None = None,
+        allowed: Positions | None = None,
     ) -> tuple[Positions, Positions]:
-        """Return the cells that a search scans, nearest first, and the vectors up to each."""
+        """Return the cells that a search scans, nearest first, and the vectors up to each.
+
+        Only vectors that may be found count.
+        """
         sizes = self._sizes
         if allowed is not None:
-            sizes = np.bincount(self._cell_entries[allowed] >> 32, minlength=len(sizes))
+            sizes = self._num_in_cells(allowed)
+        elif mask is not None:
+            sizes = sizes - self._num_in_cells(np.flatnonzero(~mask))
         if self.kind is IndexKind.FLAT:
             ranked, limit = np.arange(len(sizes)), int(sizes.sum())
         else:
@@ -165,6 +174,9 @@ class FaissBase:
         end = int(np.searchsorted(scanned, limit)) + 1
         return ranked[:end], scanned[:end]
 
+    def _num_in_cells(self, positions: Positions) -> Positions:
+        return np.bincount(self._cell_entries[positions] >> 32, minlength=self.index.nlist)
+
     def _scan(
         self,
         query: Vectors,
@@ -174,7 +186,7 @@ class FaissBase:
         allowed: Positions | None,
     ) -> Iterator[BasePart]:
         """Scan the nearest cells, a slice of them at a time."""
-        cells, scanned = self.planned_cells(query, effort, allowed)
+        cells, scanned = self.planned_cells(query, effort, mask, allowed)
         shares = STAGE_SHARES if self.kind is IndexKind.IVF else (1.0,)
         selector = None
         if mask is not None:

@@ -17,8 +17,8 @@ from ragcache_retriever.search.vector_index import Rows, Vectors
 
 FLAT_CELL: Final = 1 << 12
 """Vectors of a cell of a flat index."""
-GRAPH_LINKS: Final = 16
-GRAPH_BUILD_BEAM: Final = 128
+GRAPH_LINKS: Final = 32
+GRAPH_BUILD_BEAM: Final = 80
 TRAINING_VECTORS_PER_CELL: Final = 64
 _TRAINING_ROUNDS: Final = 10
 _RANGE_VECTORS: Final = 50_000
@@ -80,7 +80,7 @@ def build_base(
             raise BuildAborted
         _add(index, kind, positions, np.ascontiguousarray(source.gather(positions), np.float32))
     with_rows = faiss.IndexIDMap(faiss.IndexFlatIP(index.d))
-    with_rows.index = index  # gives up the ownership of Python
+    with_rows.index = index  # Python does not own it any more
     with_rows.own_fields = True
     faiss.copy_array_to_vector(source.rows, with_rows.id_map)
     with_rows.ntotal = len(source.rows)

@@ -118,10 +118,10 @@ class IndexView:
         tail = np.flatnonzero(self.tail.live)
         rows = np.concatenate([self.base.rows[base], self.tail.rows[tail]])
         order = np.argsort(rows, kind="stable")
-        places = np.concatenate([base, len(self.base) + tail])[order]
+        positions = np.concatenate([base, len(self.base) + tail])[order]
 
         def gather(indexes: Positions) -> Vectors:
-            chosen = places[indexes]
+            chosen = positions[indexes]
             in_base = chosen < len(self.base)
             vectors = np.empty((len(chosen), self.tail.vectors.shape[1]), np.float32)
             if in_base.any():

@@ -214,8 +214,7 @@ def test_rows_far_from_the_query_still_fill_the_hits(
         allowed = None
     found = final(index, query, 10, allowed).rows
     assert set(found) <= set(far.tolist())
-    if kind is IndexKind.HNSW or not are_removed:
-        assert len(found) == 10
+    assert len(found) == 10
     if kind is IndexKind.HNSW:
         assert found == nearest(far, vectors[far], query, 10)
 
