@@ -122,13 +122,13 @@ class PgvectorHarness:
 
 
 @pytest.fixture(scope="module")
-def segments(
+def embedded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[IndexKind], OwnHarness]]:
     threads = IndexThreads.start(1)
 
     def make(kind: IndexKind) -> OwnHarness:
-        folder = tmp_path_factory.mktemp("segments")
+        folder = tmp_path_factory.mktemp("embedded")
         return OwnHarness(FaissIndexes(folder, IndexOptions(), threads), kind)
 
     yield make
@@ -148,13 +148,13 @@ def kinds_of(backend: str) -> list[object]:
     return [pytest.param((backend, kind), id=f"{backend}-{kind.value}") for kind in kinds]
 
 
-ALL = [*kinds_of("segments"), *kinds_of("pgvector"), *kinds_of("milvus")]
+ALL = [*kinds_of("embedded"), *kinds_of("pgvector"), *kinds_of("milvus")]
 
 
 def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
     backend, kind = request.param
-    if backend == "segments":
-        harness: IndexHarness = request.getfixturevalue("segments")(kind)
+    if backend == "embedded":
+        harness: IndexHarness = request.getfixturevalue("embedded")(kind)
         harness.build()
         yield harness
         harness.index.close()
