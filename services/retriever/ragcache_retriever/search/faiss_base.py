@@ -56,18 +56,17 @@ class SearchEffort:
 
 
 @dataclass(frozen=True, slots=True)
-class BasePart:
+class SearchPart:
     """What one part of a search has found.
 
     Attributes:
-        positions: The best ones of this part. They may repeat those of an earlier part.
+        found: Rows and scores, the best ones of this part. They may repeat those of an earlier one.
         progress: Finished share of the search, 1 in the last part.
-        num_scored: Vectors that all parts so far were compared with. A walk counts its candidates.
+        num_scored: Vectors that this part was compared with. A walk counts its candidates.
         ends_stage: Whether the caller gets a stage now.
     """
 
-    positions: Positions
-    scores: Vectors
+    found: list[tuple[int, float]]
     progress: float
     num_scored: int
     ends_stage: bool
@@ -131,7 +130,7 @@ class FaissBase:
         effort: SearchEffort,
         mask: Mask | None,
         allowed: Positions | None,
-    ) -> Iterator[BasePart]:
+    ) -> Iterator[SearchPart]:
         """Search in parts, the last one with progress 1. There is a vector that may be found.
 
         Args:
@@ -144,7 +143,7 @@ class FaissBase:
         num_found = len(self) if mask is None else int(mask.sum())
         few = max(effort.exact_limit, WALK_SHARE * len(self))
         if allowed is not None and num_found <= few:
-            return self._compare(query, top_k, mask, 0)
+            return self._compare(query, top_k, mask)
         beam = math.ceil(max(effort.beam, 2 * top_k) * len(self) / num_found)
         return self._walk(query, top_k, min(beam, len(self)), mask, min(top_k, num_found))
 
@@ -184,24 +183,23 @@ class FaissBase:
         effort: SearchEffort,
         mask: Mask | None,
         allowed: Positions | None,
-    ) -> Iterator[BasePart]:
+    ) -> Iterator[SearchPart]:
         """Scan the nearest cells, a slice of them at a time."""
         cells, scanned = self.planned_cells(query, effort, mask, allowed)
         shares = STAGE_SHARES if self.kind is IndexKind.IVF else (1.0,)
         selector = None
         if mask is not None:
             selector = faiss.IDSelectorBitmap(np.packbits(mask, bitorder="little"))
-        begin = 0
+        begin = before = 0
         for end, ends_stage in scan_ends(scanned, shares):
-            positions, scores = self._scan_cells(query, top_k, cells[begin:end], selector)
-            num_scored = int(scanned[end - 1])
-            progress = num_scored / int(scanned[-1])
-            yield BasePart(positions, scores, progress, num_scored, ends_stage)
-            begin = end
+            found = self._scan_cells(query, top_k, cells[begin:end], selector)
+            so_far = int(scanned[end - 1])
+            yield SearchPart(found, so_far / int(scanned[-1]), so_far - before, ends_stage)
+            begin, before = end, so_far
 
     def _scan_cells(
         self, query: Vectors, top_k: int, cells: Positions, selector: Any
-    ) -> tuple[Positions, Vectors]:
+    ) -> list[tuple[int, float]]:
         cells = np.ascontiguousarray(cells, np.int64)
         distances = np.zeros(len(cells), np.float32)
         scores = np.empty(top_k, np.float32)
@@ -219,17 +217,16 @@ class FaissBase:
             faiss.SearchParametersIVF(nprobe=len(cells), sel=selector),
         )
         is_hit = positions >= 0
-        return positions[is_hit], scores[is_hit]
+        return pairs(self.rows[positions[is_hit]], scores[is_hit])
 
     def _walk(
         self, query: Vectors, top_k: int, beam: int, mask: Mask | None, num_wanted: int
-    ) -> Iterator[BasePart]:
+    ) -> Iterator[SearchPart]:
         """Walk over the graph with few candidates and then with all of them.
 
         Candidates that may not be found are left out afterwards. If they leave too few hits, they
         are between the query and those, so all are compared.
         """
-        num_scored = 0
         least, most = (
             math.ceil(share * beam) for share in (FIRST_BEAM_SHARE, MOST_FIRST_BEAM_SHARE)
         )
@@ -240,25 +237,27 @@ class FaissBase:
             is_hit = positions >= 0
             if mask is not None:
                 is_hit &= mask[positions]
-            num_scored += candidates
             if candidates == beam and is_hit.sum() < num_wanted:
-                yield from self._compare(query, top_k, mask, num_scored)
+                yield from self._compare(query, top_k, mask)
                 return
-            positions, scores = positions[is_hit][:top_k], scores[is_hit][:top_k]
-            yield BasePart(positions, scores, candidates / beam, num_scored, True)
+            hits = pairs(self.rows[positions[is_hit][:top_k]], scores[is_hit][:top_k])
+            yield SearchPart(hits, candidates / beam, candidates, ends_stage=True)
 
-    def _compare(
-        self, query: Vectors, top_k: int, mask: Mask | None, num_scored: int
-    ) -> Iterator[BasePart]:
+    def _compare(self, query: Vectors, top_k: int, mask: Mask | None) -> Iterator[SearchPart]:
         """Compare the query with each vector that may be found, in one stage."""
         positions = np.arange(len(self)) if mask is None else np.flatnonzero(mask)
         for begin in range(0, len(positions), COMPARED_BLOCK):
             block = positions[begin : begin + COMPARED_BLOCK]
             scores = self.gather(block) @ query
             best = np.argsort(-scores, kind="stable")[:top_k]
-            end = begin + len(block)
-            progress = end / len(positions)
-            yield BasePart(block[best], scores[best], progress, num_scored + end, progress == 1)
+            hits = pairs(self.rows[block[best]], scores[best])
+            progress = (begin + len(block)) / len(positions)
+            yield SearchPart(hits, progress, len(block), ends_stage=progress == 1)
+
+
+def pairs(rows: Rows, scores: Vectors) -> list[tuple[int, float]]:
+    """Return rows with their scores."""
+    return list(zip(rows.tolist(), scores.tolist(), strict=True))
 
 
 def scan_ends(scanned: Positions, shares: tuple[float, ...]) -> list[tuple[int, bool]]:

@@ -221,14 +221,16 @@ class FaissIndex:
         hits = StagedHits(self._counts, top_k, recall or self._options.recall)
         parts = self._view.search(vector, top_k, self._options.effort, allowed)
         found: list[tuple[int, float]] = []
+        num_scored = 0
         caller_s, resumed = 0.0, time.perf_counter()
         while cancelled is None or not cancelled():
             with self._threads.cores:
                 part = next(parts)
             found += part.found
+            num_scored += part.num_scored
             if not part.ends_stage:
                 continue
-            stage = hits.stage(found, part.progress, part.num_scored, is_last=part.progress == 1)
+            stage = hits.stage(found, part.progress, num_scored, is_last=part.progress == 1)
             found = []
             ended = time.perf_counter()
             if stage.final or ended - resumed >= caller_s:

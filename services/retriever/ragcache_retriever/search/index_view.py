@@ -7,22 +7,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ragcache_retriever.search.faiss_base import FaissBase, Mask, Positions, SearchEffort
+from ragcache_retriever.search.faiss_base import (
+    FaissBase,
+    Mask,
+    Positions,
+    SearchEffort,
+    SearchPart,
+    pairs,
+)
 from ragcache_retriever.search.faiss_build import VectorSource
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _FIRST_TAIL = 256
 _TAIL_BLOCK = 1 << 13
-
-
-@dataclass(frozen=True, slots=True)
-class ViewPart:
-    """What one part of a search has found: rows and scores. See BasePart for the others."""
-
-    found: list[tuple[int, float]]
-    progress: float
-    num_scored: int
-    ends_stage: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class IndexView:
 
     def search(
         self, query: Vectors, top_k: int, effort: SearchEffort, allowed: Rows | None
-    ) -> Iterator[ViewPart]:
+    ) -> Iterator[SearchPart]:
         """Search the tail and then the base in parts, the last one with progress 1.
 
         Args:
@@ -152,15 +149,9 @@ class IndexView:
             block = tail[begin : begin + _TAIL_BLOCK]
             scores = self.tail.vectors[block] @ query
             best = np.argsort(-scores, kind="stable")[:top_k]
-            found = _pairs(self.tail.rows[block[best]], scores[best])
-            yield ViewPart(found, 0.0, begin + len(block), ends_stage=False)
+            found = pairs(self.tail.rows[block[best]], scores[best])
+            yield SearchPart(found, 0.0, len(block), ends_stage=False)
         if not len(self.base) or not (mask is None or mask.any()):
-            yield ViewPart([], 1.0, len(tail), ends_stage=True)
+            yield SearchPart([], 1.0, 0, ends_stage=True)
             return
-        for part in self.base.search(query, top_k, effort, mask, positions):
-            found = _pairs(self.base.rows[part.positions], part.scores)
-            yield ViewPart(found, part.progress, len(tail) + part.num_scored, part.ends_stage)
-
-
-def _pairs(rows: Rows, scores: Vectors) -> list[tuple[int, float]]:
-    return list(zip(rows.tolist(), scores.tolist(), strict=True))
+        yield from self.base.search(query, top_k, effort, mask, positions)
