@@ -26,7 +26,9 @@ def measure_graph(vectors: Vectors, queries: Vectors) -> dict[str, Any]:
     wanted = exact.search(queries, TOP_K)[1]
     statistics = faiss.cvar.hnsw_stats  # type: ignore[attr-defined]
     statistics.reset()
-    parameters = faiss.SearchParametersHNSW(efSearch=EFFORT.beam)
+    parameters = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]
+        efSearch=EFFORT.beam
+    )
     found = base.index.search(queries, TOP_K, params=parameters)[1]
     compared = statistics.ndis
     statistics.reset()

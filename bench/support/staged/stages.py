@@ -103,7 +103,7 @@ def search(index: FaissIndex, query: Vectors) -> Staged:
 
 def plain_search(base: FaissBase, query: Vectors, nprobe: int) -> dict[int, float]:
     """Return the rows and scores of one search by faiss."""
-    parameters = faiss.SearchParametersIVF(nprobe=nprobe)
+    parameters = faiss.SearchParametersIVF(nprobe=nprobe)  # type: ignore[call-arg]
     scores, positions = base.index.search(query[np.newaxis], TOP_K, params=parameters)
     rows = base.rows[positions[0][positions[0] >= 0]]
     return dict(zip(rows.tolist(), scores[0].tolist(), strict=False))

@@ -25,6 +25,8 @@ Precision = Literal["float32", "sq8"]
 Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
+_faiss: Any = faiss  # its types leave out much of what Python can call
+
 STAGE_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Share of the scanned vectors at the end of each stage. After 13 % of the scan, 95 % of searches
 have their final hits (RAGCache Fig. 8)."""
@@ -187,9 +189,9 @@ class FaissBase:
         """Scan the nearest cells, a slice of them at a time."""
         cells, scanned = self.planned_cells(query, effort, mask, allowed)
         shares = STAGE_SHARES if self.kind is IndexKind.IVF else (1.0,)
-        selector = None
+        selector: Any = None
         if mask is not None:
-            selector = faiss.IDSelectorBitmap(np.packbits(mask, bitorder="little"))
+            selector = _faiss.IDSelectorBitmap(np.packbits(mask, bitorder="little"))
         begin = before = 0
         for end, ends_stage in scan_ends(scanned, shares):
             found = self._scan_cells(query, top_k, cells[begin:end], selector)
@@ -214,7 +216,7 @@ class FaissBase:
             faiss.swig_ptr(scores),
             faiss.swig_ptr(positions),
             False,
-            faiss.SearchParametersIVF(nprobe=len(cells), sel=selector),
+            _faiss.SearchParametersIVF(nprobe=len(cells), sel=selector),
         )
         is_hit = positions >= 0
         return pairs(self.rows[positions[is_hit]], scores[is_hit])
@@ -231,7 +233,7 @@ class FaissBase:
             math.ceil(share * beam) for share in (FIRST_BEAM_SHARE, MOST_FIRST_BEAM_SHARE)
         )
         for candidates in sorted({max(least, min(top_k, most)), beam}):
-            parameters = faiss.SearchParametersHNSW(efSearch=candidates)
+            parameters = _faiss.SearchParametersHNSW(efSearch=candidates)
             found = self.index.search(query[np.newaxis], candidates, params=parameters)
             scores, positions = found[0][0], found[1][0]
             is_hit = positions >= 0

@@ -20,6 +20,7 @@ FLAT_CELL: Final = 1 << 12
 GRAPH_LINKS: Final = 32
 GRAPH_BUILD_BEAM: Final = 80
 TRAINING_VECTORS_PER_CELL: Final = 64
+_faiss: Any = faiss  # its types leave out much of what Python can call
 _TRAINING_ROUNDS: Final = 10
 _RANGE_VECTORS: Final = 50_000
 """Vectors whose values set the ranges of quantized ones."""
@@ -97,7 +98,7 @@ def _trained(source: VectorSource, kind: IndexKind, precision: Precision) -> Any
         index: Any = (
             faiss.IndexHNSWFlat(sample.shape[1], *arguments)
             if precision == "float32"
-            else faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, *arguments)
+            else _faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, *arguments)
         )
         index.hnsw.efConstruction = GRAPH_BUILD_BEAM
     else:
@@ -114,7 +115,7 @@ def _trained(source: VectorSource, kind: IndexKind, precision: Precision) -> Any
 
 
 def _cells(dimension: int, num_cells: int, precision: Precision) -> Any:
-    quantizer = faiss.IndexFlatIP(dimension)
+    quantizer = _faiss.IndexFlatIP(dimension)
     index: Any
     if precision == "float32":
         index = faiss.IndexIVFFlat(quantizer, dimension, num_cells, faiss.METRIC_INNER_PRODUCT)
@@ -132,12 +133,12 @@ def _cells(dimension: int, num_cells: int, precision: Precision) -> Any:
     index.cp.niter = _TRAINING_ROUNDS
     index.cp.min_points_per_centroid = 1
     index.cp.max_points_per_centroid = TRAINING_VECTORS_PER_CELL
-    index.set_direct_map_type(faiss.DirectMap.Array)
+    index.set_direct_map_type(_faiss.DirectMap.Array)
     return index
 
 
 def _quantizer(index: Any) -> Any:
-    return index.sq if hasattr(index, "sq") else faiss.downcast_index(index.storage).sq
+    return index.sq if hasattr(index, "sq") else _faiss.downcast_index(index.storage).sq
 
 
 def _add(index: Any, kind: IndexKind, positions: Positions, vectors: Vectors) -> None:

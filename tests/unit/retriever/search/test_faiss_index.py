@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import faiss_base, faiss_index
 from ragcache_retriever.search.faiss_base import Precision, SearchEffort
+from ragcache_retriever.search.faiss_build import build_base
 from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
 from tests.helpers.vectors import (
     DIMENSION,
@@ -29,6 +31,7 @@ from tests.helpers.vectors import (
     wait_until_built,
 )
 
+FAISS: Any = faiss  # its types leave out much of what Python can call
 CELL_KINDS = (IndexKind.FLAT, IndexKind.IVF)
 KINDS = (*CELL_KINDS, IndexKind.HNSW)
 
@@ -104,7 +107,7 @@ def test_the_final_stage_of_cells_equals_a_plain_search_with_the_same_nprobe(
             cells, scanned = index.base.planned_cells(query, effort)
             ranked = index.base.index.quantizer.search(query[None], index.base.index.nlist)[1][0]
             nprobe = int(np.flatnonzero(ranked == cells[-1])[0]) + 1
-            parameters = faiss.SearchParametersIVF(nprobe=nprobe)
+            parameters = FAISS.SearchParametersIVF(nprobe=nprobe)
             scores, found = index.base.index.search(query[None], top_k, params=parameters)
             stage = final(index, query, top_k)
             is_hit = found[0] >= 0
@@ -123,7 +126,7 @@ def test_the_final_stage_of_a_graph_equals_a_plain_search_with_the_same_beam(
     for query in clustered(20, seed=6):
         *early, last = index.search(query, 10)
         assert [stage.progress for stage in early] in ([], [pytest.approx(1 / 8)])
-        parameters = faiss.SearchParametersHNSW(efSearch=SearchEffort().beam)
+        parameters = FAISS.SearchParametersHNSW(efSearch=SearchEffort().beam)
         plain = index.base.index.search(query[None], 10, params=parameters)[1][0]
         assert set(last.rows) == set(plain.tolist())
 
@@ -207,7 +210,7 @@ def test_rows_far_from_the_query_still_fill_the_hits(
     query = vectors[0]
     far = np.sort(np.argsort(vectors @ query)[:3000])
     index = loaded(threads, kind, vectors, SearchEffort(exact_limit=100, min_share=1 / 16))
-    allowed = far
+    allowed: np.ndarray | None = far
     if are_removed:
         monkeypatch.setattr(faiss_index, "MIN_TAIL", len(vectors))  # no merge meanwhile
         index.apply(np.setdiff1d(np.arange(6000), far).tolist(), (), NONE)
@@ -323,12 +326,11 @@ def test_a_search_does_not_wait_while_the_next_base_is_built(
     vectors = clustered(2000, seed=16)
     index = loaded(threads, IndexKind.FLAT, vectors[:1000])
     is_building, may_end = threading.Event(), threading.Event()
-    build = faiss_index.build_base
 
     def held(*arguments: object) -> object:
         is_building.set()
         assert may_end.wait(60)
-        return build(*arguments)  # type: ignore[arg-type]
+        return build_base(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(faiss_index, "build_base", held)
     index.set_kind(IndexKind.IVF)
