@@ -7,10 +7,10 @@ generator and the rules that are compared.
 * ``final_share_by_stage``: searches whose hits are the final ones after each stage of a scan of the
   whole collection. In RAGCache Fig. 8, 95 % are final after 13 %.
 * ``nonoverlap_ratio``: mean time until the final hits first appear and stay, over the mean time of
-  a plain scan (RAGCache Table 3, vector search ratio 100 %). ``probing_nonoverlap_ratio`` is that
-  of the scan that the default settings plan.
-* ``total_overhead``: time of a staged search over a plain scan of the same cells in blocks. Times
-  are CPU times of the thread.
+  one search by faiss (RAGCache Table 3, vector search ratio 100 %). ``probing_nonoverlap_ratio`` is
+  that of the scan that the default settings plan.
+* ``total_overhead``: time of a staged search over one search by faiss of the same cells. Times are
+  CPU times of the thread.
 * ``ece``: expected calibration error of the probabilities, of searches after the learned ones.
 * ``fused_ece``: the same of the probabilities that clients get with hybrid searches, streamed by a
   retriever that runs as a process: of generated texts, and with ``--data`` of SciFact's. The first
@@ -20,9 +20,9 @@ generator and the rules that are compared.
 * ``*_over_declared_computations``: compared vectors of another rule at this mean recall over those
   with a declared recall, centroids included. ``oracle`` knows what later cells hold: no rule for
   the same cells can do better, so that ``fixed_over_declared`` is at most ``fixed_over_oracle``.
-* ``hnsw_waste_share``: vectors that our walk compares beyond those of faiss at the same effort.
-* ``shared_scan_gain_*``: searches/s of so many callers over those of one, one thread scanning.
-* ``sq8_recall``: of quantized vectors, against the hits of the same cells with float32.
+* ``hnsw_waste_share``: vectors that a staged walk compares beyond one walk by faiss.
+* ``shared_scan_gain_*``: searches/s of so many callers over those of one, one scan at a time.
+* ``sq8_recall``: of quantized vectors, against the hits of float32 in all cells.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from bench.support.staged.indexes import build
 from bench.support.staged.loads import measure_index, measure_quantized
 from bench.support.staged.stages import measure_stages
 from ragcache_retriever.concurrency.cpu import usable_cores
-from ragcache_retriever.search.cell_base import Probing
+from ragcache_retriever.search.faiss_base import SearchEffort
 
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
     parser.add_argument("--vectors", type=int, help="number of generated vectors")
     arguments = parser.parse_args()
-    threadpool_limits(1, user_api="blas")  # as the scan threads of the retriever
+    threadpool_limits(1, user_api="blas")  # as the retriever
     faiss.omp_set_num_threads(usable_cores())
     sizes = QUICK if arguments.quick else FULL
     results = {"generated": generated(sizes, arguments.vectors or sizes.vectors)}
@@ -108,17 +108,20 @@ def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
     queries = draw_queries(clusters, vectors, sizes.learned + sizes.measured, draw)
     learned, measured = queries[: sizes.learned], queries[sizes.learned :]
     # The quick run has too few vectors for the default limit of complete scans.
-    probing = Probing() if num_vectors > 4 * Probing().exact_limit else Probing(0, 1 / 4)
+    effort = SearchEffort()
+    if num_vectors <= 4 * effort.exact_limit:
+        effort = SearchEffort(0, 1 / 4)
     results: dict[str, Any] = {"vectors": num_vectors, "queries": len(measured)}
     base = build(vectors)
     faiss.omp_set_num_threads(1)  # a search runs on one thread
-    stages = measure_stages(base, vectors, learned, measured, probing)
+    stages = measure_stages(base, vectors, learned, measured, effort)
     results |= _logged("stages", stages)
-    results |= _logged("declared recall", measure_declared(base, learned, measured, probing))
-    results |= _logged("quantized", measure_quantized(base, vectors, measured, probing))
+    declared = measure_declared(base, vectors, learned, measured, effort)
+    results |= _logged("declared recall", declared)
+    results |= _logged("quantized", measure_quantized(base, vectors, measured))
     results |= _logged("graph", measure_graph(vectors[: sizes.graph_vectors], measured))
     del base
-    results |= _logged("index", measure_index(vectors, queries, probing, sizes.searches))
+    results |= _logged("index", measure_index(vectors, queries, effort, sizes.searches))
     texts = generated_texts(20, 20, sizes.fused_questions)
     results |= _logged("fused", _fused(texts, sizes.fused_questions // 3))
     return results
@@ -132,11 +135,11 @@ def scifact(folder: Path, kept: Path | None) -> dict[str, Any]:
     halves = queries[order[: len(order) // 2]], queries[order[len(order) // 2 :]]
     base = build(vectors)
     # SciFact is small, so that only a scan of all cells has stages.
-    probing = Probing(0, 1.0)
+    effort = SearchEffort(0, 1.0)
     runs = []
     for learned, measured in (halves, halves[::-1]):
-        run = measure_stages(base, vectors, learned, measured, probing)
-        run |= measure_declared(base, learned, measured, probing)
+        run = measure_stages(base, vectors, learned, measured, effort)
+        run |= measure_declared(base, vectors, learned, measured, effort)
         runs.append(run)
     means = {name: _mean([run[name] for run in runs]) for name in runs[0]}
     _logged("scifact", means)

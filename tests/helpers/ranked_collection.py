@@ -91,10 +91,10 @@ class RankedCollection:
 
 
 def ranked_collection(
-    store: SqliteDocumentStore, texts: Sequence[str], vectors: Sequence[Vectors]
+    store: SqliteDocumentStore, texts: Sequence[str], vectors: Sequence[Vectors], name: str = "c"
 ) -> RankedCollection:
     """Return a collection with one document for each text. Later ones are newer."""
-    generation = add_collection(store, "c")
+    generation = add_collection(store, name)
     rows: list[int] = []
     for i, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         document = a_document(f"d{i}", text)
@@ -103,7 +103,7 @@ def ranked_collection(
         )
         with store.transaction():
             change = store.replace(
-                "c",
+                name,
                 document,
                 DocumentVersion(document.content_hash(), i),
                 {generation: chunks},

@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
-from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
@@ -26,10 +25,8 @@ from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.limited_service import LimitedService
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.search.cell_base import Probing
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_base import SearchEffort
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -99,7 +96,7 @@ def make_knowledge_base(
     *,
     embedder: Embedder | None = None,
     defaults: CollectionDefaults = DEFAULTS,
-    probing: Probing = Probing(),  # noqa: B008  it is immutable
+    effort: SearchEffort = SearchEffort(),  # noqa: B008  it is immutable
     split_limit: SplitLimit | None = None,
     now: float = 1_700_000_000.0,
     clock: Callable[[], float] | None = None,
@@ -110,10 +107,8 @@ def make_knowledge_base(
     return KnowledgeBase(
         store or SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         indexes
-        or SegmentedIndexes(
-            folder / INDEXES_FOLDER, IndexOptions(probing=probing), index_threads()
-        ),
-        HybridRanking(learned=fused_estimates_file(folder)),
+        or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), index_threads()),
+        HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,
         defaults,

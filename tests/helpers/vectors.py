@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ragcache_retriever.search.cell_base import Probing
-from ragcache_retriever.search.scan_pool import IndexThreads
+from ragcache_retriever.search.faiss_base import SearchEffort
+from ragcache_retriever.search.faiss_index import IndexThreads
 from ragcache_retriever.search.vector_index import IndexStage, Rows, VectorIndex, Vectors
 from ragcache_retriever.store.vector_indexes import RowIndex
 
 DIMENSION = 16
 NONE: Vectors = np.empty((0, DIMENSION), np.float32)
-EVERYTHING = Probing(exact_limit=1 << 40)
+EVERYTHING = SearchEffort(exact_limit=1 << 40)
 
 
 def unit(vectors: np.ndarray) -> Vectors:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
-from bench.support.staged.indexes import build, opened_base
+from bench.support.staged.indexes import build, searched
 from bench.support.staged.stages import search
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
-from ragcache_retriever.search.cell_base import Probing
+from ragcache_retriever.search.faiss_base import SearchEffort
 from ragcache_retriever.search.vector_index import IndexStage
 
 NUM_VECTORS = 20_000
@@ -31,14 +30,12 @@ def record_searches(
     clusters = make_clusters(NUM_VECTORS, draw)
     vectors = draw_vectors(clusters, NUM_VECTORS, draw)
     queries = draw_queries(clusters, vectors, LEARNED + count, draw)
-    view = opened_base(build(vectors))
+    base = build(vectors)
     recorded: dict[float, list[Sequence[IndexStage]]] = {}
     for share in shares:
-        estimator, probing = SearchEstimator(), Probing(0, share)
-        for query in queries[:LEARNED]:
-            search(view, query, probing, estimator)
-        found = [search(view, query, probing, estimator) for query in queries[LEARNED:]]
-        recorded[share] = [one.stages for one in found]
+        with searched(base, SearchEffort(0, share)) as index:
+            found = [search(index, query).stages for query in queries]
+        recorded[share] = found[LEARNED:]
     return recorded
 
 

@@ -1,67 +1,57 @@
-"""What searches have found after each cell, from complete scans in the order of the plan."""
+"""What searches have found after each cell, and what rules that stop a scan of cells would find."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import faiss
 import numpy as np
 import numpy.typing as npt
 
-from ragcache_retriever.search.cell_base import CellBase, Probing
+from ragcache_retriever.search.faiss_base import FaissBase, SearchEffort
 
-Floats = npt.NDArray[np.float64]
+_ORACLE_PRICES = np.geomspace(1, 1e7, 200)
 
 
 @dataclass(frozen=True, slots=True)
 class CellTrace:
-    """One search, arrays by the number of scanned cells (from one).
+    """One complete search, arrays by the number of scanned cells (from one).
 
     Attributes:
         scanned: Vectors that were compared.
-        best: Scores of the hits, the best first, -1 for missing ones; shape (cells, top_k).
-        num_new: Hits that the last cell brought.
         recall: Share of the final hits that are found.
-        first_centroid_score: Score of the nearest centroid.
         rows: The final hits.
     """
 
     scanned: npt.NDArray[np.int64]
-    best: Floats
-    num_new: npt.NDArray[np.int64]
-    recall: Floats
-    first_centroid_score: float
+    recall: npt.NDArray[np.float64]
     rows: frozenset[int]
 
 
 def trace(
-    base: CellBase, query: npt.NDArray[np.float32], top_k: int, probing: Probing
+    base: FaissBase,
+    vectors: npt.NDArray[np.float32],
+    query: npt.NDArray[np.float32],
+    top_k: int,
+    effort: SearchEffort,
 ) -> CellTrace:
-    """Scan all planned cells of a query."""
-    plan = base.plan(query, probing)
-    best_scores = np.full(top_k, -1.0, np.float32)
-    best_positions = np.full(top_k, -1, np.int64)
-    best, held = [], []
-    num_new = []
-    for cell in plan.cells.tolist():
-        begin, end = int(base.offsets[cell]), int(base.offsets[cell + 1])
-        scores = base.vectors.scores(begin, end, query[np.newaxis])[:, 0]
-        all_scores = np.concatenate([best_scores, scores])
-        all_positions = np.concatenate([best_positions, np.arange(begin, end)])
-        order = np.argsort(-all_scores, kind="stable")[:top_k]
-        num_new.append(int((order >= top_k).sum()))
-        best_scores, best_positions = all_scores[order], all_positions[order]
-        best.append(best_scores)
-        held.append(set(best_positions.tolist()))
+    """Scan all planned cells of a query, one at a time."""
+    cells, scanned = base.planned_cells(query, effort)
+    lists = base.index.invlists
+    scores = np.full(top_k, -1.0, np.float32)
+    positions = np.full(top_k, -1, np.int64)
+    held = []
+    for cell in cells.tolist():
+        scanned_now = faiss.rev_swig_ptr(lists.get_ids(cell), lists.list_size(cell))
+        scores = np.concatenate([scores, vectors[scanned_now] @ query])
+        positions = np.concatenate([positions, scanned_now])
+        order = np.argsort(-scores, kind="stable")[:top_k]
+        scores, positions = scores[order], positions[order]
+        held.append(set(positions.tolist()))
     final = held[-1] - {-1}
-    return CellTrace(
-        plan.scanned,
-        np.stack(best).astype(np.float64),
-        np.array(num_new),
-        np.array([len(one & final) / len(final) for one in held]),
-        float(plan.centroid_scores[0]),
-        frozenset(base.rows[sorted(final)].tolist()),
-    )
+    recall = np.array([len(one & final) / len(final) for one in held])
+    return CellTrace(scanned, recall, frozenset(base.rows[sorted(final)].tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +70,23 @@ def outcome(traces: Sequence[CellTrace], cells: Sequence[int]) -> Outcome:
     recalls = [one.recall[end] for one, end in zip(traces, ends, strict=True)]
     scanned = [one.scanned[end] for one, end in zip(traces, ends, strict=True)]
     return Outcome(float(np.mean(recalls)), float(np.mean(scanned)))
+
+
+def fixed(traces: Sequence[CellTrace]) -> Iterator[Outcome]:
+    """Scan the same number of cells in each search (nprobe)."""
+    for count in range(1, max(len(one.scanned) for one in traces) + 1):
+        yield outcome(traces, [count] * len(traces))
+
+
+def oracle(traces: Sequence[CellTrace]) -> Iterator[Outcome]:
+    """Stop each search where it serves all of them best, knowing what later cells hold.
+
+    No rule that scans the cells in this order reaches more mean recall with these computations.
+    """
+    for price in _ORACLE_PRICES:
+        yield outcome(
+            traces, [int(np.argmin(one.scanned - price * one.recall)) + 1 for one in traces]
+        )
 
 
 def computations_at(outcomes: Sequence[Outcome], recall: float) -> float:

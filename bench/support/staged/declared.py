@@ -1,4 +1,4 @@
-"""What searches with a declared recall find and compare, against other rules that stop a scan."""
+"""What searches with a declared recall find and compare, against a fixed number of cells."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.staged.cell_traces import CellTrace, Outcome, computations_at, trace
-from bench.support.staged.indexes import opened_base
+from bench.support.staged.cell_traces import (
+    CellTrace,
+    Outcome,
+    computations_at,
+    fixed,
+    oracle,
+    trace,
+)
+from bench.support.staged.indexes import searched
 from bench.support.staged.stages import TOP_K
-from bench.support.staged.stopping_rules import Darth, fixed, oracle, patience
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
-from ragcache_retriever.search.cell_base import CellBase, Probing
-from ragcache_retriever.search.cell_scan import CellScan, Query
-from ragcache_retriever.search.index_view import IndexView
-from ragcache_retriever.search.scan_pool import scan_together
-from ragcache_retriever.search.vector_index import IndexStage
+from ragcache_retriever.search.faiss_base import FaissBase, SearchEffort
+from ragcache_retriever.search.faiss_index import FaissIndex
 
 RECALL = 0.95
 
@@ -27,27 +29,23 @@ Vectors = npt.NDArray[np.float32]
 
 
 def measure_declared(
-    base: CellBase, learned: Vectors, measured: Vectors, probing: Probing
+    base: FaissBase, vectors: Vectors, learned: Vectors, measured: Vectors, effort: SearchEffort
 ) -> dict[str, Any]:
     """Search with a declared recall after complete searches, and replay the other rules."""
-    view = opened_base(base)
-    estimator = SearchEstimator()
-    for query in learned:
-        _search(view, query, None, probing, estimator)
-    training = [trace(base, query, TOP_K, probing) for query in learned]
-    traces = [trace(base, query, TOP_K, probing) for query in measured]
-    ours = {
-        recall: _declared(view, measured, traces, recall, probing, estimator)
-        for recall in (RECALL, *_CURVE_RECALLS)
-    }
+    traces = [trace(base, vectors, query, TOP_K, effort) for query in measured]
+    with searched(base, effort) as index:
+        for query in learned:
+            list(index.search(query, TOP_K))
+        ours = {
+            recall: _declared(index, measured, traces, recall)
+            for recall in (RECALL, *_CURVE_RECALLS)
+        }
     reached = ours[RECALL]
     rules = {
         "fixed": list(fixed(traces)),
-        "darth": list(Darth(training).outcomes(traces)),
-        "patience": list(patience(traces)),
         "oracle": list(oracle(traces)),
     }
-    num_centroids = len(base.centroids)
+    num_centroids = base.index.nlist
     all_ours = reached.computations + num_centroids
     computations = {
         name: computations_at(outcomes, reached.recall) + num_centroids
@@ -95,31 +93,12 @@ def _curve(
 
 
 def _declared(
-    view: IndexView,
-    queries: Vectors,
-    traces: Sequence[CellTrace],
-    recall: float,
-    probing: Probing,
-    estimator: SearchEstimator,
+    index: FaissIndex, queries: Vectors, traces: Sequence[CellTrace], recall: float
 ) -> Outcome:
     """Search all queries. One in 32 runs to the end and counts as well."""
     recalls, computations = [], []
     for query, one in zip(queries, traces, strict=True):
-        last = _search(view, query, recall, probing, estimator)
+        *_, last = index.search(query, TOP_K, recall=recall)
         recalls.append(len(one.rows & set(last.rows)) / len(one.rows))
         computations.append(last.num_scored)
     return Outcome(float(np.mean(recalls)), float(np.mean(computations)))
-
-
-def _search(
-    view: IndexView,
-    query: Vectors,
-    recall: float | None,
-    probing: Probing,
-    estimator: SearchEstimator,
-) -> IndexStage:
-    """Return the last stage of a search in this thread."""
-    stages: list[IndexStage] = []
-    wanted = Query(query, TOP_K, None, recall, lambda: False)
-    scan_together([CellScan(view, wanted, probing, estimator, stages.append)])
-    return stages[-1]

@@ -1,4 +1,4 @@
-"""Our walk of an HNSW graph against faiss's search of the same graph."""
+"""Staged searches of an HNSW graph against one search of the same graph by faiss."""
 
 from __future__ import annotations
 
@@ -8,62 +8,42 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.staged.stages import TOP_K
-from ragcache_retriever.search.hnsw_graph import (
-    DEFAULT_BUILD_EFFORT,
-    DEFAULT_LINKS,
-    HnswGraph,
-    WalkSlice,
-)
+from bench.support.staged.indexes import build, searched
+from bench.support.staged.stages import TOP_K, search
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search.faiss_base import SearchEffort
 
-EFFORT = 64
+EFFORT = SearchEffort(beam=64)
 
 Vectors = npt.NDArray[np.float32]
 
 
-class _Gathered:
-    def __init__(self, vectors: Vectors) -> None:
-        self._vectors = vectors
-
-    def gather(self, positions: npt.NDArray[np.int64]) -> Vectors:
-        """Return vectors by position."""
-        return self._vectors[positions]
-
-
 def measure_graph(vectors: Vectors, queries: Vectors) -> dict[str, Any]:
-    """Search with the same effort, and compare recall and the number of compared vectors."""
-    dimension = vectors.shape[1]
-    index = faiss.IndexHNSWFlat(dimension, DEFAULT_LINKS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = DEFAULT_BUILD_EFFORT
-    index.add(vectors)
-    index.hnsw.efSearch = EFFORT
-    graph = HnswGraph.of(index)
-    exact = faiss.IndexFlatIP(dimension)
+    """Search with the same beam, and compare recall and the number of compared vectors."""
+    base = build(vectors, IndexKind.HNSW)
+    exact = faiss.IndexFlatIP(vectors.shape[1])
     exact.add(vectors)
     wanted = exact.search(queries, TOP_K)[1]
-    faiss.cvar.hnsw_stats.reset()  # type: ignore[attr-defined]
-    found = index.search(queries, TOP_K)[1]
-    compared = faiss.cvar.hnsw_stats.ndis  # type: ignore[attr-defined]
-    walks = [
-        list(graph.walk(query, _Gathered(vectors), EFFORT, TOP_K, None, lambda: False))
-        for query in queries
-    ]
-    ours = np.stack([walk[-1].positions for walk in walks])
+    statistics = faiss.cvar.hnsw_stats  # type: ignore[attr-defined]
+    statistics.reset()
+    parameters = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]
+        efSearch=EFFORT.beam
+    )
+    found = base.index.search(queries, TOP_K, params=parameters)[1]
+    compared = statistics.ndis
+    statistics.reset()
+    with searched(base, EFFORT) as index:
+        searches = [search(index, query) for query in queries]
+    ours = np.array([one.stages[-1].rows for one in searches])
     our_recall, faiss_recall = _recall(ours, wanted), _recall(found, wanted)
+    final_at = [one.stages[one.first_final].progress for one in searches]
     return {
         "hnsw_vectors": len(vectors),
         "hnsw_recall": round(our_recall, 4),
         "hnsw_recall_over_faiss": round(our_recall / faiss_recall, 4),
-        "hnsw_waste_share": round(sum(walk[-1].num_scored for walk in walks) / compared - 1, 4),
-        "hnsw_mean_final_progress": round(float(np.mean([_final_at(walk) for walk in walks])), 4),
+        "hnsw_waste_share": round(statistics.ndis / compared - 1, 4),
+        "hnsw_mean_final_progress": round(float(np.mean(final_at)), 4),
     }
-
-
-def _final_at(walk: list[WalkSlice]) -> float:
-    """Return the share of compared vectors after which the hits stay."""
-    rows = [one.positions.tolist() for one in walk]
-    first = next(i for i in range(len(rows)) if all(one == rows[-1] for one in rows[i:]))
-    return walk[first].num_scored / walk[-1].num_scored
 
 
 def _recall(found: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> float:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.staged.cell_traces import trace
-from bench.support.staged.indexes import build, opened_index
-from bench.support.staged.stages import TOP_K
+from bench.support.staged.indexes import build, opened_index, searched
+from bench.support.staged.stages import TOP_K, WHOLE, search
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.cell_base import CellBase, Probing
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from ragcache_retriever.search.faiss_base import FaissBase, SearchEffort
+from ragcache_retriever.search.faiss_index import FaissIndex
 
 CALLERS = (1, 8, 32)
 
@@ -25,18 +23,21 @@ Vectors = npt.NDArray[np.float32]
 
 
 def measure_index(
-    vectors: Vectors, queries: Vectors, probing: Probing, num_searches: int
+    vectors: Vectors, queries: Vectors, effort: SearchEffort, num_searches: int
 ) -> dict[str, Any]:
-    """Measure searches of several callers, and opening the files of an index."""
+    """Measure searches of several callers, and opening the file of an index."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with opened_index(vectors, probing, folder) as index:
+        with opened_index(vectors, effort, folder) as index:
             bytes_float32 = index.memory_bytes / len(vectors)
             rates = {
                 callers: _searches_per_s(index, queries, callers, num_searches)
                 for callers in CALLERS
             }
-        open_s = _open_s(folder, queries[0], probing)
+        began = time.perf_counter()
+        with opened_index(vectors, effort, folder) as index:
+            list(index.search(queries[0], TOP_K))
+            open_s = time.perf_counter() - began
     return {
         **{
             f"shared_scan_gain_{callers}": round(rate / rates[1], 2)
@@ -49,24 +50,21 @@ def measure_index(
     }
 
 
-def measure_quantized(
-    base: CellBase, vectors: Vectors, queries: Vectors, probing: Probing
-) -> dict[str, Any]:
-    """Compare the hits of quantized vectors with those of float32, in the planned cells."""
-    quantized = build(vectors, "sq8", base)
-    shares = [
-        len(trace(base, one, TOP_K, probing).rows & trace(quantized, one, TOP_K, probing).rows)
-        for one in queries
-    ]
+def measure_quantized(base: FaissBase, vectors: Vectors, queries: Vectors) -> dict[str, Any]:
+    """Compare the hits of quantized vectors with those of float32, in all cells."""
+    quantized = build(vectors, IndexKind.IVF, "sq8")
+    with searched(base, WHOLE) as exact, searched(quantized, WHOLE) as index:
+        shares = [
+            len({*search(exact, one).stages[-1].rows} & {*search(index, one).stages[-1].rows})
+            for one in queries
+        ]
     return {
         "sq8_recall": round(float(np.mean(shares)) / TOP_K, 4),
         "bytes_per_vector_sq8": round(quantized.memory_bytes / len(vectors), 1),
     }
 
 
-def _searches_per_s(
-    index: SegmentedIndex, queries: Vectors, callers: int, num_searches: int
-) -> float:
+def _searches_per_s(index: FaissIndex, queries: Vectors, callers: int, num_searches: int) -> float:
     """Return the rate of callers that each search one query after another."""
 
     def work(first: int) -> None:
@@ -80,16 +78,3 @@ def _searches_per_s(
     for thread in threads:
         thread.join()
     return num_searches / (time.perf_counter() - began)
-
-
-def _open_s(folder: Path, query: Vectors, probing: Probing) -> float:
-    """Return the seconds until an index from files has answered its first search."""
-    threads = IndexThreads.start(1)
-    options = IndexOptions(IndexKind.IVF, probing=probing)
-    began = time.perf_counter()
-    index = SegmentedIndex.open(folder, len(query), options, threads)
-    list(index.search(query, TOP_K))
-    took_s = time.perf_counter() - began
-    index.close()
-    threads.close()
-    return took_s

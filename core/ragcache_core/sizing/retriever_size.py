@@ -12,8 +12,8 @@ _PROCESS_BYTES: Final = 768 << 20
 _NUMBER_BYTES: Final = {"float32": 4, "sq8": 1}
 _GRAPH_BYTES: Final = 272
 """Memory of the links of one vector in an HNSW graph."""
-_ROW_BYTES: Final = 16
-"""Memory of the row number and the cell of a vector."""
+_ROW_BYTES: Final = 24
+"""Memory of the row number of a vector, its number in its cell, and its place there."""
 _TEXT_TOKEN_BYTES: Final = 18
 """Bytes on the volume for each token: its text, its words for the lexical search, and its id. A
 chunk of 256 tokens with a vector of 384 numbers takes 6 KiB."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.backends import fused_estimates_file, make_indexes, open_store
+from ragcache_retriever.backends import make_indexes, open_store
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
@@ -38,8 +38,7 @@ from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
 from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
 from ragcache_retriever.ranking.rerankers.reranker import Reranker
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import IndexOptions, IndexThreads
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -208,13 +207,11 @@ async def _make_knowledge_base(
     tokenizer = await asyncio.to_thread(load_serving_tokenizer, settings.model)
     health.set_progress("loading the reranker")
     reranker = await asyncio.to_thread(make_reranker, settings)
-    # The folder may meet another shared database at its next start, with other generations.
-    learned = None if store.is_shared else fused_estimates_file(settings.data_dir)
     gate = QueryGate()
     return KnowledgeBase(
         store,
         make_indexes(settings, store, index_options(settings), threads),
-        HybridRanking(reranker, learned),
+        HybridRanking(reranker),
         make_embedder(settings, gate),
         tokenizer,
         defaults,

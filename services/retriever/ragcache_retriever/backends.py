@@ -6,9 +6,7 @@ import secrets
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -17,7 +15,6 @@ from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
 
 _IDENTITY_FILE = "index-identity"
-_FUSED_ESTIMATES_FILE = "fused-estimates.json"
 
 
 def open_store(settings: RetrieverSettings) -> DocumentStore:
@@ -47,8 +44,8 @@ def make_indexes(
     """Return the vector indexes of the documents. They connect when one is opened.
 
     Args:
-        options: Of the own index. Other backends use its recall.
-        threads: Of the own index.
+        options: Of the embedded index. Other backends use its recall.
+        threads: Of the embedded index.
 
     Raises:
         InvalidInput: The settings cannot be used.
@@ -72,15 +69,7 @@ def make_indexes(
             identity = index_identity(settings.data_dir)
             return MilvusIndexes(settings.backend_url or "", identity, options.recall)
         case _:
-            return SegmentedIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
-
-
-def fused_estimates_file(folder: Path) -> Path:
-    """Return the file of what hybrid searches have taught, of a data folder.
-
-    A restore removes it with the indexes, because numbers of generations then mean other chunks.
-    """
-    return folder / INDEXES_FOLDER / _FUSED_ESTIMATES_FILE
+            return FaissIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
 
 
 def index_identity(folder: Path) -> str:

@@ -16,13 +16,10 @@ from ragcache_retriever.knowledge_base import catch_up
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.results import SearchQuery
 from ragcache_retriever.ranking.stages import SearchMode
-from ragcache_retriever.search.files import base_files
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.segmented_index import SegmentedIndex
+from ragcache_retriever.search.faiss_index import FaissIndex, FaissIndexes
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from tests.helpers.retriever_parts import (
-    WordEmbedder,
     make_knowledge_base,
     serving,
     tokenizer_of,
@@ -85,26 +82,23 @@ async def test_an_upsert_whose_index_failed_is_found_later(
 ) -> None:
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         await knowledge_base.upsert("default", page("apple"))
-        fail(monkeypatch, SegmentedIndex, "apply", times=1)
+        fail(monkeypatch, FaissIndex, "apply", times=1)
         assert (await knowledge_base.upsert("default", page("banana"))).changed
         await until_found(knowledge_base, "banana")
 
 
-async def test_damaged_files_are_replaced_without_a_write(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base_files, "CHECKED_BYTES", 0)
+async def test_damaged_files_are_replaced_without_a_write(tmp_path: Path, tiny_model: Path) -> None:
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         for word in WORDS:
             await knowledge_base.upsert("default", page(word))
     # This start builds the files of the index. So few rows are in memory only before.
     async with loaded(tmp_path, tiny_model):
         pass
-    [vectors] = (tmp_path / INDEXES_FOLDER).rglob("vectors.npy")
-    content = bytearray(vectors.read_bytes())
-    num_damaged = 4 * WordEmbedder.dimension * len(WORDS)
-    content[-num_damaged:] = bytes(num_damaged)
-    vectors.write_bytes(content)
+    [file] = (tmp_path / INDEXES_FOLDER).rglob("*.faiss")
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 16] = bytes(16)
+    file.write_bytes(content)
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         for word in WORDS:
             await until_found(knowledge_base, word)
@@ -114,7 +108,7 @@ async def test_a_load_that_fails_unexpectedly_is_repeated(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "FAILURE_PAUSE_S", 0.02)
-    failures = fail(monkeypatch, SegmentedIndexes, "open", times=2)
+    failures = fail(monkeypatch, FaissIndexes, "open", times=2)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     problems: list[str] = []
     await lifecycle.load(knowledge_base, problems.append)
@@ -132,7 +126,7 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with serving(knowledge_base) as client:
         await knowledge_base.upsert("default", page("apple"))
-        failures = fail(monkeypatch, SegmentedIndexes, "open", times=1)
+        failures = fail(monkeypatch, FaissIndexes, "open", times=1)
         await knowledge_base.put_collection("team", CollectionSettings())
         assert failures
         status = await client.status()
@@ -152,9 +146,9 @@ async def test_an_index_that_cannot_be_opened_delays_no_other_one(
     monkeypatch.setattr(catch_up, "MAX_PAUSE_S", 0.1)
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         await knowledge_base.upsert("default", page("apple"))
-        refused = fail(monkeypatch, SegmentedIndexes, "open", times=1_000_000)
+        refused = fail(monkeypatch, FaissIndexes, "open", times=1_000_000)
         await knowledge_base.put_collection("team", CollectionSettings())
-        fail(monkeypatch, SegmentedIndex, "apply", times=1)
+        fail(monkeypatch, FaissIndex, "apply", times=1)
         await knowledge_base.upsert("default", page("banana"))
         await until_found(knowledge_base, "banana")
         assert await found(knowledge_base, "apple")

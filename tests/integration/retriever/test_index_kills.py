@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search import segmented_index
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
+from ragcache_retriever.search import faiss_index
+from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
 from tests.helpers.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
 
 NUM_KILLS = 10
@@ -27,15 +26,15 @@ add_and_merge(Path(sys.argv[1]))
 """
 
 
-def opened(folder: Path, threads: IndexThreads) -> SegmentedIndex:
-    options = IndexOptions(IndexKind.IVF, probing=EVERYTHING)
-    return SegmentedIndex.open(folder, DIMENSION, options, threads)
+def opened(folder: Path, threads: IndexThreads) -> FaissIndex:
+    options = IndexOptions(IndexKind.IVF, effort=EVERYTHING)
+    return FaissIndex.open(folder, DIMENSION, options, threads)
 
 
 def add_and_merge(folder: Path) -> None:
     """Add vectors where the folder's index ends, and merge all the time, until killed."""
-    segmented_index.MIN_TAIL = BATCH  # type: ignore[misc]
-    segmented_index.TAIL_SHARE = 0  # type: ignore[misc]
+    faiss_index.MIN_TAIL = BATCH  # type: ignore[misc]
+    faiss_index.TAIL_SHARE = 0  # type: ignore[misc]
     vectors = clustered(NUM_VECTORS, seed=1)
     with running_threads(1) as threads:
         index = opened(folder, threads)

@@ -12,8 +12,7 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -47,7 +46,7 @@ def texts(number: int) -> list[str]:
 
 def opened(store: SqliteDocumentStore, generation: int) -> GenerationIndexes:
     folder = store.database.folder / INDEXES_FOLDER
-    files = SegmentedIndexes(folder, IndexOptions(), index_threads())
+    files = FaissIndexes(folder, IndexOptions(), index_threads())
     indexes = GenerationIndexes(store, files)
     indexes.open(generation, RECIPE.dimension, IndexKind.AUTO)
     return indexes

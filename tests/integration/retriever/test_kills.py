@@ -20,8 +20,7 @@ import pytest
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
-from ragcache_retriever.search.indexes import SegmentedIndexes
-from ragcache_retriever.search.segmented_index import IndexOptions
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, check_backup
 from ragcache_retriever.store.sqlite.files.damage import find_damage
@@ -250,7 +249,7 @@ def check_nothing_left(folder: Path) -> None:
 
 def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimension: int) -> None:
     """Compare the index that was on disk, once reconciled, with the stored vectors."""
-    files = SegmentedIndexes(folder / INDEXES_FOLDER, IndexOptions(), index_threads())
+    files = FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(), index_threads())
     indexes = GenerationIndexes(store, files)
     indexes.open(generation, dimension, IndexKind.AUTO)
     rows = store.rows(generation)

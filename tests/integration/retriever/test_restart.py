@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.backends import fused_estimates_file
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
-from ragcache_retriever.ranking import hybrid
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.retriever_parts import (
@@ -61,49 +59,6 @@ async def test_a_restart_loses_nothing_and_embeds_nothing(tmp_path: Path, tiny_m
         stages = [stage async for stage in client.search("default", "part number 5", 100)]
     assert len(stages[-1].hits) == before.chunks
     assert "number 5" in stages[-1].hits[0].chunk.text
-
-
-async def early_probabilities(client: RetrieverClient, num_searches: int) -> list[float]:
-    """Return what the first stage of each search for the same words claims."""
-    request = pb.SearchRequest(
-        collection="default", query="part number 5", top_k=3, mode=pb.SEARCH_MODE_HYBRID
-    )
-    found = [await stages_of(client, request) for _ in range(num_searches)]
-    assert all(len(stages) > 1 for stages in found)
-    return [stages[0].final_probability for stages in found]
-
-
-async def test_a_restart_keeps_what_early_stages_of_hybrid_searches_are_worth(
-    tmp_path: Path,
-    tiny_model: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # On a busy machine the words take longer than an early stage waits for them.
-    monkeypatch.setattr(hybrid, "EARLY_WAIT_S", 10.0)
-    tokenizer = tokenizer_of(tiny_model)
-    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
-        for i in range(40):
-            text = f"Page {i} has the part number {i}, and the part number {i + 1} follows."
-            await client.upsert_document(pb.Document(collection="default", id=f"d{i}", text=text))
-        # Only an index of cells has early stages.
-        in_cells = pb.Collection(name="default", index=pb.INDEX_KIND_IVF)
-        await client.put_collection(in_cells, keep_unset=True)
-        async with asyncio.timeout(30):
-            while (await status_of(client)).indexes[0].building:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        first, *_, learned = await early_probabilities(client, 40)
-    assert abs(learned - first) > 0.2
-
-    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
-        [restored] = await early_probabilities(client, 1)
-    assert restored == pytest.approx(learned, abs=0.05)
-
-    fused_estimates_file(tmp_path).write_text("{")
-    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
-        [forgotten] = await early_probabilities(client, 1)
-    assert abs(forgotten - learned) > 0.2
-    assert "estimates are learned again" in caplog.text
 
 
 async def test_another_embedder_embeds_everything_again_in_the_background(

@@ -14,12 +14,10 @@ from pymilvus import MilvusClient
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
-from ragcache_retriever.search.indexes import SegmentedIndexes
+from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
 from ragcache_retriever.search.remote import milvus
 from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
 from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
-from ragcache_retriever.search.scan_pool import IndexThreads
-from ragcache_retriever.search.segmented_index import IndexOptions
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
@@ -124,14 +122,14 @@ class PgvectorHarness:
 
 
 @pytest.fixture(scope="module")
-def segments(
+def embedded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[IndexKind], OwnHarness]]:
     threads = IndexThreads.start(1)
 
     def make(kind: IndexKind) -> OwnHarness:
-        folder = tmp_path_factory.mktemp("segments")
-        return OwnHarness(SegmentedIndexes(folder, IndexOptions(), threads), kind)
+        folder = tmp_path_factory.mktemp("embedded")
+        return OwnHarness(FaissIndexes(folder, IndexOptions(), threads), kind)
 
     yield make
     threads.close()
@@ -150,13 +148,13 @@ def kinds_of(backend: str) -> list[object]:
     return [pytest.param((backend, kind), id=f"{backend}-{kind.value}") for kind in kinds]
 
 
-ALL = [*kinds_of("segments"), *kinds_of("pgvector"), *kinds_of("milvus")]
+ALL = [*kinds_of("embedded"), *kinds_of("pgvector"), *kinds_of("milvus")]
 
 
 def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
     backend, kind = request.param
-    if backend == "segments":
-        harness: IndexHarness = request.getfixturevalue("segments")(kind)
+    if backend == "embedded":
+        harness: IndexHarness = request.getfixturevalue("embedded")(kind)
         harness.build()
         yield harness
         harness.index.close()

@@ -1029,7 +1029,9 @@ class SearchStage(_message.Message):
     search_us: _builtins.int
     """time in the index up to this stage"""
     final_probability: _builtins.float
-    """Calibrated probability that the final stage has the same hits in the same order, in [0, 1]."""
+    """Share of past searches of the collection whose hits did not change after such a stage, in
+    [0, 1].
+    """
     @_builtins.property
     def hits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hit]:
         """best first"""

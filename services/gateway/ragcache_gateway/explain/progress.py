@@ -46,7 +46,7 @@ class SearchAdvanced(_StageEvent):
     hits: int
     progress: float = Field(description="Share of the search that is done, from 0 to 1.")
     final_probability: float = Field(
-        description="Calibrated estimate that its hits are the final ones, from 0 to 1."
+        description="Estimate that its hits are the final ones, from 0 to 1."
     )
     final: bool
 

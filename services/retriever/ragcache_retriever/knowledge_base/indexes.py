@@ -47,8 +47,7 @@ class _OpenIndex:
 class GenerationIndexes:
     """Opens an index for each generation, changes it after each commit, and drops it at last.
 
-    An index that lacks a committed change, or whose files are damaged, serves on until ``catch_up``
-    has completed it.
+    An index that lacks a committed change serves on until ``catch_up`` has completed it.
 
     Searches may use an index on any thread, and one thread calls ``catch_up``. One other thread at
     a time calls the methods that change indexes.
@@ -111,10 +110,10 @@ class GenerationIndexes:
         return opened is not None and opened.is_behind
 
     def behind(self) -> list[int]:
-        """Return the generations whose indexes are behind or damaged."""
+        """Return the generations whose indexes are behind."""
         with self._changed:
             opened = tuple(self._open.items())
-        return [generation for generation, one in opened if one.is_behind or one.index.is_damaged]
+        return [generation for generation, one in opened if one.is_behind]
 
     def catch_up(self, generation: int) -> None:
         """Give an index what it has missed. Changes that come meanwhile are missed, too.
@@ -125,12 +124,6 @@ class GenerationIndexes:
         """
         num_rows = 0
         with self._borrowed(generation) as opened:
-            if opened.index.is_damaged:
-                log.warning("index: damaged, loaded again generation=%d", generation)
-                with opened.changing:
-                    with self._changed:
-                        opened.is_behind = True
-                    opened.index.load(self._batches(generation))
             while (rows := self._next_missed(opened)) is not None:
                 with opened.changing:
                     self._bring_up_to_date(generation, opened.index, rows)
@@ -191,9 +184,7 @@ class GenerationIndexes:
             return
         try:
             with opened.changing:
-                # A load may have begun meanwhile, and then it has read the change.
-                if not self._is_missed(opened, change):
-                    opened.index.apply(change.removed, change.added, change.vectors)
+                opened.index.apply(change.removed, change.added, change.vectors)
         except Exception as error:
             # Any failure, because the document is committed.
             log.warning(

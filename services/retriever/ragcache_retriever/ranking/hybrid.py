@@ -7,30 +7,24 @@ fused with it, reranked, freed from near duplicates, and made as diverse as the 
 from __future__ import annotations
 
 import logging
-import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.diversity import diverse_order
-from ragcache_core.retrieval.fused_finality import (
-    FusedFinalities,
-    FusedFinality,
-    FusedStage,
-    SearchForm,
-)
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT, Scores
 from ragcache_core.retrieval.near_duplicates import (
     DuplicateCandidate,
     KeptHit,
     without_duplicates,
 )
+from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.ranking.candidate_pool import CandidatePool
 from ragcache_retriever.ranking.fused_candidates import FusedCandidates, fuse_legs
 from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, Reranker
@@ -41,7 +35,6 @@ from ragcache_retriever.ranking.stages import (
     RankedStage,
     SearchMode,
 )
-from ragcache_retriever.search.files.learned_file import read_learned, write_learned
 from ragcache_retriever.search.lexical import question_words
 from ragcache_retriever.search.vector_index import IndexStage, VectorIndex, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
@@ -58,8 +51,6 @@ LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
 EARLY_WAIT_S = 0.02
 """Longest wait for the lexical leg before an early stage, which is then left out."""
-SAVED_SEARCHES = 256
-"""Searches after which what was learned of early stages is saved, besides at the end."""
 _LEG_GROWTH = 4
 """Each retry asks for this many times as many hits."""
 _SPARE_HITS = 8
@@ -77,6 +68,7 @@ class _HybridSearch:
 
     Attributes:
         lexical_weight: For the search's mode and the legs that it has.
+        stages: Progress and rows of the early stages.
         reranked: The reranker's scores of the latest candidates, by row.
         is_short: Whether the latest rows are fewer than wanted, for lack of candidates.
     """
@@ -88,7 +80,7 @@ class _HybridSearch:
     words: list[str]
     reranker: Reranker | None
     lexical: Future[list[LexicalHit]] | None
-    stages: list[FusedStage] = field(default_factory=list)
+    stages: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     reranked: dict[int, float] = field(default_factory=dict)
     last_hits: tuple[tuple[int, ...], tuple[float, ...], bool] | None = None
     last_rows: tuple[RankedRow, ...] = ()
@@ -111,17 +103,12 @@ class HybridRanking:
 
     Args:
         reranker: Orders the best candidates again. None: fused scores are final.
-        learned: File of what past searches tell of early stages. None: it ends with the process.
     """
 
-    def __init__(self, reranker: Reranker | None = None, learned: Path | None = None) -> None:
+    def __init__(self, reranker: Reranker | None = None) -> None:
         self._reranker = reranker
-        self._learned = learned
         self._threads = ThreadPoolExecutor(LEXICAL_THREADS, "lexical")
-        found = None if learned is None else read_learned(learned, FusedFinalities.from_json)
-        self._finalities = found or FusedFinalities()
-        self._num_unsaved = 0
-        self._save_lock = threading.Lock()
+        self._counts: defaultdict[int, StageCounts] = defaultdict(StageCounts)  # by generation
 
     @property
     def reranker(self) -> Reranker | None:
@@ -155,7 +142,6 @@ class HybridRanking:
     def close(self) -> None:
         """Wait for the lexical legs that run, and release the reranker."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._save()
         if self._reranker is not None:
             self._reranker.close()
 
@@ -179,48 +165,13 @@ class HybridRanking:
 
     def _stage(self, running: _HybridSearch, stage: IndexStage) -> RankedStage:
         rows = self._ranked(running, stage, is_final=stage.final)
-        finality = self._finality(running)
+        counts = self._counts[running.search.generation]
         found = tuple(one.row for one in rows)
         if stage.final:
-            self._learn(finality, running.stages, found)
+            counts.learn(running.stages, found)
             return RankedStage(rows, stage.progress, True, 1.0)
-        repeats = 0
-        if running.stages and running.stages[-1].rows == found:
-            repeats = running.stages[-1].num_repeats + 1
-        fused = FusedStage(found, stage.final_probability, stage.progress, repeats)
-        running.stages.append(fused)
-        return RankedStage(rows, stage.progress, False, finality.probability(fused))
-
-    def _finality(self, running: _HybridSearch) -> FusedFinality:
-        search, reranker = running.search, running.reranker
-        form = SearchForm.of(
-            search.mode.name,
-            reranker="" if reranker is None else reranker.name,
-            diversity=search.diversity,
-            top_k=search.top_k,
-        )
-        return self._finalities.of(search.generation, form)
-
-    def _learn(
-        self, finality: FusedFinality, stages: Sequence[FusedStage], final_rows: tuple[int, ...]
-    ) -> None:
-        if not stages:
-            return
-        finality.learn(stages, final_rows)
-        self._num_unsaved += 1
-        if self._num_unsaved >= SAVED_SEARCHES:
-            self._num_unsaved = 0
-            self._threads.submit(self._save)
-
-    def _save(self) -> None:
-        if self._learned is None:
-            return
-        try:
-            with self._save_lock:
-                write_learned(self._learned, self._finalities.to_json())
-        except Exception:
-            # The thread has no caller, and a search does not need what was saved.
-            log.exception("search: estimates not saved file=%s", self._learned)
+        running.stages.append((stage.progress, found))
+        return RankedStage(rows, stage.progress, False, counts.probability(stage.progress))
 
     def _ranked(
         self, running: _HybridSearch, stage: IndexStage | None, *, is_final: bool

@@ -53,7 +53,8 @@ class RankedStage:
 
     Attributes:
         progress: Finished share of the search, in (0, 1].
-        final_probability: See IndexStage.
+        final_probability: That the final stage has the same rows in the same order, in [0, 1]: the
+            share of past searches of the collection with such stages.
     """
 
     rows: tuple[RankedRow, ...]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from ragcache_retriever.search.cell_base import CellBase
-from ragcache_retriever.search.files.stored_vectors import Positions, blocks, exact_scores
+from ragcache_retriever.search.faiss_base import (
+    FaissBase,
+    Mask,
+    Positions,
+    SearchEffort,
+    SearchPart,
+    pairs,
+)
+from ragcache_retriever.search.faiss_build import VectorSource
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
-Mask = npt.NDArray[np.bool_]
-
 _FIRST_TAIL = 256
-_COMPARED_BLOCK = 1024
+_TAIL_BLOCK = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +76,16 @@ class Tail:
 class IndexView:
     """One state of an index, for any number of searches.
 
-    Positions of the tail follow those of the base.
-
     Attributes:
         live: False for removed positions of the base. None: nothing was removed.
     """
 
-    base: CellBase
+    base: FaissBase
     live: Mask | None
     tail: Tail
 
     def __len__(self) -> int:
-        base = len(self.base) if self.live is None else int(self.live.sum())
-        return base + int(self.tail.live.sum())
+        return len(self.base) - self.num_removed + int(self.tail.live.sum())
 
     @property
     def num_removed(self) -> int:
@@ -106,91 +107,51 @@ class IndexView:
 
     def rows(self) -> Rows:
         """Return all rows, sorted."""
-        base = self.base.rows if self.live is None else self.base.rows[self.live]
-        return np.sort(np.concatenate([base, self.tail.rows[: self.tail.count][self.tail.live]]))
+        return self.source().rows
 
-    def rows_at(self, positions: Positions) -> Rows:
-        """Return the rows at positions."""
-        if not self.tail.count:
-            return self.base.rows[positions]
-        in_tail = positions >= len(self.base)
-        rows = np.empty(len(positions), np.int64)
-        rows[~in_tail] = self.base.rows[positions[~in_tail]]
-        rows[in_tail] = self.tail.rows[positions[in_tail] - len(self.base)]
-        return rows
+    def source(self) -> VectorSource:
+        """Return the vectors of this view, to build the next base from."""
+        base = np.arange(len(self.base)) if self.live is None else np.flatnonzero(self.live)
+        tail = np.flatnonzero(self.tail.live)
+        rows = np.concatenate([self.base.rows[base], self.tail.rows[tail]])
+        order = np.argsort(rows, kind="stable")
+        positions = np.concatenate([base, len(self.base) + tail])[order]
 
-    def scores_at(self, positions: Positions, query: Vectors) -> Vectors:
-        """Return exact scores at positions, see ``exact_scores``."""
-        if not self.tail.count:
-            return exact_scores(self.base.vectors.gather(positions), query)
-        in_tail = positions >= len(self.base)
-        scores = np.empty(len(positions), np.float32)
-        scores[~in_tail] = exact_scores(self.base.vectors.gather(positions[~in_tail]), query)
-        tail = positions[in_tail] - len(self.base)
-        scores[in_tail] = exact_scores(self.tail.vectors[tail], query)
-        return scores
+        def gather(indexes: Positions) -> Vectors:
+            chosen = positions[indexes]
+            in_base = chosen < len(self.base)
+            vectors = np.empty((len(chosen), self.tail.vectors.shape[1]), np.float32)
+            if in_base.any():
+                vectors[in_base] = self.base.gather(chosen[in_base])
+            vectors[~in_base] = self.tail.vectors[chosen[~in_base] - len(self.base)]
+            return vectors
 
-    def best_at(
-        self, positions: Positions, query: Vectors, top_k: int, cancelled: Callable[[], bool]
-    ) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        """Compare a query with all vectors at positions.
+        return VectorSource(rows[order], gather)
+
+    def search(
+        self, query: Vectors, top_k: int, effort: SearchEffort, allowed: Rows | None
+    ) -> Iterator[SearchPart]:
+        """Search the tail and then the base in parts, the last one with progress 1.
 
         Args:
-            cancelled: Asked between blocks of vectors.
-
-        Returns:
-            The best rows and their scores, best first; ties by row. None: it was cancelled.
+            allowed: Sorted rows that may be found. None: all.
         """
-        scores = np.empty(len(positions), np.float32)
-        for begin, end in blocks(len(positions), _COMPARED_BLOCK):
-            if cancelled():
-                return None
-            scores[begin:end] = self.scores_at(positions[begin:end], query)
-        rows = self.rows_at(positions)
-        best = np.lexsort((rows, -scores))[:top_k]
-        return tuple(rows[best].tolist()), tuple(scores[best].tolist())
-
-    def allowed_positions(self, allowed: Rows) -> Positions:
-        """Return the live positions of sorted rows. Rows that are not here are left out."""
-        base = self.base.positions_of(allowed)
-        if self.live is not None:
-            base = base[self.live[base]]
-        in_tail = np.isin(self.tail.rows[: self.tail.count], allowed) & self.tail.live
-        return np.concatenate([base, len(self.base) + np.flatnonzero(in_tail)])
-
-    def live_mask(self, allowed: Positions | None) -> Mask | None:
-        """Return which positions of base and tail may be found. None: all."""
+        tail = np.flatnonzero(self.tail.live)
+        mask, positions = self.live, None
         if allowed is not None:
-            mask: Mask = np.zeros(len(self.base) + self.tail.count, bool)
-            mask[allowed] = True
-            return mask
-        if self.live is None and self.tail.live.all():
-            return None
-        live = np.ones(len(self.base), bool) if self.live is None else self.live
-        both: Mask = np.concatenate([live, self.tail.live])
-        return both
-
-
-class LiveSource:
-    """The vectors of a view, to build the next base from."""
-
-    def __init__(self, view: IndexView) -> None:
-        self._view = view
-        base = np.arange(len(view.base)) if view.live is None else np.flatnonzero(view.live)
-        tail = len(view.base) + np.flatnonzero(view.tail.live)
-        self._positions = np.concatenate([base, tail])
-        self.rows = view.rows_at(self._positions)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def gather(self, indexes: Positions) -> Vectors:
-        """See VectorSource.gather."""
-        positions = self._positions[indexes]
-        in_tail = positions >= len(self._view.base)
-        vectors = np.empty((len(positions), self._view.tail.vectors.shape[1]), np.float32)
-        if (~in_tail).any():
-            vectors[~in_tail] = self._view.base.vectors.gather(positions[~in_tail])
-        tail = positions[in_tail] - len(self._view.base)
-        vectors[in_tail] = self._view.tail.vectors[tail]
-        return vectors
+            tail = tail[np.isin(self.tail.rows[tail], allowed)]
+            positions = self.base.positions_of(allowed)
+            if self.live is not None:
+                positions = positions[self.live[positions]]
+            mask = np.zeros(len(self.base), bool)
+            mask[positions] = True
+        for begin in range(0, len(tail), _TAIL_BLOCK):
+            block = tail[begin : begin + _TAIL_BLOCK]
+            scores = self.tail.vectors[block] @ query
+            best = np.argsort(-scores, kind="stable")[:top_k]
+            found = pairs(self.tail.rows[block[best]], scores[best])
+            yield SearchPart(found, 0.0, len(block), ends_stage=False)
+        if not len(self.base) or not (mask is None or mask.any()):
+            yield SearchPart([], 1.0, 0, ends_stage=True)
+            return
+        yield from self.base.search(query, top_k, effort, mask, positions)

@@ -22,8 +22,8 @@ class IndexStage:
         scores: Inner product of each row with the query.
         progress: Finished share of the scan, in (0, 1].
         final: Whether this is the last stage.
-        final_probability: Calibrated probability that the last stage has the same rows in the same
-            order, in [0, 1]. It is 1 in the last stage.
+        final_probability: That the last stage has the same rows in the same order, in [0, 1]: the
+            share of past searches with such stages. It is 1 in the last stage.
         num_scored: Vectors that the query was compared with so far.
     """
 

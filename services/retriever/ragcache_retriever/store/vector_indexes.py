@@ -24,18 +24,13 @@ class RowIndex(VectorIndex, Protocol):
     def is_building(self) -> bool:
         """Whether a better index of the same rows is being built in the background."""
 
-    @property
-    def is_damaged(self) -> bool:
-        """Whether files were found damaged, so that the owner has to call ``load``."""
-
     def rows(self) -> Rows:
         """Return the sorted rows that a search can find."""
 
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
-        """Replace the content by rows and vectors in batches.
+        """Fill an index without rows from batches of rows and vectors. No other call may run.
 
-        Searches use the former content meanwhile. The thread that applies changes calls it. What
-        takes long, such as a graph, is built in the background afterwards.
+        A graph, which takes long, is built in the background afterwards.
         """
 
     def set_kind(self, kind: IndexKind) -> None:

@@ -28,10 +28,10 @@ import numpy as np
 from pymilvus import DataType, MilvusClient, MilvusException
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.search.remote.row_conditions import row_conditions, span
-from ragcache_retriever.search.remote.staged_hits import StagedHits
+from ragcache_retriever.search.staged_hits import StagedHits
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class MilvusIndex:
         self._name = name
         self._dimension = dimension
         self._kind = _used_kind(kind)
-        self._estimator = SearchEstimator()
+        self._counts = StageCounts()
         self._is_changing_kind = False
         with _errors():
             self._create()
@@ -118,11 +118,6 @@ class MilvusIndex:
     @property
     def is_building(self) -> bool:
         """Milvus builds indexes by itself, and searches what is not indexed yet completely."""
-        return False
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether what is stored cannot be read: the server would say so."""
         return False
 
     def rows(self) -> Rows:
@@ -154,7 +149,7 @@ class MilvusIndex:
         finally:
             self._is_changing_kind = False
         self._kind = wanted
-        self._estimator = SearchEstimator()
+        self._counts = StageCounts()
 
     def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
         """Add rows, then remove rows. See VectorIndex."""
@@ -180,7 +175,7 @@ class MilvusIndex:
 
         Milvus ends no query early, so ``cancelled`` is asked between queries only.
         """
-        hits = StagedHits(self._estimator, top_k, self._recall if recall is None else recall)
+        hits = StagedHits(self._counts, top_k, self._recall if recall is None else recall)
         if allowed is not None and not len(allowed):
             yield hits.stage([], 1.0, 0, is_last=True)
             return

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import psycopg
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.remote.staged_hits import STAGE_SHARES, StagedHits, slices
+from ragcache_core.retrieval.stage_counts import StageCounts
+from ragcache_retriever.search.staged_hits import STAGE_SHARES, StagedHits, slices
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import (
     BigintArray,
@@ -67,7 +67,7 @@ class PgvectorIndex:
         self._building: threading.Thread | None = None
         self._lock = threading.Lock()
         self._added = 0
-        self._estimator = SearchEstimator()
+        self._counts = StageCounts()
         self._check_kind()
 
     def __len__(self) -> int:
@@ -90,11 +90,6 @@ class PgvectorIndex:
         """Whether this process builds or checks an index."""
         building = self._building
         return building is not None and building.is_alive()
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether what is stored cannot be read: the server would say so."""
-        return False
 
     def rows(self) -> Rows:
         """Return the sorted rows."""
@@ -137,7 +132,7 @@ class PgvectorIndex:
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[IndexStage]:
         """Yield the stages of a search. See VectorIndex."""
-        hits = StagedHits(self._estimator, top_k, self._recall if recall is None else recall)
+        hits = StagedHits(self._counts, top_k, self._recall if recall is None else recall)
         try:
             with (
                 self._database.snapshot() as connection,

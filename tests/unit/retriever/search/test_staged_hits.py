@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.retrieval.finality.search_estimator import SearchEstimator
-from ragcache_retriever.search.remote.staged_hits import StagedHits, slices
+from ragcache_core.retrieval.stage_counts import StageCounts
+from ragcache_retriever.search.staged_hits import StagedHits, slices
 
 hits = st.dictionaries(st.integers(1, 30), st.floats(-1, 1), max_size=20)
 
 
 @given(parts=st.lists(hits, min_size=1, max_size=4), top_k=st.integers(1, 8))
 def test_stages_hold_the_best_of_all_parts(parts: list[dict[int, float]], top_k: int) -> None:
-    staged = StagedHits(SearchEstimator(), top_k, None)
+    staged = StagedHits(StageCounts(), top_k, None)
     joined: dict[int, float] = {}
     for i, part in enumerate(parts, 1):
         # A row that an earlier part has has the same score again.
@@ -41,11 +41,11 @@ def test_slices_cover_all_items_once(num_items: int) -> None:
 
 
 def test_a_search_with_a_recall_stops_after_complete_ones_were_alike() -> None:
-    estimator = SearchEstimator()
+    counts = StageCounts()
     found = [(row, 1 - row / 100) for row in range(1, 6)]
 
     def search(recall: float | None) -> int:
-        staged = StagedHits(estimator, 5, recall)
+        staged = StagedHits(counts, 5, recall)
         for i in range(1, 9):
             stage = staged.stage(found if i == 1 else [], i / 8, i, is_last=i == 8)
             if stage.final:

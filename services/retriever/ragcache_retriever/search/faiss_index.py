@@ -1,0 +1,343 @@
+"""The embedded vector index: an immutable faiss index as its base, and a tail of later changes.
+
+A search takes the view of the moment and holds no lock, so neither ingestion nor training nor a
+slow disk blocks it. A change makes a new view. When the tail has grown, a thread in the background
+builds the next base from the view of that moment, writes it to a file and swaps it in.
+
+The position of an index in the log of documents is the set of its rows. After a restart its owner
+compares them with the rows of the documents (``rows``), and applies the difference.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import faiss
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_core.retrieval.stage_counts import StageCounts
+from ragcache_retriever.search.faiss_base import FaissBase, Precision, SearchEffort
+from ragcache_retriever.search.faiss_build import (
+    BuildAborted,
+    VectorSource,
+    build_base,
+    empty_base,
+)
+from ragcache_retriever.search.faiss_files import DamagedIndex, read_base, spooled, write_base
+from ragcache_retriever.search.index_view import IndexView, Tail
+from ragcache_retriever.search.staged_hits import StagedHits
+from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+
+log = logging.getLogger(__name__)
+
+FLAT_LIMIT: Final = 20_000
+"""Most vectors of an index that AUTO scans completely: about 3 ms on one core."""
+
+MIN_TAIL: Final = 2048
+TAIL_SHARE: Final = 1 / 8
+"""The tail is merged when it has more rows than both of these, and the base as many removed."""
+
+MAX_BACKOFF: Final = 8
+"""After each failed merge the next one waits for twice the changes, up to this factor."""
+
+_BUILD_NICENESS: Final = 15
+
+
+@dataclass(frozen=True, slots=True)
+class IndexThreads:
+    """What the indexes of a process share.
+
+    Attributes:
+        cores: Limits the scans at a time. A search runs in the thread of its caller.
+        background: Builds bases, at a low priority.
+    """
+
+    cores: threading.Semaphore
+    background: Executor
+
+    @classmethod
+    def start(cls, num_scans: int) -> IndexThreads:
+        """Allow so many scans at a time, and start one thread for all bases."""
+        # Products of a scan are too small for several threads, and cores have other work.
+        threadpool_limits(1, user_api="blas")
+        background = ThreadPoolExecutor(1, "index-build", initializer=_lower_priority)
+        return cls(threading.Semaphore(num_scans), background)
+
+    def close(self) -> None:
+        """End the thread. All indexes are closed."""
+        self.background.shutdown(cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    # On Linux a priority belongs to one thread. The ones that faiss starts to train inherit it.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILD_NICENESS)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    """How the vectors of a collection are searched.
+
+    Attributes:
+        recall: Searches stop at a stage that has had this recall, unless they say otherwise.
+            None: they finish.
+    """
+
+    kind: IndexKind = IndexKind.AUTO
+    precision: Precision = "float32"
+    recall: float | None = None
+    effort: SearchEffort = field(default_factory=SearchEffort)
+
+
+class FaissIndex:
+    """The vectors of one generation. See VectorIndex.
+
+    Args:
+        folder: For its file. None: keep everything in memory.
+        dimension: Length of the vectors.
+        base: The base to begin with.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        dimension: int,
+        options: IndexOptions,
+        threads: IndexThreads,
+        base: FaissBase,
+    ) -> None:
+        self._folder = folder
+        self._dimension = dimension
+        self._options = options
+        self._threads = threads
+        self._counts = StageCounts()
+        self._lock = threading.Lock()  # guards changes of the view, for microseconds
+        self._view = IndexView(base, None, Tail.empty(dimension))
+        self._merge: Future[None] | None = None
+        self._removed_in_merge: list[Rows] = []
+        self._num_failures = 0
+        self._has_new_kind = False
+        self._is_closed = False
+
+    @classmethod
+    def open(
+        cls, folder: Path | None, dimension: int, options: IndexOptions, threads: IndexThreads
+    ) -> FaissIndex:
+        """Open the index of a folder, or an empty one. A damaged file counts as none.
+
+        A base of another precision or dimension counts as damaged. The owner then finds no rows
+        and adds all of them again.
+        """
+        found = None
+        if folder is not None:
+            try:
+                found = read_base(folder, dimension, options.precision)
+            except DamagedIndex as error:
+                log.warning("index: built again from the documents error=%s", error)
+                shutil.rmtree(folder, ignore_errors=True)
+        if found is None:
+            return cls(folder, dimension, options, threads, empty_base(options.precision))
+        index = cls(folder, dimension, options, threads, found)
+        index.set_kind(options.kind)
+        return index
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    @property
+    def kind(self) -> IndexKind:
+        """The kind of the present base: FLAT, IVF or HNSW."""
+        return self._view.base.kind
+
+    @property
+    def base(self) -> FaissBase:
+        """The present base."""
+        return self._view.base
+
+    @property
+    def is_building(self) -> bool:
+        """Whether the next base is being built."""
+        merge = self._merge
+        return merge is not None and not merge.done()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of vectors and rows."""
+        view = self._view
+        return view.base.memory_bytes + view.tail.vectors.nbytes + view.tail.rows.nbytes
+
+    def rows(self) -> Rows:
+        """Return all rows, sorted."""
+        return self._view.rows()
+
+    def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
+        """Fill an index without rows. See RowIndex.
+
+        A graph takes about a millisecond of a core per vector, so it is built in the background.
+        """
+        with spooled(self._folder, self._dimension, batches) as source:
+            kind = _chosen(self._options.kind, len(source.rows))
+            base = self._built(source, IndexKind.FLAT if kind is IndexKind.HNSW else kind)
+        with self._lock:
+            self._view = IndexView(base, None, Tail.empty(self._dimension))
+            self._has_new_kind = len(base) > 0
+            self._merge_if_needed()
+
+    def set_kind(self, kind: IndexKind) -> None:
+        """Change the kind, AUTO included. The index is built again in the background."""
+        with self._lock:
+            self._options = replace(self._options, kind=kind)
+            self._has_new_kind = True
+            self._merge_if_needed()
+
+    # VectorIndex
+
+    def search(
+        self,
+        query: Vectors,
+        top_k: int,
+        *,
+        allowed: Rows | None = None,
+        recall: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[IndexStage]:
+        """Yield the stages of a search: the first one, the last one, and some between them.
+
+        A caller may need a millisecond to rank a stage. The search goes on for as long as the
+        caller took, and leaves out the stages that it passes in that time.
+        """
+        faiss.omp_set_num_threads(1)  # of this thread only
+        vector = np.ascontiguousarray(query, np.float32)
+        hits = StagedHits(self._counts, top_k, recall or self._options.recall)
+        parts = self._view.search(vector, top_k, self._options.effort, allowed)
+        found: list[tuple[int, float]] = []
+        num_scored = 0
+        caller_s, resumed = 0.0, time.perf_counter()
+        while cancelled is None or not cancelled():
+            with self._threads.cores:
+                part = next(parts)
+            found += part.found
+            num_scored += part.num_scored
+            if not part.ends_stage:
+                continue
+            stage = hits.stage(found, part.progress, num_scored, is_last=part.progress == 1)
+            found = []
+            ended = time.perf_counter()
+            if stage.final or ended - resumed >= caller_s:
+                yield stage
+                resumed = time.perf_counter()
+                caller_s = resumed - ended
+            if stage.final:
+                return
+
+    def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        """Change rows as one change. See VectorIndex."""
+        gone, new = np.array(removed, np.int64), np.array(added, np.int64)
+        with self._lock:
+            self._view = self._view.changed(gone, new, vectors)
+            if self.is_building:
+                self._removed_in_merge.append(gone)
+            self._merge_if_needed()
+
+    def close(self) -> None:
+        """Wait for the background work. See VectorIndex."""
+        with self._lock:
+            self._is_closed = True
+            merge = self._merge
+        if merge is not None and not merge.cancel():
+            wait([merge])
+
+    # Merging
+
+    def _merge_if_needed(self) -> None:
+        """Start to build the next base if it is time. The caller holds the lock."""
+        view = self._view
+        limit = max(MIN_TAIL, int(TAIL_SHARE * len(view.base)))
+        limit *= min(1 << self._num_failures, MAX_BACKOFF)
+        has_grown = view.tail.count > limit or view.num_removed > max(limit, len(view.base) // 4)
+        has_new_kind = self._has_new_kind and _chosen(self._options.kind, len(view)) != self.kind
+        may_merge = not (self.is_building or self._is_closed)
+        if (has_grown or has_new_kind) and may_merge:
+            self._has_new_kind = False
+            self._merge = self._threads.background.submit(self._merge_tail)
+
+    def _merge_tail(self) -> None:
+        """Build a base from the view of now, and swap it in with the changes since."""
+        try:
+            with self._lock:
+                merged = self._view
+                self._removed_in_merge = []
+            kind = _chosen(self._options.kind, len(merged))
+            base = self._built(merged.source(), kind)
+            with self._lock:
+                tail = self._view.tail.since(merged.tail.count)
+                gone = np.concatenate([np.empty(0, np.int64), *self._removed_in_merge])
+                view = IndexView(base, None, Tail.empty(self._dimension))
+                if base.kind is not merged.base.kind:  # it has other stages
+                    self._counts = StageCounts()
+                self._view = view.changed(gone, tail.rows, tail.vectors)
+        except BuildAborted:
+            return
+        except Exception:
+            # The old base and the tail serve on.
+            log.exception("index: base not built folder=%s", self._folder)
+            with self._lock:
+                self._num_failures += 1
+            return
+        with self._lock:
+            self._num_failures = 0
+            self._merge = None
+            self._merge_if_needed()
+
+    def _built(self, source: VectorSource, kind: IndexKind) -> FaissBase:
+        base = build_base(source, kind, self._view.base, lambda: self._is_closed)
+        if self._folder is not None:
+            write_base(self._folder, base)
+        return base
+
+
+class FaissIndexes:
+    """Opens and removes indexes. See VectorIndexes.
+
+    Args:
+        folder: Has a folder for each generation. None: keep everything in memory.
+        options: Of each index, besides its kind.
+    """
+
+    def __init__(self, folder: Path | None, options: IndexOptions, threads: IndexThreads) -> None:
+        self._folder = folder
+        self._options = options
+        self._threads = threads
+
+    def open(self, generation: int, dimension: int, kind: IndexKind) -> FaissIndex:
+        """Open the index of a generation. See VectorIndexes."""
+        folder = None if self._folder is None else self._folder / str(generation)
+        options = replace(self._options, kind=kind)
+        return FaissIndex.open(folder, dimension, options, self._threads)
+
+    def remove(self, generation: int) -> None:
+        """Remove the files of a generation."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder / str(generation), ignore_errors=True)
+
+    def stored_generations(self) -> list[int]:
+        """Return the generations that have folders."""
+        if self._folder is None or not self._folder.exists():
+            return []
+        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
+
+
+def _chosen(kind: IndexKind, num_vectors: int) -> IndexKind:
+    if kind is IndexKind.AUTO:
+        return IndexKind.FLAT if num_vectors <= FLAT_LIMIT else IndexKind.IVF
+    return kind

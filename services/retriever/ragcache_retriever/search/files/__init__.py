@@ -1,1 +1,0 @@
-"""What an index stores: vectors and the files of a base."""
