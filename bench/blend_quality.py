@@ -181,7 +181,7 @@ def foreign(data: Path, count: int, seed: int) -> dict[str, object]:
     if not (data / MUSIQUE).is_file():
         return {"skipped": f"there is no {MUSIQUE.name}"}
     from bench.support.blending.handbook import work_on_foreign_text  # noqa: PLC0415
-    from tests.helpers.tiny_model import make_tiny_model  # noqa: PLC0415
+    from harness.tiny_model import make_tiny_model  # noqa: PLC0415
 
     asked = json.loads((data / MUSIQUE).read_text())
     texts = sorted({p["paragraph_text"] for one in asked for p in one["paragraphs"]})
@@ -199,7 +199,6 @@ def print_rows(rows: Rows) -> None:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of a bundled model, or of a model in a folder."""
     if Path(name).is_dir():
         return Path(name)
     from ragcache_cli.models.cache import fetch_model  # noqa: PLC0415
@@ -208,7 +207,6 @@ def model_folder(name: str) -> Path:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer questions")
     parser.add_argument("--questions", type=int)

@@ -181,7 +181,6 @@ _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
 
 
 def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
-    """Return a value as a store has it, with a lossy codec."""
     space = value_shape(shape.space)
     native = value.contiguous().view(torch.uint8).numpy().reshape(-1)
     precision = Precision(codec, codec)
@@ -311,7 +310,6 @@ class Bench:
     def _write(
         self, write: Write, source_of: Callable[[int], ValueSource], position_shift: int = 0
     ) -> LoadJob:
-        """Write values that have all arrived."""
         size = self.shape.chunk_tokens
         spans = tuple(
             VariantSpan(
@@ -355,7 +353,6 @@ class Decoders:
         }
 
     def decode(self, codec: Codec) -> None:
-        """Decode all chunks."""
         held = self._bench.here
         for number, stored in enumerate(held.stored[codec]):
             if self._is_gpu:

@@ -24,15 +24,10 @@ Requests are without retrieval (``ragcache.retrieve`` is false), but for those o
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import resource
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +35,7 @@ from typing import Any
 import psutil
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 from bench.support.gateway_load.simulated_parts import (
-    GATEWAY,
     HOST,
     SimulatedParts,
     chat_request,
@@ -53,7 +45,8 @@ from bench.support.gateway_load.simulated_parts import (
     wait_for_gateway,
 )
 from bench.support.gateway_load.stream_client import StreamTimes, run_answers, run_streams
-from bench.support.processes import Service, free_port
+from bench.support.program import options, print_figures
+from harness.processes import Service, free_port
 
 NUM_STREAMS = 32
 TOKENS_PER_S = 20
@@ -105,25 +98,6 @@ class Running:
         """Return the resident memory of the gateway."""
         rss: int = psutil.Process(self.gateway.pid).memory_info().rss
         return rss
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter streams")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--profile", metavar="PATH", help="write a cProfile of the gateway")
-    arguments = parser.parse_args()
-    sizes = QUICK if arguments.quick else FULL
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), arguments.profile) as processes,
-    ):
-        results: dict[str, Any] = {}
-        for part in arguments.only:
-            results |= uvloop.run(PARTS[part](processes, sizes))
-    print(json.dumps(results))
 
 
 async def measure_few(processes: Running, sizes: Sizes) -> dict[str, Any]:
@@ -288,15 +262,25 @@ def cores(processes: Running, before: Mapping[str, float], began_s: float) -> di
     return {name: round((now[name] - used) / passed_s, 3) for name, used in before.items()}
 
 
-@contextlib.contextmanager
-def running(folder: Path, profile: str | None) -> Generator[Running, None, None]:
-    """Run the gateway with a simulated engine and stand-ins."""
+def run(parts: Sequence[str], sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """Run the gateway with a simulated engine and stand-ins, and measure."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
     gateway_port = free_port()
-    program = ["-m", "cProfile", "-o", profile, *GATEWAY] if profile else list(GATEWAY)
-    with simulated_parts(folder) as parts:
-        gateway = parts.start_gateway("gateway", gateway_port, program)
+    results: dict[str, Any] = {}
+    with simulated_parts(folder) as simulated:
+        gateway = simulated.start_gateway("gateway", gateway_port)
         wait_for_gateway(gateway, gateway_port)
-        yield Running(gateway, parts, gateway_port)
+        for part in parts:
+            results |= uvloop.run(PARTS[part](Running(gateway, simulated, gateway_port), sizes))
+    return results
+
+
+def main() -> None:
+    parser = options(__doc__, "fewer and shorter streams")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    given = parser.parse_args()
+    print_figures(lambda folder: run(given.only, QUICK if given.quick else FULL, folder))
 
 
 if __name__ == "__main__":

@@ -258,7 +258,6 @@ class Times:
     stated: list[float] = field(default_factory=list)
 
     def add_median(self, rounds: Times) -> None:
-        """Add one query."""
         self.loading.append(statistics.median(rounds.loading))
         self.ttft.append(statistics.median(rounds.ttft))
         self.stated.append(statistics.median(rounds.stated))

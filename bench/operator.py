@@ -33,15 +33,15 @@ sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
 import httpx
 import yaml
 
-from bench.support.processes import free_port
+from harness.availability import Unavailable
+from harness.cluster.control_plane import start_control_plane
+from harness.cluster.kubeconfig import ADMIN_GROUP, User
+from harness.processes import free_port
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.reconcile.children import child_resources
-from tests.cluster.availability import Unavailable
-from tests.cluster.control_plane import start_control_plane
-from tests.cluster.kubeconfig import ADMIN_GROUP, User
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "default"

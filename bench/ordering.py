@@ -42,7 +42,6 @@ import httpx
 import numpy as np
 
 from bench.contestants.contestant import Absent
-from bench.support.completion import complete
 from bench.support.number_type import fast_number_type
 from bench.support.ordering.bursts import BurstShape, bursts, mean_jaccard
 from bench.support.ordering.contestants import (
@@ -55,12 +54,13 @@ from bench.support.ordering.contestants import (
     reordered,
 )
 from bench.support.ordering.facts import Facts
-from bench.support.processes import launch_engine, wait_for_engine
 from bench.support.sequences.bootstrap import interval, quantile_ratio
 from bench.support.sequences.prompts import SequenceRequest, Vocabulary
 from bench.support.sequences.recorded import RECORDED, load_recorded
 from bench.support.sequences.turns import turns
-from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
+from harness.completion import complete
+from harness.processes import launch_engine, wait_for_engine
+from harness.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_cli.models.cache import fetch_model
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.values.layout import value_bytes
@@ -295,7 +295,6 @@ def recorded_requests(
 def _sequence(
     benchmark: OrderingBenchmark, name: str, model: Path, arguments: argparse.Namespace
 ) -> dict[str, object]:
-    """Measure a recorded sequence."""
     requests = recorded_requests(name, model, arguments)
     contestants = benchmark.run(requests, (NO_CACHE, RANK, OURS))
     return {
@@ -344,7 +343,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the benchmark."""
     arguments = parse()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(arguments, Path(folder))))

@@ -168,7 +168,6 @@ def savings(overlap: float, capacity: int, questions: int, seed: int) -> dict[st
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer nodes and questions")
     parser.add_argument("--nodes", type=int, help=f"of the tree; {NODES} by default")

@@ -66,7 +66,6 @@ class Result:
 
 
 def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
-    """Replay one policy with one admission at one capacity."""
     capacity_bytes = int(trace.footprint_bytes() * share)
     made = make_policy(policy, leaves_only=trace.exact)
     return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
@@ -81,7 +80,6 @@ class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
 
 
 def replay_without_clock(trace: Trace, share: float) -> Tally:
-    """Replay ``WithoutClock`` at one capacity."""
     policy = WithoutClock[int](leaves_only=trace.exact)
     capacity_bytes = int(trace.footprint_bytes() * share)
     return Replay(policy, make_admission("always", policy), capacity_bytes).run(trace)

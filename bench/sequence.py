@@ -88,7 +88,6 @@ class Replayed:
         return range(self.warm_up, len(self.requests))
 
     def warm_up_of(self, contestant: str) -> list[SequenceRequest]:
-        """Return the warm-up requests of a contestant."""
         indices: Sequence[int] = range(self.warm_up)
         if contestant in PREFIX_ONLY:
             latest = set(indices[-LEAST_WARM_UP:])

@@ -34,7 +34,7 @@ import grpc
 import numpy as np
 import xxhash
 
-from bench.support.processes import running_cachestore
+from harness.processes import running_cachestore
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
@@ -69,18 +69,15 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, name: str) -> None:
-        """Count one."""
         with self.lock:
             self.counts[name] += 1
 
     def fail(self, error: object) -> None:
-        """Record an error."""
         with self.lock:
             self.errors.append(repr(error))
 
 
 def key(number: int) -> VariantKey:
-    """Return the key of a variant by its number."""
     return VariantKey(number.to_bytes(16), bytes(16))
 
 
@@ -93,11 +90,9 @@ class Values:
         self._sums = [xxhash.xxh3_64_intdigest(raw) for raw in self._raw]
 
     def of(self, number: int) -> memoryview:
-        """Return the bytes."""
         return self._raw[number % len(SIZES)]
 
     def outgoing(self, number: int) -> ReadyValue:
-        """Return the value to put."""
         digest = self._sums[number % len(SIZES)]
         return ReadyValue(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
 
@@ -126,7 +121,6 @@ class Soak:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start all clients."""
         for number in range(PUTTERS):
             self._begin(self._put, number)
         for number in range(GETTERS):
@@ -145,7 +139,6 @@ class Soak:
                 self._get(client, rng)
 
     def stop(self) -> None:
-        """Stop all clients."""
         self._over.set()
         for thread in self._threads:
             thread.join(2 * TIMEOUT_S)

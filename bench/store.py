@@ -114,7 +114,6 @@ class Runner:
         self.process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Return its answer."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -252,7 +251,6 @@ def _name(size: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(

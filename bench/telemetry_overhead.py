@@ -18,19 +18,13 @@ A client asks one question of each gateway, in a random order, again and again. 
   ``bare_added_p50_us`` is the difference of the medians.
 
 ``scrape_cpu_ms`` is the gateway's CPU time for one scrape, a part of ``cpu_ratio_on_over_off``.
-``count_chunks_us`` is what keeping and counting the chunks of an answer costs in each request, and
-``explanation_us`` what an explanation costs that a client asks for, both with 8 chunks.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
-import sys
-import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +33,6 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
-from bench.support.gateway_load.explained_prompts import counting_us, explanation_us
 from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
@@ -51,9 +42,10 @@ from bench.support.gateway_load.simulated_parts import (
     wait_for_gateway,
 )
 from bench.support.gateway_load.stream_client import StreamTimes, run_streams
-from bench.support.processes import Service, free_port
+from bench.support.program import is_quick, print_figures
 from bench.support.sequences.bootstrap import interval
-from tests.helpers.otlp import Collector, collector
+from harness.otlp import Collector, collector
+from harness.processes import Service, free_port
 
 CHUNKS: Final = 8
 CHUNK_TOKENS: Final = 250
@@ -65,7 +57,6 @@ TRACED_SHARE: Final = 0.1
 SCRAPE_INTERVAL_S: Final = 1.0
 TIMED_SCRAPES: Final = 30
 WARM_UP_ROUNDS: Final = 40
-COUNTED_ANSWERS: Final = 1000
 ACCEPT: Final = "application/openmetrics-text;version=1.0.0"
 
 
@@ -83,8 +74,6 @@ QUICK = Sizes(160, 120)
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A running gateway."""
-
     service: Service
     port: int
 
@@ -93,7 +82,6 @@ class Gateway:
         return cpu_s(self.service.pid)
 
     def request(self) -> bytes:
-        """Return the bytes of a question."""
         collection = {"collection": f"chunks-{CHUNK_TOKENS}", "top_k": CHUNKS}
         return chat_request(self.port, max_tokens=ANSWER_TOKENS, stream=True, ragcache=collection)
 
@@ -113,7 +101,6 @@ class Compared:
     errors: int
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the case."""
         times_s = {name: np.array(found) for name, found in self.first_token_s.items()}
         p50_s = {name: float(np.median(found)) for name, found in times_s.items()}
         on_s, without_s = times_s["on"], np.array([times_s["off"], times_s["control"]])
@@ -182,17 +169,14 @@ class Scrapes:
         return page
 
 
+def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    with simulated_parts(folder) as parts, collector() as received:
+        return uvloop.run(measure(parts, received, sizes))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer questions")
-    sizes = QUICK if parser.parse_args().quick else FULL
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        simulated_parts(Path(folder)) as parts,
-        collector() as received,
-    ):
-        results = uvloop.run(measure(parts, received, sizes))
-    print(json.dumps(results))
+    sizes = QUICK if is_quick(__doc__, "fewer questions") else FULL
+    print_figures(lambda folder: run(sizes, folder))
 
 
 async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> dict[str, Any]:
@@ -215,8 +199,6 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
         **realistic.figures(),
         "first_token_ms": round(1e3 * FIRST_TOKEN_S),
         **{f"bare_{name}": value for name, value in bare.figures().items()},
-        "count_chunks_us": counting_us(CHUNKS, COUNTED_ANSWERS),
-        "explanation_us": explanation_us(CHUNKS, COUNTED_ANSWERS),
         "scrape_cpu_ms": round(1e3 * scrape_cpu_s, 2),
         "scrapes": scrapes.count,
         "scraped_bytes": scrapes.num_bytes,

@@ -23,7 +23,6 @@ POLICY_NAMES = (*PRODUCT_POLICY_NAMES, *_COMPARISON_POLICIES)
 
 
 def make_policy(name: str, *, leaves_only: bool, **settings: float) -> EvictionPolicy[Any]:
-    """Return an empty policy by its name, one of POLICY_NAMES."""
     if name in _COMPARISON_POLICIES:
         return _COMPARISON_POLICIES[name](leaves_only=leaves_only, **settings)
     return make_product_policy(name, leaves_only=leaves_only, **settings)

@@ -65,7 +65,6 @@ class S3Fifo(EvictionPolicy[K]):
         self._ghosts: GhostEntries[K, None] = GhostEntries()
 
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """See EvictionPolicy.add."""
         entry = self._entries.get(key)
         if entry is not None:
             self._count_bytes(entry, -1)
@@ -82,20 +81,17 @@ class S3Fifo(EvictionPolicy[K]):
         self._children.add(candidate.parent)
 
     def touch(self, key: K, now: float, use: VariantUse = REUSE) -> None:
-        """See EvictionPolicy.touch."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.uses = min(MAX_USES, entry.uses + 1)
 
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
-        """See EvictionPolicy.resize."""
         entry = self._entries[key]
         self._count_bytes(entry, -1)
         entry.candidate = candidate
         self._count_bytes(entry, 1)
 
     def remove(self, key: K) -> None:
-        """See EvictionPolicy.remove."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._queues[entry.queue].pop(key, None)
@@ -103,7 +99,6 @@ class S3Fifo(EvictionPolicy[K]):
             self._remove_child(entry.candidate.parent)
 
     def evict(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See EvictionPolicy.evict."""
         key = self.advance_to_victim(may_evict)
         if key is not None:
             if self._entries[key].queue is _Queue.SMALL:
@@ -149,7 +144,6 @@ class S3Fifo(EvictionPolicy[K]):
         return found
 
     def is_leaf(self, key: K) -> bool:
-        """See EvictionPolicy.is_leaf."""
         return self._children.is_leaf(key)
 
     def priority(self, key: K, now: float) -> float:
@@ -164,7 +158,6 @@ class S3Fifo(EvictionPolicy[K]):
         return len(self._entries)
 
     def check(self) -> None:
-        """See EvictionPolicy.check."""
         entries = self._entries.values()
         self._children.check(entry.candidate.parent for entry in entries)
         assert self._stored_bytes == sum(entry.candidate.num_bytes for entry in entries)

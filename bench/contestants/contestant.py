@@ -73,7 +73,6 @@ class Values:
         self._buffers = page_aligned(POOL_BYTES)
 
     def value(self, number: int) -> memoryview:
-        """Return the bytes of a value."""
         # An odd stride makes all values different and uses all of the pool.
         start = number * (self._num_bytes + 4099) % POOL_BYTES
         return self._pool[start : start + self._num_bytes].data.cast("B")

@@ -26,13 +26,11 @@ class Memcpy(Contestant):
         self._values: dict[int, np.ndarray[Any, Any]] = {}
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         if number not in self._values or len(self._values[number]) != len(value):
             self._values[number] = page_aligned(len(value))
         np.copyto(self._values[number], np.frombuffer(value, dtype=np.uint8))
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         np.copyto(np.frombuffer(buffer, dtype=np.uint8), self._values[number])
 
 
@@ -43,12 +41,10 @@ class Files(Contestant):
         self._folder = folder
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         with (self._folder / str(number)).open("wb", buffering=0) as file:
             file.write(value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         with (self._folder / str(number)).open("rb", buffering=0) as file:
             file.readinto(buffer)
 
@@ -66,15 +62,12 @@ class GrpcBytes(Contestant):
         self._get = self._channel.unary_unary("/bench.Store/Get", None, None)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._put(number.to_bytes(8) + value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         buffer[:] = self._get(number.to_bytes(8))
 
     def close(self) -> None:
-        """See Contestant."""
         self._channel.close()
         self._server.end()
 

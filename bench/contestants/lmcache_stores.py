@@ -67,13 +67,11 @@ class LMCacheServer(Contestant):
         self._receive(memoryview(bytearray(self._reply.packlength())))
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         self._socket.sendall(self._message(self._command.GET, number, 0))
         self._receive(memoryview(bytearray(self._reply.packlength())))
         self._receive(buffer)
 
     def close(self) -> None:
-        """See Contestant."""
         self._socket.close()
         self._server.end()
 
@@ -152,13 +150,11 @@ class MultiProcess(Contestant):
         helpers._poll_prefetch_status(client._req_client, key.request_id, 5000, 0.001)
 
     def get(self, number: int, buffer: memoryview) -> memoryview:
-        """See Contestant."""
         if not self._client.retrieve(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache retrieved nothing")
         return self._block()
 
     def close(self) -> None:
-        """See Contestant."""
         if self._client is not None:
             self._client.close()
         self._server.end()
@@ -201,7 +197,6 @@ class FsNative(Contestant):
         self._finish(self._client.submit_batch_set([self._key(number)], [value]))
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         self._finish(self._client.submit_batch_get([self._key(number)], [buffer]))
 
     def settle(self) -> None:
@@ -212,7 +207,6 @@ class FsNative(Contestant):
                 file.unlink()
 
     def close(self) -> None:
-        """See Contestant."""
         self._client.close()
 
     def _key(self, number: int) -> str:

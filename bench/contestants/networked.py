@@ -20,15 +20,12 @@ class Redis(Contestant):
         self._client = redis.Redis("127.0.0.1", port)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._client.set(number.to_bytes(8), value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         buffer[:] = self._client.get(number.to_bytes(8))
 
     def close(self) -> None:
-        """See Contestant."""
         self._client.close()
         self._server.end()
 
@@ -45,14 +42,11 @@ class Memcached(Contestant):
         self._client = Client(("127.0.0.1", port), no_delay=True)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._client.set(f"{number}", bytes(value), noreply=False)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         buffer[:] = self._client.get(f"{number}")
 
     def close(self) -> None:
-        """See Contestant."""
         self._client.close()
         self._server.end()

@@ -53,7 +53,6 @@ class RagCache(Contestant):
         self._keys: dict[int, VariantKey] = {}
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         starts = range(0, len(value), _PART_BYTES)
         sizes = tuple([min(_PART_BYTES, len(value) - start) for start in starts])
         info = VariantInfo(256, len(value), 0, Provenance(exact=True))
@@ -66,7 +65,6 @@ class RagCache(Contestant):
             raise OSError("the store refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         ((_, found),) = self._client.get([self._keys[number]], TIMEOUT_S, allocate=lambda _: buffer)
         if isinstance(found, Miss):
             raise OSError(f"the store has no value: {found}")
@@ -81,7 +79,6 @@ class RagCache(Contestant):
         """Note the tier of a value."""
 
     def close(self) -> None:
-        """See Contestant."""
         self._client.close()
         self._server.end()
 
@@ -110,5 +107,4 @@ class RagCacheDisk(RagCacheDurable):
     memory_bytes = 32 << 20
 
     def note(self, tier: Tier) -> None:
-        """See RagCache."""
         self.counts = tier is Tier.DISK

@@ -16,17 +16,13 @@ class RocksDict(Contestant):
         self._db = Rdict(str(folder / "rocks"), Options(raw_mode=True))
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._db[number.to_bytes(8)] = bytes(value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         buffer[:] = self._db[number.to_bytes(8)]
 
     def settle(self) -> None:
-        """See Contestant."""
         self._db.flush()
 
     def close(self) -> None:
-        """See Contestant."""
         self._db.close()

@@ -27,7 +27,6 @@ class Server:
         self._wait(argv[0])
 
     def end(self) -> None:
-        """Stop it."""
         self._process.terminate()
         try:
             self._process.wait(10)

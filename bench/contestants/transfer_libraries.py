@@ -87,12 +87,10 @@ class Mooncake(Contestant):
         self._puts[number] += 1
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         if self._store.put(self._key(number), value):
             raise OSError("mooncake refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         if (whole := _whole(buffer)) not in self._registered:
             self._store.register_buffer(*whole)
             self._registered.append(whole)
@@ -101,7 +99,6 @@ class Mooncake(Contestant):
             raise OSError(f"mooncake gave {found}")
 
     def close(self) -> None:
-        """See Contestant."""
         self._process.terminate()
         self._process.join(10)
         self._server.end()
@@ -146,15 +143,12 @@ class Nixl(Contestant):
         self._registered: list[tuple[int, int]] = []
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._move("WRITE", number, value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         self._move("READ", number, buffer)
 
     def close(self) -> None:
-        """See Contestant."""
         self._process.terminate()
         self._process.join(10)
 

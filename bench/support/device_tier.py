@@ -43,7 +43,6 @@ class DeviceLoader:
         self._kept: dict[int, torch.Tensor] = {}
 
     def keep(self, value: Encoded, memory: Placement) -> None:
-        """Keep an encoded value in one of the memories."""
         if memory is Placement.DISK:
             return
         host = torch.from_numpy(aligned(value.num_bytes))

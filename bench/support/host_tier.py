@@ -140,7 +140,6 @@ class Readers:
         self._spans: list[tuple[float, float, int]] = []
 
     def read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> Future[None]:
-        """Start to read a value."""
         return self._pool.submit(self._read, disk, name, num_bytes, buffer)
 
     def take_rate(self) -> float | None:

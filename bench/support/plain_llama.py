@@ -44,7 +44,6 @@ class Shape:
 
     @property
     def space(self) -> KVSpace:
-        """Of its KV."""
         return KVSpace("bench", self.layers, self.kv_heads, self.head_dim, "bfloat16")
 
 

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.support.processes import Service, free_port
+from harness.processes import Service, free_port
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb

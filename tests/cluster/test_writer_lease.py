@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from harness import packages
+from harness.cluster.control_plane import ControlPlane
 from ragcache_core.cluster.writer_election import WriterLease
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.spec.manifest import parse_manifest
 from ragcache_retriever.replication.kubernetes_lease import KubernetesLease
 from ragcache_retriever.replication.lease_store import LeaseUnavailable
-from tests.cluster import packages
-from tests.cluster.control_plane import ControlPlane
 from tests.helpers.replica_node import cluster_of, names, put, writer_of
 
 NAMESPACE = "writer-lease"

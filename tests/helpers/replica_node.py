@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.cluster.writer_election import ElectionTiming
 from ragcache_core.errors import NotFound, Unavailable
 from ragcache_retriever.concurrency.threads import run

@@ -33,7 +33,6 @@ class ContextAttentionHook(AttentionHook):
         self._norm = torch.zeros(question.start)
 
     def result(self) -> ContextAttention:
-        """Return the means."""
         count = len(self._positions) * self._cache.num_layers
         return ContextAttention((self._weight / count).tolist(), (self._norm / count).tolist())
 

@@ -242,5 +242,4 @@ def divergence(full: Answer, answer: Answer) -> list[float]:
 
 
 def key_of(token_ids: Sequence[int]) -> bytes:
-    """Return a key for a chunk, from its tokens."""
     return xxhash.xxh3_128_digest(repr(list(token_ids)).encode())[:KEY_BYTES]

@@ -100,7 +100,6 @@ class _Asked:
         others: Sequence[list[int]],
         sequences: AheadSequences,
     ) -> None:
-        """Add the figures of this question."""
         head, chunks = self.parts.head, self.parts.chunks
         left = iter(others)
         captured = [

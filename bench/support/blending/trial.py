@@ -232,7 +232,6 @@ class Trial:
 
     @property
     def question_attention(self) -> list[float]:
-        """What the engine measures of the question."""
         if self._question_attention is None:
             self._question_attention = self.lab.question_attention(
                 self.token_ids, self.placed(), self.end

@@ -80,28 +80,22 @@ class EngineConnection(asyncio.Protocol):
         self._write: Callable[[bytes], None]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._write = self._transport.write
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._clock.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        """See httptools."""
         self._path = url
 
     def on_body(self, part: bytes) -> None:
-        """See httptools."""
         self._body.append(part)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         body = b"".join(self._body)
         self._body.clear()
         if self._path == b"/rate":

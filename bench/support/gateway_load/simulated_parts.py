@@ -14,8 +14,8 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from bench.support.processes import Service, free_port
-from tests.helpers.tiny_model import make_tiny_model
+from harness.processes import Service, free_port
+from harness.tiny_model import make_tiny_model
 
 HOST: Final = "127.0.0.1"
 GATEWAY: Final = ("-m", "ragcache_gateway")
@@ -42,25 +42,25 @@ class SimulatedParts:
 
     def start(self) -> None:
         """Start the processes and wait until they serve."""
-        engine = self._start("engine", ["-m", f"{_PROGRAMS}.simulated_engine", self.engine_port])
-        command = ["-m", f"{_PROGRAMS}.stand_ins", self.grpc_port, self.model]
-        stand_ins = self._start("stand_ins", command)
+        programs = {
+            "engine": [f"{_PROGRAMS}.simulated_engine", f"{self.engine_port}"],
+            "stand_ins": [f"{_PROGRAMS}.stand_ins", f"{self.grpc_port}", f"{self.model}"],
+        }
+        for name, words in programs.items():
+            self.services[name] = _launch(self.folder, name, ["-m", *words], {})
+        engine, stand_ins = self.services.values()
         engine.wait_until("serving", lambda: answers(f"http://{HOST}:{self.engine_port}/health"))
         stand_ins.wait_until("serving", lambda: "serving" in stand_ins.log.read_text())
 
     def start_gateway(
         self, name: str, port: int, program: Sequence[str] = GATEWAY, **settings: str
     ) -> Service:
-        """Start a gateway in front of the parts; ``wait_for_gateway`` waits for it.
-
-        Args:
-            program: Arguments of Python.
-            settings: More variables of its environment.
-        """
-        return self._start(
+        """Start a gateway in front of the parts."""
+        self.services[name] = launch_gateway(
+            self.folder,
             name,
+            port,
             program,
-            RAGCACHE_LISTEN=f"{HOST}:{port}",
             RAGCACHE_RETRIEVER=f"{HOST}:{self.grpc_port}",
             RAGCACHE_ENGINES=f"http://{HOST}:{self.engine_port};records={self.grpc_port}",
             RAGCACHE_CACHESTORE=f"{HOST}:9",
@@ -70,6 +70,7 @@ class SimulatedParts:
             RAGCACHE_MAX_QUESTIONS="4096",
             **settings,
         )
+        return self.services[name]
 
     async def set_rate(self, tokens_per_s: int) -> None:
         """Set the token rate of the simulated engine."""
@@ -84,15 +85,6 @@ class SimulatedParts:
             url = f"http://{HOST}:{self.engine_port}/{name}"
             (await client.post(url, content=str(value))).raise_for_status()
 
-    def _start(self, name: str, arguments: Sequence[object], **settings: str) -> Service:
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT))))
-        command = [sys.executable, *map(str, arguments)]
-        service = Service(
-            name, command, {"PYTHONPATH": path} | settings, self.folder / f"{name}.log"
-        )
-        self.services[name] = service
-        return service
-
 
 @contextlib.contextmanager
 def simulated_parts(folder: Path) -> Generator[SimulatedParts, None, None]:
@@ -104,6 +96,27 @@ def simulated_parts(folder: Path) -> Generator[SimulatedParts, None, None]:
     finally:
         for service in reversed(parts.services.values()):
             service.stop()
+
+
+def launch_gateway(
+    folder: Path, name: str, port: int, program: Sequence[str] = GATEWAY, **settings: str
+) -> Service:
+    """Start a gateway process; ``wait_for_gateway`` waits for it.
+
+    Args:
+        folder: Has its log.
+        program: Arguments of Python.
+        settings: Its environment.
+    """
+    return _launch(folder, name, program, {"RAGCACHE_LISTEN": f"{HOST}:{port}", **settings})
+
+
+def _launch(
+    folder: Path, name: str, arguments: Sequence[str], settings: Mapping[str, str]
+) -> Service:
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT))))
+    command = [sys.executable, *arguments]
+    return Service(name, command, {"PYTHONPATH": path, **settings}, folder / f"{name}.log")
 
 
 def wait_for_gateway(gateway: Service, port: int) -> None:
@@ -140,7 +153,6 @@ def chat_request(port: int, **fields: Any) -> bytes:
 
 
 def http_request(port: int, path: str, body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a POST request."""
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"

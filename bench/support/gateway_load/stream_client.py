@@ -48,13 +48,11 @@ class StreamClient(asyncio.Protocol):
         self._has_status = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._sent_s = time.monotonic()
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         now_s = time.monotonic()
         if not self._has_status:
             self._has_status = True
@@ -72,7 +70,6 @@ class StreamClient(asyncio.Protocol):
             self._end(failed=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         if not self._done.done():
             self._end(failed=True)
 
@@ -92,7 +89,6 @@ class AnswerClient(asyncio.Protocol):
         self._answered: asyncio.Future[bool]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
 
     async def ask(self) -> bool:
@@ -103,7 +99,6 @@ class AnswerClient(asyncio.Protocol):
         return await self._answered
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self._received += data
         head, separator, body = self._received.partition(b"\r\n\r\n")
         if separator:
@@ -112,12 +107,10 @@ class AnswerClient(asyncio.Protocol):
                 self._answered.set_result(head.startswith(b"HTTP/1.1 200"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         if not self._answered.done():
             self._answered.set_result(False)
 
     def close(self) -> None:
-        """Close the connection."""
         self._transport.close()
 
 

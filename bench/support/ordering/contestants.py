@@ -49,7 +49,6 @@ class FixedOrdering:
         self._recency = Recency()
 
     def order(self, request: SequenceRequest) -> Sequence[int]:
-        """See ``Ordering``."""
         names = [passage.name for passage in request.passages]
         if self._name == SORTED:
             return sorted_order(names)
@@ -73,7 +72,6 @@ class TreeOrdering:
         self._keys: dict[str, ChunkKey] = {}
 
     def order(self, request: SequenceRequest) -> Sequence[int]:
-        """See ``Ordering``."""
         documents = [
             RankedDocument((self._key(passage),), (len(passage.token_ids),))
             for passage in request.passages
@@ -86,7 +84,6 @@ class TreeOrdering:
         return exhaustive_order(start, documents)
 
     def computed(self, request: SequenceRequest, cached_tokens: int, sent_s: float) -> None:
-        """See ``Ordering``."""
         segments = [*_head(request), *request.passages]
         chunks = list(map(self._key, segments))
         num_tokens = [len(part.token_ids) for part in segments]
@@ -116,7 +113,6 @@ class ContextPilotOrdering:
         self._index: Any = contextpilot.ContextPilot(use_gpu=False)
 
     def order(self, request: SequenceRequest) -> Sequence[int]:
-        """See ``Ordering``."""
         names = [passage.name for passage in request.passages]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
             [reordered], _ = self._index.reorder([names])

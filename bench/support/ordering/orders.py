@@ -54,7 +54,6 @@ def exhaustive_order(start: Nodes, documents: Sequence[RankedDocument]) -> tuple
 
 
 def sorted_order(names: Sequence[str]) -> tuple[int, ...]:
-    """Return the order of the documents' names."""
     return tuple(sorted(range(len(names)), key=lambda rank: names[rank]))
 
 

@@ -24,12 +24,10 @@ class ComputedTokens:
 
     @property
     def blend_cap(self) -> float:
-        """Return the cap of ``blend``."""
         return self.plain / self.blend
 
     @property
     def exact_cap(self) -> float:
-        """Return the cap of ``exact``."""
         return self.plain / self.exact
 
 

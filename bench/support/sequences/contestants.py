@@ -16,16 +16,7 @@ import httpx
 import psutil
 
 from bench.contestants.contestant import Absent
-from bench.support.completion import complete
 from bench.support.number_type import fast_number_type
-from bench.support.processes import (
-    CacheStore,
-    Engine,
-    launch_cachestore,
-    launch_engine,
-    wait_for_cachestore,
-    wait_for_engine,
-)
 from bench.support.sequences.lmcache_server import lmcache_arguments, start_lmcache_server
 from bench.support.sequences.prompts import (
     Part,
@@ -34,7 +25,16 @@ from bench.support.sequences.prompts import (
     plan_request,
 )
 from bench.support.sequences.turn_figures import Measured
-from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
+from harness.completion import complete
+from harness.processes import (
+    CacheStore,
+    Engine,
+    launch_cachestore,
+    launch_engine,
+    wait_for_cachestore,
+    wait_for_engine,
+)
+from harness.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.store_client.client import StoreClient

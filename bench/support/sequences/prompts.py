@@ -44,7 +44,6 @@ class SequenceRequest:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return the token ids of the prompt."""
         return tuple(itertools.chain.from_iterable(part.token_ids for part in self.parts))
 
     @property
@@ -54,7 +53,6 @@ class SequenceRequest:
 
     @property
     def passages(self) -> tuple[PromptPart, ...]:
-        """Return the passages, in prompt order."""
         return tuple(part for part in self.parts if part.part is Part.PASSAGE)
 
 

@@ -18,11 +18,11 @@ from typing import Final
 import httpx
 import yaml
 
-from bench.support.processes import free_port
+from harness.cluster.control_plane import start_control_plane
+from harness.processes import free_port
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import serves_our_kinds
-from tests.cluster.control_plane import start_control_plane
 from tools.dashboards.files import ROOT
 
 _LIMIT_S: Final = 60.0

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import free_port
 from bench.support.retriever_replicas import (
     ReplicaProcess,
     Replicas,
@@ -24,6 +23,7 @@ from bench.support.retriever_replicas import (
     running_replicas,
     until,
 )
+from harness.processes import free_port
 from ragcache_core.errors import Unavailable
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.helpers.cuttable_connection import CuttableConnection

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench.support.processes import free_port
-from tests.cluster import binaries
-from tests.cluster.certificates import Certificates, make_certificates
-from tests.cluster.daemons import Daemon
-from tests.cluster.kubeconfig import ADMIN_GROUP, User, write_kubeconfig, write_token_file
-from tests.cluster.timeline import step
-from tests.cluster.translator import MINOR
+from harness.cluster import binaries
+from harness.cluster.certificates import Certificates, make_certificates
+from harness.cluster.daemons import Daemon
+from harness.cluster.kubeconfig import ADMIN_GROUP, User, write_kubeconfig, write_token_file
+from harness.cluster.timeline import step
+from harness.cluster.translator import MINOR
+from harness.processes import free_port
 
 _READY_LIMIT_S = 120
 _TRANSLATOR = Path(__file__).with_name("translator.py")

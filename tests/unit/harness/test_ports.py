@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 
 LOOPBACK = "127.0.0.1"
 KEPT, OTHERS = 50, 2000

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from tests.cluster import packages
-from tests.cluster.packages import Package
+from harness import packages
+from harness.packages import Package
 
 needs_chromium = pytest.mark.usefixtures("chromium")
 

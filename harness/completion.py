@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from bench.support.processes import Engine
+from harness.processes import Engine
 from ragcache_core.plan.signature import SIGNATURE_FIELD
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2

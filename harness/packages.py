@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.availability import Unavailable, is_ci
+from harness.availability import Unavailable, is_ci
 
 # An ordinary user's PATH lacks the sbin folders.
 SEARCH_PATH = os.pathsep.join(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.support.processes import Service
+from harness.processes import Service
 
 LIMIT_S = 60.0
 STARTS_ONE = f"""

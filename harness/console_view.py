@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.helpers.browser import Page, browser_page
+from harness.browser import Page, browser_page
 
 SCREENSHOTS = "RAGCACHE_SCREENSHOTS"
 """Variable with a folder for screenshots; without it they go to the test's own folder."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.cluster.packages import command
+from harness.packages import command
 
 
 class NotReady(RuntimeError):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable
+from harness import packages
+from harness.availability import Unavailable
 
 VERSION = "1.20.2"
 API_SERVER = ("kube-apiserver",)
