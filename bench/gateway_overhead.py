@@ -39,7 +39,6 @@ from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
     chat_request,
-    cpu_s,
     http_request,
     simulated_parts,
     wait_for_gateway,
@@ -90,7 +89,7 @@ class Running:
         """Return the CPU time that each process has used, in seconds."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            **{name: cpu_s(service.pid) for name, service in self.parts.services.items()},
+            **{name: service.cpu_s() for name, service in self.parts.services.items()},
             "client": used.ru_utime + used.ru_stime,
         }
 

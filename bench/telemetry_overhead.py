@@ -33,17 +33,16 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
+from bench.support.bootstrap import interval
 from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
     chat_request,
-    cpu_s,
     simulated_parts,
     wait_for_gateway,
 )
 from bench.support.gateway_load.stream_client import StreamTimes, run_streams
 from bench.support.program import is_quick, print_figures
-from bench.support.sequences.bootstrap import interval
 from harness.otlp import Collector, collector
 from harness.processes import Service, free_port
 
@@ -79,7 +78,7 @@ class Gateway:
 
     def cpu_s(self) -> float:
         """Return the CPU time that it has used, in seconds."""
-        return cpu_s(self.service.pid)
+        return self.service.cpu_s()
 
     def request(self) -> bytes:
         collection = {"collection": f"chunks-{CHUNK_TOKENS}", "top_k": CHUNKS}

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import grpc
 import httpx
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_wire.settings.gateway import EngineAddress
@@ -99,6 +100,16 @@ class Service:
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process and its children have used, in seconds."""
+        used_s = 0.0
+        root = psutil.Process(self.pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                used_s += times.user + times.system
+        return used_s
 
     def wait_until(self, ready: str, probe: object) -> None:
         """Wait until probe() is true. Raises RuntimeError with the log's end if it dies first."""

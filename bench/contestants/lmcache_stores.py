@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.contestants.contestant import Absent, Contestant
-from bench.contestants.servers import Server, free_port
+from bench.contestants.contestant import Contestant
+from bench.contestants.servers import Server, free_port, lmcache_server
 
 _TOKENS = 256
 """Tokens of the one chunk that a value of the multi-process server has."""
@@ -29,17 +29,15 @@ class LMCacheServer(Contestant):
     """``lmcache_server``: values in the memory of a Python process, over one TCP socket."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import torch  # noqa: PLC0415
-            from lmcache.utils import CacheEngineKey  # noqa: PLC0415
-            from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
-            from lmcache.v1.protocol import (  # noqa: PLC0415
-                ClientCommand,
-                ClientMetaMessage,
-                ServerMetaMessage,
-            )
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
+        import torch  # noqa: PLC0415
+        from lmcache.utils import CacheEngineKey  # noqa: PLC0415
+        from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
+        from lmcache.v1.protocol import (  # noqa: PLC0415
+            ClientCommand,
+            ClientMetaMessage,
+            ServerMetaMessage,
+        )
+
         self._command, self._reply = ClientCommand, ServerMetaMessage
 
         def message(command: object, number: int, num_bytes: int) -> bytes:
@@ -60,7 +58,7 @@ class LMCacheServer(Contestant):
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. The server does not answer a put, so it is asked whether it has it."""
+        # The server does not answer a put, so it is asked whether it has it.
         self._socket.sendall(self._message(self._command.PUT, number, len(value)))
         self._socket.sendall(value)
         self._socket.sendall(self._message(self._command.EXIST, number, 0))
@@ -89,25 +87,18 @@ class MultiProcess(Contestant):
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from lmcache.cli.commands.bench.server_bench import helpers  # noqa: PLC0415
-            from lmcache.cli.commands.bench.server_bench.client import (  # noqa: PLC0415
-                ServerBenchClient,
-            )
-            from lmcache.cli.commands.bench.server_bench.config import (  # noqa: PLC0415
-                BenchConfig,
-            )
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
-        port, http = free_port(), free_port()
-        argv = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
-        argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
-        argv += ["--chunk-size", str(_TOKENS), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
-        argv += ["--supported-transfer-mode", "engine_driven"]
-        self._server = Server([*argv, "--disable-observability"], http)
+        from lmcache.cli.commands.bench.server_bench import helpers  # noqa: PLC0415
+        from lmcache.cli.commands.bench.server_bench.client import (  # noqa: PLC0415
+            ServerBenchClient,
+        )
+        from lmcache.cli.commands.bench.server_bench.config import (  # noqa: PLC0415
+            BenchConfig,
+        )
+
+        self._server = lmcache_server(memory_gb=1)
         self._config = BenchConfig(
-            rpc_url=f"tcp://127.0.0.1:{port}",
-            http_url=f"http://127.0.0.1:{http}",
+            rpc_url=f"tcp://127.0.0.1:{self._server.port}",
+            http_url=f"http://127.0.0.1:{self._server.http_port}",
             mode="cpu",
             transfer_mode="engine_driven",
             tp_size=1,
@@ -124,7 +115,6 @@ class MultiProcess(Contestant):
         self._sessions = itertools.count()
 
     def prepare_put(self, number: int, value: memoryview) -> None:
-        """See Contestant: bring the value into a block."""
         if len(value) != self._value_bytes:
             self._start(len(value))
         self._puts[number] += 1
@@ -132,12 +122,12 @@ class MultiProcess(Contestant):
         self._block()[:] = value
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. What is stored is not stored again: other bytes are another chunk."""
+        # What is stored is not stored again: other bytes are another chunk.
         if not self._client.store(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache refused a store")
 
     def prepare_get(self, number: int) -> None:
-        """See Contestant: the LOOKUP, whose end its own benchmark looks for every 50 ms."""
+        """Do the LOOKUP, whose end its own benchmark looks for every 50 ms."""
         helpers, client = self._helpers, self._client
         self._request = self._request_of(number)
         key = helpers._make_key(
@@ -181,10 +171,8 @@ class FsNative(Contestant):
     """The ``fs_native`` adapter's C++ client: one file per value, four workers."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
+        from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
+
         self._folder = folder
         self._puts: Counter[int] = Counter()
         self._client = LMCacheFSClient(str(folder), 4, "", False, 0)
@@ -192,7 +180,7 @@ class FsNative(Contestant):
         self._done.register(self._client.event_fd(), select.POLLIN)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. A file that is there stays as it is: other bytes are another key."""
+        # A file that is there stays as it is: other bytes are another key.
         self._puts[number] += 1
         self._finish(self._client.submit_batch_set([self._key(number)], [value]))
 
@@ -200,7 +188,7 @@ class FsNative(Contestant):
         self._finish(self._client.submit_batch_get([self._key(number)], [buffer]))
 
     def settle(self) -> None:
-        """See Contestant: drop what newer values have replaced."""
+        """Drop what newer values have replaced."""
         current = {self._key(number).rpartition("@")[2] for number in self._puts}
         for file in self._folder.iterdir():
             if file.stem.rpartition("@")[2] not in current:

@@ -71,7 +71,7 @@ class RagCache(Contestant):
         self.note(found.tier)
 
     def settle(self) -> None:
-        """See Contestant: what was accepted is written to disk in the background."""
+        """Wait until what was accepted is written to disk."""
         while self._client.stats(TIMEOUT_S).unwritten:
             time.sleep(0.02)
 
@@ -87,12 +87,6 @@ class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
 
     transport = "socket"
-
-
-class RagCacheGrpc(RagCache):
-    """Through gRPC messages, the fallback transport."""
-
-    transport = "grpc"
 
 
 class RagCacheDurable(RagCache):

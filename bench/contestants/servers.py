@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -15,16 +16,26 @@ START_S = 90.0
 
 
 class Server:
-    """A process that listens on port."""
+    """A process that listens on a port."""
 
     def __init__(
         self, argv: Sequence[str], port: int, environment: Mapping[str, str] | None = None
     ) -> None:
         if shutil.which(argv[0]) is None:
             raise Absent(f"{argv[0]} is not installed")
-        self.port = port
+        self.port = self.http_port = port
         self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, env=environment)
-        self._wait(argv[0])
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.end()
+                    raise Absent(f"{argv[0]} did not start") from None
+                time.sleep(0.05)
+            else:
+                return
 
     def end(self) -> None:
         self._process.terminate()
@@ -33,19 +44,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _wait(self, name: str) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.end()
-                    raise Absent(f"{name} did not start") from None
-                time.sleep(0.05)
-            else:
-                return
 
 
 def free_port() -> int:
@@ -59,8 +57,13 @@ def free_port() -> int:
         return port
 
 
-def grpc_server() -> tuple[Server, str]:
-    """Start the server of floors.GrpcBytes."""
-    port = free_port()
-    code = f"from bench.contestants.floors import serve_grpc; serve_grpc({port})"
-    return Server([sys.executable, "-c", code], port), f"127.0.0.1:{port}"
+def lmcache_server(memory_gb: int, **environment: str) -> Server:
+    """Start ``lmcache server``; ``port`` is that of its transport, ``http_port`` that of HTTP."""
+    port, http = free_port(), free_port()
+    argv = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
+    argv += ["--chunk-size", "256", "--l1-size-gb", str(memory_gb), "--eviction-policy", "LRU"]
+    argv += ["--supported-transfer-mode", "engine_driven", "--disable-observability"]
+    server = Server(argv, http, {**os.environ, **environment})
+    server.port, server.http_port = port, http
+    return server

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import psutil
 
 from harness.processes import Service, free_port
 from harness.tiny_model import make_tiny_model
@@ -130,16 +129,6 @@ def answers(url: str) -> bool:
         return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU time that a process and its children have used, in seconds."""
-    process = psutil.Process(pid)
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        used = one.cpu_times()
-        total += used.user + used.system
-    return total
 
 
 def chat_request(port: int, **fields: Any) -> bytes:

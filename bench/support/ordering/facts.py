@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from bench.support.ordering.bursts import BurstShape, bursts
 from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
-from bench.support.sequences.retrieved import template_parts
+from bench.support.sequences.sources import template_parts
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR
 
 DOCUMENT_TOKENS = 200

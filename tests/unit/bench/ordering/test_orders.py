@@ -6,12 +6,14 @@ import pytest
 
 from bench.support.ordering.bursts import BurstShape, bursts, mean_jaccard
 from bench.support.ordering.orders import (
-    Recency,
+    RECENCY,
+    SORTED,
+    FixedOrdering,
     exhaustive_order,
     greedy_order,
     leading_tokens,
-    sorted_order,
 )
+from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import RankedDocument
@@ -49,9 +51,16 @@ def test_orders_follow_the_tree() -> None:
     assert leading_tokens(None, DOCUMENTS, (2, 1, 0)) == 0
 
 
+def asked(*names: str) -> SequenceRequest:
+    return SequenceRequest(tuple(PromptPart(name, Part.PASSAGE, (1,)) for name in names))
+
+
 def test_recency_puts_documents_first_that_were_seen_last() -> None:
-    recency = Recency()
-    assert recency.order(["a", "b"]) == (0, 1)
-    assert recency.order(["c", "b", "a"]) == (2, 1, 0)
-    assert recency.order(["d", "e"]) == (0, 1)
-    assert sorted_order(["c", "a", "b"]) == (1, 2, 0)
+    recency = FixedOrdering(RECENCY)
+    assert [*recency.order(asked("a", "b"))] == [0, 1]
+    assert [*recency.order(asked("c", "b", "a"))] == [2, 1, 0]
+    assert [*recency.order(asked("d", "e"))] == [0, 1]
+
+
+def test_documents_are_sorted_by_name() -> None:
+    assert [*FixedOrdering(SORTED).order(asked("c", "a", "b"))] == [1, 2, 0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bench.support.sequences.generated import ZipfShape, generate, topics
 from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
+from bench.support.sequences.sources import ZipfShape, generate, topics
 
 SHAPE = ZipfShape(documents=20)
 WORDS = Vocabulary(50_000, seed=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.support.sequences.bootstrap import (
+from bench.support.bootstrap import (
     interval,
     mean_ratio,
     quantile_ratio,

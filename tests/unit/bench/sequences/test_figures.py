@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.support.sequences.turn_figures import Measured, contestant_figures
+from bench.support.sequences.figures import Measured, contestant_figures
 from ragcache_wire.v1 import engine_pb2
 
 RECORD = engine_pb2.RequestRecord(
@@ -19,10 +19,8 @@ RECORD = engine_pb2.RequestRecord(
     loaded_bytes=4096,
     blended_tokens=600,
     recomputed_tokens=90,
-    miss="",
-    predicted=engine_pb2.PredictedTime(load_s=0.01, select_s=0.005, passes_s=0.05),
 )
-BLENDED = Measured(0.12, 1000, 900).with_record(RECORD)
+BLENDED = Measured(0.12, 1000, 900, record=RECORD)
 
 
 def test_tokens_by_origin_add_up_to_the_prompt() -> None:
@@ -33,7 +31,6 @@ def test_tokens_by_origin_add_up_to_the_prompt() -> None:
         "recomputed": 90,
         "computed": 100,
     }
-    assert BLENDED.processed_tokens == 190
 
 
 def test_without_a_record_vllm_tells_what_was_cached() -> None:
@@ -53,32 +50,15 @@ def test_a_wait_before_the_request_counts() -> None:
     assert Measured(1.0, 100, 0, 2.0).delayed(0.5) == Measured(1.5, 100, 0, 2.5)
 
 
-def test_predictions_are_compared_with_what_their_stages_took() -> None:
-    assert BLENDED.predictions_s() == {
-        "load": (0.01, pytest.approx(0.02)),
-        "select": (0.005, pytest.approx(0.005)),
-        "passes": (0.05, pytest.approx(0.045)),
-    }
-    error = contestant_figures([BLENDED], cpu_s=0)["prediction_error_ms"]
-    assert error["load"] == {"predicted_mean": 10.0, "bias": 10.0, "mean_absolute": 10.0}
-    assert error["passes"]["bias"] == -5.0
-
-
-def test_without_a_prediction_nothing_is_compared() -> None:
-    record = engine_pb2.RequestRecord(prefill_s=0.3)
-    assert Measured(0.4, 10, 0).with_record(record).predictions_s() == {}
-
-
 def test_figures_of_a_contestant() -> None:
-    computed = Measured(0.4, 1000, 0).with_record(
-        engine_pb2.RequestRecord(prompt_tokens=1000, prefill_s=0.35, miss="not stored")
-    )
+    record = engine_pb2.RequestRecord(prompt_tokens=1000, prefill_s=0.35, miss="not stored")
+    computed = Measured(0.4, 1000, 0, record=record)
     found = contestant_figures([BLENDED, computed], cpu_s=3.0)
     assert found["ttft_mean_s"] == 0.26
     assert found["blended_requests"] == 1
     assert found["misses"] == {"none": 1, "not stored": 1}
-    assert found["blended"]["recomputed_share"] == 0.15
-    assert found["computed"] == {"requests": 1, "ttft_mean_s": 0.4, "ttft_ms_per_token": 0.4}
+    assert found["blended"]["mean_ms_by_stage"]["load"] == 20
+    assert found["mean_ms_by_stage"]["load"] == 10
     assert found["tokens_by_origin"]["computed"] == 1100
     assert found["cpu_s_per_request"] == 1.5
     assert found["loaded_bytes"] == 4096

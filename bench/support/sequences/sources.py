@@ -1,0 +1,261 @@
+"""The access sequences: a generated one, and recorded ones of a folder of data sets by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest, Vocabulary
+from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, DEFAULT_SYSTEM_PROMPT
+
+
+@dataclass(frozen=True, slots=True)
+class ZipfShape:
+    """Sizes of a generated sequence; lengths are in tokens.
+
+    Attributes:
+        stable_tokens: The head that all requests share.
+        changing_tokens: What follows it: date, user, session.
+        passages: Passages of a request.
+        passage_tokens: Shortest and longest passage.
+        documents: Number of documents.
+        passages_per_document: Number of passages that each of them has.
+        exponent: A document of rank r is chosen with weight r to the minus exponent.
+    """
+
+    stable_tokens: int = 160
+    changing_tokens: int = 40
+    passages: int = 5
+    passage_tokens: tuple[int, int] = (90, 180)
+    question_tokens: int = 20
+    documents: int = 60
+    passages_per_document: int = 4
+    exponent: float = 1.0
+
+
+def generate(
+    shape: ZipfShape, num_requests: int, vocabulary: Vocabulary, seed: int
+) -> list[SequenceRequest]:
+    """Generate a sequence. Equal arguments give equal sequences.
+
+    A request has passages of one to three documents. From most it takes several neighbours, as a
+    search does that finds a section.
+    """
+    rng = random.Random(seed)
+    weights = [(rank + 1) ** -shape.exponent for rank in range(shape.documents)]
+    lengths = {
+        _passage(document, number): rng.randint(*shape.passage_tokens)
+        for document in range(shape.documents)
+        for number in range(shape.passages_per_document)
+    }
+
+    def part(role: Part, name: str, num_tokens: int) -> PromptPart:
+        return PromptPart(name, role, vocabulary.draw(name, num_tokens))
+
+    requests = []
+    for index in range(num_requests):
+        names: list[str] = []
+        while len(names) < shape.passages:
+            [document] = rng.choices(range(shape.documents), weights)
+            first = rng.randrange(shape.passages_per_document)
+            for number in range(first, min(first + 2, shape.passages_per_document)):
+                name = _passage(document, number)
+                if name not in names and len(names) < shape.passages:
+                    names.append(name)
+        requests.append(
+            SequenceRequest(
+                (
+                    part(Part.STABLE, "system prompt", shape.stable_tokens),
+                    part(Part.CHANGING, f"session {index}", shape.changing_tokens),
+                    *(part(Part.PASSAGE, name, lengths[name]) for name in names),
+                    part(Part.TAIL, f"question {index}", shape.question_tokens),
+                )
+            )
+        )
+    return requests
+
+
+def topics(shape: ZipfShape) -> list[str]:
+    """Return the names of all passages, by document."""
+    return [
+        _passage(document, number)
+        for document in range(shape.documents)
+        for number in range(shape.passages_per_document)
+    ]
+
+
+def _passage(document: int, number: int) -> str:
+    return f"passage {document}.{number}"
+
+
+_LENGTHS = (
+    "1_sys_prompt.jsonl",
+    "2_passages.jsonl",
+    "3_history.jsonl",
+    "4_user_input.jsonl",
+    "5_web_search.jsonl",
+)
+_TAIL = ("history", "web_search", "user_input")
+STABLE_SHARE = 0.01
+"""A part of the system prompt that fewer of all requests have is one that changes."""
+
+
+class RagPulse:
+    """The trace of a production RAG service in a folder. It has ids and lengths, no text.
+
+    Args:
+        folder: Has the files of the data set.
+        vocabulary: Draws the tokens of a component by its id.
+        scale: Factor of all lengths.
+        max_tokens: Longest prompt. Longer ones lose what follows their passages, except the end.
+    """
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary, scale: float, max_tokens: int) -> None:
+        self._vocabulary = vocabulary
+        self._scale = scale
+        self._max_tokens = max_tokens
+        self._lengths: dict[int, int] = {}
+        for name in _LENGTHS:
+            for record in _records(folder / name):
+                length = record.pop("token_length")
+                [component] = record.values()
+                self._lengths[component] = length
+        self._trace = [record["hash_ids"] for record in _records(folder / "0_trace.jsonl")]
+        uses = Counter(component for ids in self._trace for component in ids["sys_prompt"])
+        least = STABLE_SHARE * len(self._trace)
+        self._stable = {component for component, count in uses.items() if count >= least}
+
+    def requests(self, first: int, count: int) -> list[SequenceRequest]:
+        """Return requests of the trace, from an index on."""
+        return [self._request(ids) for ids in self._trace[first : first + count]]
+
+    def topics(self) -> list[str]:
+        """Return the names of all passages by id: passages of one document have close ids."""
+        passages = {component for ids in self._trace for component in ids["passages_ids"]}
+        return [_name(component) for component in sorted(passages)]
+
+    def _request(self, ids: dict[str, list[int]]) -> SequenceRequest:
+        role = Part.STABLE
+        head = []
+        for component in ids["sys_prompt"]:
+            if component not in self._stable:
+                role = Part.CHANGING
+            head.append(self._part(role, component))
+        passages = [self._part(Part.PASSAGE, component) for component in ids["passages_ids"]]
+        tail = [self._part(Part.TAIL, component) for kind in _TAIL for component in ids[kind]]
+        excess = sum(len(p.token_ids) for p in (*head, *passages, *tail)) - self._max_tokens
+        while excess > 0 and len(tail) > 1:
+            excess -= len(tail.pop(0).token_ids)
+        return SequenceRequest((*head, *passages, *tail))
+
+    def _part(self, role: Part, component: int) -> PromptPart:
+        name = _name(component)
+        length = max(1, math.ceil(self._lengths[component] * self._scale))
+        return PromptPart(name, role, self._vocabulary.draw(name, length))
+
+
+def _name(component: int) -> str:
+    return f"component {component}"
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
+
+
+_FILES = {
+    "multihoprag": "multihoprag_summary.json",
+    "2wiki": "2wikimultihopqa_summary.json",
+}
+
+
+class RetrievedPassages:
+    """Passages that a retriever returned for real questions (PSI-RAG), with a model's template.
+
+    The head is the same in all prompts. The data has no questions, so a prompt asks for the
+    passages that name the recorded answer.
+
+    Args:
+        path: A file of the data set.
+        model: Folder of the model, for its tokenizer and chat template.
+    """
+
+    def __init__(self, path: Path, model: Path) -> None:
+        data = json.loads(path.read_text())
+        self._passages: list[list[str]] = data["retrieved_docs"]
+        self._answers: list[str] = data["answers"]
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._head, self._end = template_parts(model)
+
+    def requests(self, first: int, count: int) -> list[SequenceRequest]:
+        """Return requests of the data set, from an index on."""
+        return [
+            self._request(index) for index in range(first, min(first + count, len(self._passages)))
+        ]
+
+    def topics(self) -> list[str]:
+        """Return the names of all passages in the order of their texts, which begin with titles."""
+        return sorted({text for texts in self._passages for text in texts})
+
+    def _request(self, index: int) -> SequenceRequest:
+        question = f"Question {index + 1}: which documents mention {self._answers[index]}?"
+        separator = self._ids(CHUNK_SEPARATOR)
+        return SequenceRequest(
+            (
+                PromptPart("head", Part.STABLE, self._ids(self._head)),
+                *(
+                    PromptPart(text, Part.PASSAGE, self._ids(text) + separator)
+                    for text in dict.fromkeys(self._passages[index])
+                ),
+                PromptPart(f"question {index}", Part.TAIL, self._ids(question + self._end)),
+            )
+        )
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def template_parts(model: Path) -> tuple[str, str]:
+    """Return what a model's chat template puts before the passages, and after the question."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  slow to import
+
+    messages = [
+        {"role": "system", "content": DEFAULT_SYSTEM_PROMPT},
+        {"role": "user", "content": CHUNKS_PLACEHOLDER},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    head, _, end = str(text).partition(CHUNKS_PLACEHOLDER)
+    return head, end
+
+
+RAGPULSE = "ragpulse"
+RECORDED = (RAGPULSE, *_FILES)
+
+
+def load_recorded(
+    name: str, data: Path, model: Path, vocabulary: Vocabulary, *, scale: float, max_tokens: int
+) -> RagPulse | RetrievedPassages:
+    """Load a recorded sequence.
+
+    Args:
+        name: One of ``RECORDED``.
+        data: Folder with a folder for each data set.
+        model: Folder of the model that is asked.
+        vocabulary: Draws the tokens of RAGPulse, which has no text.
+        scale: Factor of RAGPulse's lengths.
+        max_tokens: Longest prompt of RAGPulse. Longer ones lose what follows their passages.
+    """
+    if name == RAGPULSE:
+        return RagPulse(data / RAGPULSE, vocabulary, scale, max_tokens)
+    return RetrievedPassages(data / "psirag_retrieved" / _FILES[name], model)
