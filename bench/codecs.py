@@ -11,18 +11,13 @@ encoding includes the allocation of its result.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 from bench.support.kv_samples import (
     Sample,
@@ -32,6 +27,7 @@ from bench.support.kv_samples import (
     real_samples,
     to_bfloat16,
 )
+from bench.support.program import is_quick
 from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_value, encode_value, warm_up
 
@@ -104,10 +100,8 @@ def speeds(buffer_mib: int, decode_rounds: int, encode_rounds: int) -> dict[str,
     return {
         str(precision): {
             "decode_over_memcpy": statistics.median(c / t for t, c in decode[precision]),
-            "decode_gb_s": value.size / statistics.median(t for t, _ in decode[precision]) / 1e9,
             "memcpy_gb_s": value.size / statistics.median(c for _, c in decode[precision]) / 1e9,
             "encode_over_memcpy": statistics.median(c / t for t, c in encode[precision]),
-            "encode_gb_s": value.size / statistics.median(t for t, _ in encode[precision]) / 1e9,
         }
         for precision in PRECISIONS
     }
@@ -137,45 +131,8 @@ def _seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def device_speeds(buffer_mib: int, rounds: int) -> Report | None:
-    """Return the GPU decoding speed as a share of copying there; None without a GPU.
-
-    A copy reads and writes as many bytes as decoding writes; both are on the device.
-    """
-    import torch  # noqa: PLC0415
-
-    if not torch.cuda.is_available():
-        return None
-    from ragcache_kv.codecs import device  # noqa: PLC0415
-
-    num_tokens = PART_TOKENS * buffer_mib
-    native = torch.from_numpy(_numbers(buffer_mib)).cuda().view(torch.bfloat16)
-    copied = torch.empty_like(native)
-    out = native.view(2, num_tokens, LAYER.num_kv_heads, LAYER.head_dim).clone()
-    shares: Report = {}
-    for precision in PRECISIONS:
-        if not precision.lossless:
-            value = native.view(torch.uint8).cpu().numpy()
-            encoded = encode_value(value, LAYER, num_tokens, precision)[0]
-            held = torch.from_numpy(encoded).cuda()
-            ratios = []
-            for _ in range(rounds + 1):
-                started, decoded, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-                started.record()
-                device.decode_part(held, LAYER, num_tokens, precision, out)
-                decoded.record()
-                copied.copy_(native)
-                ended.record()
-                ended.synchronize()
-                ratios.append(decoded.elapsed_time(ended) / started.elapsed_time(decoded))
-            shares[str(precision)] = statistics.median(ratios[1:])  # the first one compiles
-    return shares
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and texts")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "fewer rounds and texts")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for copies too
 
     compiled = {}
@@ -188,15 +145,8 @@ def main() -> None:
         "heavy_tailed": [heavy_tailed_sample(i, 500) for i in range(1 if quick else 4)],
     }
     found = {name: {str(p): errors(p, some) for p in PRECISIONS} for name, some in samples.items()}
-    for name, reports in found.items():
-        print(f"{name}: ratio, RMSE, share of RMS, median relative, attention output")
-        for label, report in reports.items():
-            print(f"  {label:10s}", *(f"{number:10.6f}" for number in report.values()))
     buffer_mib = 256 if quick else 512
     speed = speeds(buffer_mib, decode_rounds=5 if quick else 25, encode_rounds=1 if quick else 7)
-    print("decode/copy, GB/s, copy's GB/s, encode/copy, GB/s")
-    for label, report in speed.items():
-        print(f"  {label:10s}", *(f"{number:8.2f}" for number in report.values()))
 
     def order(sample: str, names: list[str], measure: str) -> list[str]:
         return sorted(names, key=lambda name: found[sample][name][measure])
@@ -219,7 +169,6 @@ def main() -> None:
         "gse_order_by_median_relative": order("real", gse, "median_relative"),
         "gse_best_in_paper": PAPER_GSE_BEST,
         "compile_cpu_s": compiled,
-        "device_decode_over_copy": device_speeds(buffer_mib, 20),
     }
     print(json.dumps(result))
 

@@ -32,19 +32,14 @@ Rates are of native bytes. Decoded values are compared bit by bit with those tha
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import torch
 
@@ -57,6 +52,7 @@ from bench.support.plain_llama import (
     Passes,
     Shape,
 )
+from bench.support.program import is_quick
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.blend.token_selection import share_to_tokens
 from ragcache_core.identity.keys import VariantKey
@@ -493,20 +489,13 @@ def figures(bench: Bench, taken: dict[str, list[float]]) -> dict[str, object]:
 
 @torch.no_grad()  # not inference_mode: another thread fills the tiers
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    rounds = 5 if parser.parse_args().quick else 40
+    rounds = 5 if is_quick(__doc__, "fewer rounds") else 40
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     if not has_gpu:
         torch.set_num_threads(1)  # two busy cores would wait for each other at every layer
     bench = Bench(LLAMA_1B if has_gpu else SMALL, device)
-    taken = measure(bench, rounds)
-    result = figures(bench, taken)
-    for name, seconds in taken.items():
-        median, least = statistics.median(seconds), min(seconds)
-        print(f"{name:24s} {1e3 * median:9.2f} ms, least {1e3 * least:9.2f}")
-    result |= differences(bench)
+    result = figures(bench, measure(bench, rounds)) | differences(bench)
     result |= {
         "ran_on": device.type,
         "decoded_by": "triton on the GPU" if has_gpu else "the processor: there is no GPU",

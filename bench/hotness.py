@@ -17,21 +17,18 @@ precision decodes to.
 A gain is a ratio of mean times over the queries; a query's time is the median of its rounds. In
 each round all arms take their turn, in random order. These influences are kept constant:
 
-- Target memory: huge pages if there are any (``bench.support.host_tier.aligned``); CUDA allocates
-  pinned memory.
+- Target memory: huge pages if there are any (``bench.support.host_tier.aligned``).
 - Idle memory, which a virtual machine's host may reclaim: before its turn an arm's memory is
   touched, and its last results are overwritten. Neither is timed.
 - Other programs: a load during which this thread waited for the CPU is measured again. ``loads``
   counts such loads, and the turns in which no try was undisturbed.
 - The disk: a faster disk leaves less to gain. ``disk_gb_per_s`` is what the baseline got.
-  ``stated_disk_gains`` are gains at a stated, limited rate, measured in separate turns.
 
 TTFT = loading + decoding + prefill of the question over the loaded KV. A Llama with random weights
 (``transformers``, as many key heads as query heads) computes the prefill on one core in all arms.
 
-On a GPU, placement has four memories: device, pinned, pageable, disk. Encoded bytes cross the bus
-and are decoded there. Without a GPU the three memories are one, no bus is crossed, and prefill
-takes far longer, so TTFT gains less.
+Everything is in host memory: no bus is crossed, and prefill takes far longer than on a GPU, so TTFT
+gains less.
 
 Errors are of attention's output, on the bundled model's KV (``bench/codecs.py``).
 """
@@ -42,22 +39,18 @@ import argparse
 import json
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 import numpy as np
 import torch
 
 from bench.codecs import errors
-from bench.support.device_tier import DeviceLoader
-from bench.support.host_tier import Disk, Encoded, Loader, PacedDisk, ValueRegion
+from bench.support.host_tier import Encoded, Loader, ValueRegion
 from bench.support.kv_samples import real_samples
+from bench.support.program import options, print_figures
 from bench.support.question import Question
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
@@ -86,15 +79,14 @@ SHAPE = ValueShape(num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 CHUNK_TOKENS = 256  # 4 MiB of bf16
 READERS = 2
 BASES = 6
-NO_GPU = "none here: device and pinned memory, and decoding there, not measured"
 ROUNDS = 5  # of every query
 QUERIES = 100
+SEED = 20
 QUICK_QUERIES = 10
 DISTURBED_S = (
     0.001  # an undisturbed load waits for the CPU for less; a disturbed one for 3 ms or more
 )
 TRIES = 8  # beside as many busy programs as cores, one load in three was undisturbed
-STATED_BYTES_PER_S = 1e9  # slower than common disks, so that the rate can be held
 HALF_LIFE_QUERIES = 1000.0
 BASELINE = "bf16_disk"
 QUICKLY_MEASURED = tuple(
@@ -248,19 +240,14 @@ class Values:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each round of a query, or of each query.
-
-    ``stated`` is loading time at the stated disk rate.
-    """
+    """Seconds of each round of a query, or of each query."""
 
     loading: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
-    stated: list[float] = field(default_factory=list)
 
     def add_median(self, rounds: Times) -> None:
         self.loading.append(statistics.median(rounds.loading))
         self.ttft.append(statistics.median(rounds.ttft))
-        self.stated.append(statistics.median(rounds.stated))
 
 
 @dataclass(slots=True)
@@ -285,15 +272,14 @@ class ArmTiers:
     """
 
     def __init__(
-        self, queries: list[list[int]], arms: list[Arm], values: Values, folder: Path, device: str
+        self, queries: list[list[int]], arms: list[Arm], values: Values, folder: Path
     ) -> None:
         chunks = sorted({chunk for query in queries for chunk in query})
-        sizes = (SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
-        self.rates: dict[type[Disk], list[float]] = {ValueRegion: [], PacedDisk: []}
+        self.rates: list[float] = []
         self.loads = Loads()
         self._values = values
-        self._loader = Loader(*sizes) if device == "cpu" else DeviceLoader(*sizes, device)
-        self._question = Question(SHAPE, CHUNK_TOKENS, device)
+        self._loader = Loader(SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
+        self._question = Question(SHAPE, CHUNK_TOKENS)
         self._regions: dict[tuple[Precision, ...], ValueRegion] = {}
         self._region_of: dict[str, ValueRegion] = {}
         self._held: dict[str, dict[int, Encoded]] = {}
@@ -306,22 +292,19 @@ class ArmTiers:
             # Each chunk has its own copy, so that memory use is realistic.
             self._held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
             for chunk, one in self._held[arm.name].items():
-                self._loader.keep(one, arm.placement[chunk])
+                if arm.in_memory(chunk):
+                    self._loader.keep(one)
 
     def answer(self, arm: Arm, query: list[int], rounds: Times) -> None:
         """Load the chunks and compute the first token."""
-        loading = self._load(arm, query, self._region_of[arm.name])
+        loading = self._load(arm, query)
         begun = time.perf_counter()
         self._question.first_token(self._loader.outs[: len(query)])
         rounds.ttft.append(loading + time.perf_counter() - begun)
         rounds.loading.append(loading)
-        self._check(arm, query)
-
-    def load_at_stated_rate(self, arm: Arm, query: list[int], rounds: Times) -> None:
-        """Load the chunks at the stated disk rate."""
-        disk = PacedDisk(self._region_of[arm.name], STATED_BYTES_PER_S)
-        rounds.stated.append(self._load(arm, query, disk))
-        self._check(arm, query)
+        for out, chunk in zip(self._loader.outs, query, strict=False):
+            if checksum(out.data) != self._values.decoded(chunk, arm.precision[chunk]):
+                raise AssertionError(f"{arm.name} delivered something else")
 
     def page_cache(self) -> str:
         """Return how reads bypassed the page cache, and whether they did."""
@@ -335,7 +318,7 @@ class ArmTiers:
         for region in self._regions.values():
             region.close()
 
-    def _load(self, arm: Arm, query: list[int], disk: Disk) -> float:
+    def _load(self, arm: Arm, query: list[int]) -> float:
         """Time a load; repeat it if another program used the CPU meanwhile."""
         held, region = self._held[arm.name], self._region_of[arm.name]
         self.loads.turns += 1
@@ -345,7 +328,7 @@ class ArmTiers:
                 region.drop()
             waited = waited_for_cpu()
             begun = time.perf_counter()
-            self._loader.load(query, held, disk)
+            self._loader.load(query, held, region)
             taken = time.perf_counter() - begun
             disturbed = waited_for_cpu() - waited > DISTURBED_S
             rate = self._loader.readers.take_rate()
@@ -356,14 +339,8 @@ class ArmTiers:
             else:
                 self.loads.taken_disturbed += 1
         if arm.name == BASELINE and rate is not None:
-            self.rates[type(disk)].append(rate)
+            self.rates.append(rate)
         return taken
-
-    def _check(self, arm: Arm, query: list[int]) -> None:
-        for index, chunk in enumerate(query):
-            delivered = checksum(self._loader.delivered(index).data)
-            if delivered != self._values.decoded(chunk, arm.precision[chunk]):
-                raise AssertionError(f"{arm.name} delivered something else")
 
 
 def measure(
@@ -376,8 +353,6 @@ def measure(
         for _ in range(rounds):
             for arm in rng.sample(arms, len(arms)):
                 tiers.answer(arm, query, taken[arm.name])
-            for arm in rng.sample(arms, len(arms)):
-                tiers.load_at_stated_rate(arm, query, taken[arm.name])
         if number > 0:  # the first round warms up
             for name, of_query in taken.items():
                 times[name].add_median(of_query)
@@ -420,8 +395,6 @@ def report(
                 ),
                 3,
             ),
-            "stated_disk_loading_ms": round(1e3 * statistics.mean(times[arm.name].stated), 2),
-            "stated_disk_loading_gain": round(gain(times, arm.name, lambda one: one.stated), 3),
             "bytes_from_disk": round(
                 sum(size_of[arm.precision[one]] for one in reads if not arm.in_memory(one))
                 / len(reads),
@@ -437,65 +410,49 @@ def report(
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="few queries: under a minute")
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--folder", type=Path, help="where the values go (a disk, not memory)")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
+def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Measure and return the figures of the JSON line."""
+    torch.manual_seed(SEED)
     torch.set_num_threads(1)  # threads that wait for each other would measure other programs
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     grades = measured_grades(QUICKLY_MEASURED if args.quick else MEASURED)
-    for grade in grades:
-        print(f"{grade.precision!s:>10}  size {grade.size:.4f}  error {grade.error:.5f}")
-    sequence = access_sequence(args.seed)
+    sequence = access_sequence(SEED)
     half = len(sequence.queries) // 2
-    values = Values(args.seed)
+    values = Values(SEED)
     observed = observe(sequence, half, values.native_bytes)
     arms = make_arms(observed, grades)
     for precision in {one for arm in arms for one in arm.precision.values()}:
         warm_up(precision, SHAPE)
     queries = sequence.queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        tiers = ArmTiers(queries, arms, values, Path(folder), device)
-        times = measure(queries, arms, tiers, ROUNDS, random.Random(args.seed))
-        page_cache = tiers.page_cache()
-        tiers.close()
+    tiers = ArmTiers(queries, arms, values, folder)
+    times = measure(queries, arms, tiers, ROUNDS, random.Random(SEED))
+    page_cache = tiers.page_cache()
+    tiers.close()
     figures = report(times, arms, queries, grades)
-    for name, figure in figures.items():
-        print(name, json.dumps(figure))
     by_name = {arm.name: arm for arm in arms}
-    print(
-        json.dumps(
-            {
-                "bench": "hotness",
-                "device": device,
-                "gpu": torch.cuda.get_device_name() if device == "cuda" else NO_GPU,
-                "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
-                "ttft_gain_over_bf16_disk": figures["ha_rag"]["ttft_gain"],
-                "mp_only_gain": figures["mp_only"]["loading_gain"],
-                "dp_only_gain": figures["dp_only"]["loading_gain"],
-                "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
-                "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
-                "stated_disk_gains": {
-                    name: figure["stated_disk_loading_gain"] for name, figure in figures.items()
-                },
-                "disk_gb_per_s": spread(tiers.rates[ValueRegion]),
-                "stated_disk_gb_per_s": spread(tiers.rates[PacedDisk]),
-                "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
-                "score_error": read_error(observed, by_name["score"].precision, grades),
-                "page_cache": page_cache,
-                "loads": asdict(tiers.loads),
-                "accesses": sequence.source,
-                "queries": len(queries),
-                "chunk_bytes": values.native_bytes,
-                "arms": figures,
-                "grades": {str(g.precision): [round(g.size, 4), round(g.error, 5)] for g in grades},
-            }
-        )
-    )
+    return {
+        "bench": "hotness",
+        "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
+        "ttft_gain_over_bf16_disk": figures["ha_rag"]["ttft_gain"],
+        "mp_only_gain": figures["mp_only"]["loading_gain"],
+        "dp_only_gain": figures["dp_only"]["loading_gain"],
+        "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
+        "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
+        "disk_gb_per_s": spread(tiers.rates),
+        "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
+        "score_error": read_error(observed, by_name["score"].precision, grades),
+        "page_cache": page_cache,
+        "loads": asdict(tiers.loads),
+        "accesses": sequence.source,
+        "queries": len(queries),
+        "chunk_bytes": values.native_bytes,
+        "arms": figures,
+        "grades": {str(g.precision): [round(g.size, 4), round(g.error, 5)] for g in grades},
+    }
+
+
+def main() -> None:
+    args = options(__doc__, "few queries: under a minute").parse_args()
+    print_figures(lambda folder: run(args, folder))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ No node runs the pods, so only the operator's own work is measured.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -19,20 +18,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# When run as a program: this folder must not come first, or this file hides the standard
-# `operator`.
-sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
-
 import httpx
 import yaml
 
+from bench.support.program import is_quick, print_figures, say
 from harness.availability import Unavailable
 from harness.cluster.control_plane import start_control_plane
 from harness.cluster.kubeconfig import ADMIN_GROUP, User
@@ -62,25 +57,6 @@ class Size:
 
 FULL = Size(100, 60.0)
 QUICK = Size(15, 10.0)
-
-
-def main() -> int:
-    """Print progress to stderr and one JSON object to stdout."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer objects, a shorter idle while")
-    size = QUICK if parser.parse_args().quick else FULL
-    with tempfile.TemporaryDirectory(prefix="bench-operator-") as folder:
-        try:
-            with start_control_plane(Path(folder), audit=True, users=[OPERATOR]) as plane:
-                assert plane.audit_log is not None
-                bench = Bench(
-                    size, plane.kubeconfig, plane.kubeconfig_for(OPERATOR), plane.audit_log
-                )
-                print(json.dumps(asyncio.run(bench.run())))
-        except Unavailable as reason:
-            print(json.dumps({"skipped": str(reason)}))
-            return 1
-    return 0
 
 
 class AuditLog:
@@ -131,14 +107,14 @@ class Bench:
                 await _eventually(lambda: self._observed(api), "every object is observed")
                 seconds = time.monotonic() - started
                 first = await self._until_quiet(audit)
-                _say(f"observed {self.size.caches} objects in {seconds:.1f} s, {len(first)} calls")
+                say(f"observed {self.size.caches} objects in {seconds:.1f} s, {len(first)} calls")
             async with self._second_pass(audit, port) as passes:
                 idle = await self._idle(audit)
                 drift, corrections = await self._drift(api, audit)
             second = passes["calls"]
             writes = [call for call in (*second, *idle) if call["verb"] in _WRITES]
             for call in writes:
-                _say(f"wrote: {call['verb']} {call['requestURI']}")
+                say(f"wrote: {call['verb']} {call['requestURI']}")
             return {
                 "objects": self.size.caches,
                 "children": await self._count_children(api),
@@ -301,9 +277,20 @@ async def _eventually(
         await asyncio.sleep(0.1)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def run(size: Size, folder: Path) -> dict[str, Any]:
+    try:
+        with start_control_plane(folder, audit=True, users=[OPERATOR]) as plane:
+            assert plane.audit_log is not None
+            bench = Bench(size, plane.kubeconfig, plane.kubeconfig_for(OPERATOR), plane.audit_log)
+            return asyncio.run(bench.run())
+    except Unavailable as reason:
+        return {"skipped": str(reason)}
+
+
+def main() -> None:
+    size = QUICK if is_quick(__doc__, "fewer objects, a shorter idle while") else FULL
+    sys.exit("skipped" in print_figures(lambda folder: run(size, folder)))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -29,10 +29,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_figures(measure: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Measure in a temporary folder, and print the figures as JSON."""
+def print_figures(measure: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Measure in a temporary folder, print the figures as JSON, and return them."""
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(Path(folder))))
+        figures = measure(Path(folder))
+    print(json.dumps(figures))
+    return figures
 
 
 def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:

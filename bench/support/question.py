@@ -17,7 +17,7 @@ QUESTION_TOKENS = 24
 class Question:
     """A Llama of random weights with as many heads as the KV has, and a question to it."""
 
-    def __init__(self, shape: ValueShape, chunk_tokens: int, device: str = "cpu") -> None:
+    def __init__(self, shape: ValueShape, chunk_tokens: int) -> None:
         width = shape.num_kv_heads * shape.head_dim
         config = LlamaConfig(
             vocab_size=8192,
@@ -28,21 +28,16 @@ class Question:
             num_key_value_heads=shape.num_kv_heads,
             max_position_embeddings=32768,
         )
-        self._model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
-        self._ids = torch.arange(QUESTION_TOKENS, device=device)[None]
+        self._model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self._ids = torch.arange(QUESTION_TOKENS)[None]
         self._shape = shape
         self._chunk_tokens = chunk_tokens
 
-    def first_token(self, values: Sequence[torch.Tensor | NDArray[np.uint8]]) -> int:
-        """Prefill over native values, in order: tensors on the model's device, or host bytes."""
+    def first_token(self, values: Sequence[NDArray[np.uint8]]) -> int:
+        """Prefill over native values, in order."""
         shape = self._shape
         layout = (shape.num_layers, 2, self._chunk_tokens, shape.num_kv_heads, shape.head_dim)
-        native = [
-            (value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
-            .view(torch.bfloat16)
-            .view(layout)
-            for value in values
-        ]
+        native = [torch.from_numpy(value).view(torch.bfloat16).view(layout) for value in values]
         with torch.inference_mode():
             cache = DynamicCache()
             for layer in range(shape.num_layers):

@@ -24,10 +24,6 @@ class Tally:
     written_bytes: int = 0
 
     @property
-    def by_tokens(self) -> float:
-        return self.hit_tokens / self.tokens
-
-    @property
     def by_compute(self) -> float:
         return self.saved_s / self.cost_s
 

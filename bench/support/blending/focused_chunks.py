@@ -14,38 +14,17 @@ Source: Cache-Craft section 3.2.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-
-Cut = Callable[[Sequence[float]], int]
-"""Returns how many of some descending scores are high: 1 to len(scores), or 0 of no scores."""
-
-
-def entropy_cut(scores: Sequence[float]) -> int:
-    """Split by lines 5 to 9 of Algorithm 1, as printed.
-
-    p_i is the i-th of the k - 1 differences between neighbours, as a share of their sum. h_i is the
-    entropy summed up to p_i. Line 7 starts at p_0, which is never set and counts as 0. i* is where
-    h_{i+1} - h_i = -p_{i+1} log p_{i+1} is greatest, for i in 1 to k - 2; i* chunks are high.
-
-    The printed algorithm has two faults, both shown in the tests. The greatest step belongs to
-    difference i + 1, which is below chunk i + 1, but that chunk is left out. And -p log p is
-    greatest at 1/e, so a difference of nearly 1 counts for less than a small one. With fewer than 3
-    chunks, or equal scores, line 8 has no choice: then all chunks are high.
-    """
-    shares = _shares(scores)
-    if len(shares) < 2:
-        return len(scores)
-    steps = [-share * math.log(share) if share > 0 else 0.0 for share in shares[1:]]
-    return 1 + steps.index(max(steps))
 
 
 def largest_gap_cut(scores: Sequence[float], most: float = 0.5) -> int:
     """Split at the largest difference between neighbours, the first of equal ones.
 
     That is the purpose of Algorithm 1: to "segregate the high-valued chunks from the low-valued
-    ones". If the scores are similar, all chunks are high.
+    ones". Its lines 5 to 9, as printed, leave out the chunk above the greatest step. If the scores
+    are similar, all chunks are high.
 
     Args:
         scores: Descending.
@@ -54,18 +33,11 @@ def largest_gap_cut(scores: Sequence[float], most: float = 0.5) -> int:
     """
     if not 0 <= most <= 1:
         raise ValueError(f"a share lies in [0, 1], not {most}")
-    shares = _shares(scores)
-    if not shares:
-        return len(scores)
-    cut = 1 + shares.index(max(shares))
-    return cut if scores[cut] <= most * scores[cut - 1] else len(scores)
-
-
-def _shares(scores: Sequence[float]) -> list[float]:
-    """Return p of line 6; empty with fewer than two scores, or if all are equal (0 / 0)."""
     gaps = [high - low for high, low in pairwise(scores)]
-    total = math.fsum(gaps)
-    return [gap / total for gap in gaps] if total > 0 else []
+    if not any(gap > 0 for gap in gaps):
+        return len(scores)
+    cut = 1 + gaps.index(max(gaps))
+    return cut if scores[cut] <= most * scores[cut - 1] else len(scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +47,6 @@ class FocusedChunks:
     Attributes:
         window: w, the number of layers over which the split must stay the same; 1 or more. The
             paper gives no value; its Fig. 17 finds most splits between layers 10 and 15 of 32.
-        cut: Tells high scores from low ones.
         attention: cinter (eq. 15): for each chunk the question's attention, summed over layers.
         layers: The number of these layers.
         high: Chunks above the last split.
@@ -83,7 +54,6 @@ class FocusedChunks:
     """
 
     window: int
-    cut: Cut
     attention: tuple[float, ...]
     layers: int = 0
     high: frozenset[int] = frozenset()
@@ -94,11 +64,11 @@ class FocusedChunks:
             raise ValueError(f"a window has 1 layer or more, not {self.window}")
 
     @classmethod
-    def at_start(cls, num_chunks: int, *, window: int, cut: Cut = largest_gap_cut) -> FocusedChunks:
+    def at_start(cls, num_chunks: int, *, window: int) -> FocusedChunks:
         """Return the state before the first layer, for k = num_chunks chunks, numbered from 0."""
         if num_chunks < 0:
             raise ValueError(f"there are 0 chunks or more, not {num_chunks}")
-        return cls(window, cut, (0.0,) * num_chunks)
+        return cls(window, (0.0,) * num_chunks)
 
     @property
     def cutoff(self) -> int | None:
@@ -135,7 +105,7 @@ class FocusedChunks:
             return self
         sums = tuple(before + now for before, now in zip(self.attention, attention, strict=True))
         ranked = sorted(range(len(sums)), key=lambda chunk: (-sums[chunk], chunk))
-        high = frozenset(ranked[: self.cut([sums[chunk] for chunk in ranked])])
+        high = frozenset(ranked[: largest_gap_cut([sums[chunk] for chunk in ranked])])
         # Lines 10 and 11: the last w sets are equal.
         same = self.layers > 0 and high == self.high
         return replace(

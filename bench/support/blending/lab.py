@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import xxhash
 
-from bench.support.blending.context_attention import ContextAttention, ContextAttentionHook
+from bench.support.blending.attention_hooks import (
+    ChunkAttentionHook,
+    ContextAttention,
+    ContextAttentionHook,
+)
 from bench.support.cache_craft import rank_by_attention
-from bench.support.chunk_attention import ChunkAttentionHook
 from ragcache_core.blend.context_impact import context_impact
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_core.blend.slices import split_into_passes
@@ -33,10 +36,7 @@ FIRST_BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and its attention.
-
-    ``received`` is the attention that each of its tokens received from later tokens of the chunk.
-    """
+    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and its attention."""
 
     value: torch.Tensor
     position: int
@@ -44,7 +44,6 @@ class Captured:
     prefix: tuple[AttendedChunk, ...]
     ranking: tuple[int, ...]
     influence: tuple[float, ...]
-    received: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,6 @@ class Lab:
             prefix=prefix,
             ranking=tuple(rank_by_attention(others.sum(1).tolist())),
             influence=tuple(seen.influence.tolist()),
-            received=tuple(own.sum(0).tolist()),
         )
 
     def capture_all(self, head: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[Captured]:
@@ -150,7 +148,6 @@ class Lab:
                 prefix=tuple(AttendedChunk(key_of(b), len(b), 0.0) for b in chunks[:index]),
                 ranking=tuple(range(len(span))),
                 influence=(1.0,) * len(span),
-                received=(0.0,) * len(span),
             )
             for index, span in enumerate(spans)
         ]

@@ -108,9 +108,9 @@ class _Asked:
         ]
         trial = self._trial(captured)
         full = trial.answer_in_full()
-        self._add(figures["full"], full, full, 1.0, ())
+        self._add(figures["full"], full, full, 1.0)
         again = trial.answer_in_full(NOISE_PASS_TOKENS)
-        self._add(figures["full in other passes"], full, again, 1.0, ())
+        self._add(figures["full in other passes"], full, again, 1.0)
         self._reuse(figures["nothing"], trial, ())
         for share in CURVE if not self.quick else (SHARE,):
             runs = self._chosen(trial, Trial.ours, share)
@@ -153,7 +153,7 @@ class _Asked:
     ) -> None:
         assert trial.full is not None
         answer = trial.answer_with(runs, shifts=shifts, decodes=decodes)
-        self._add(figures, trial.full, answer, trial.share(runs), runs, decodes=decodes)
+        self._add(figures, trial.full, answer, trial.share(runs), decodes=decodes)
 
     def _add(
         self,
@@ -161,7 +161,6 @@ class _Asked:
         full: Answer,
         answer: Answer,
         share: float,
-        runs: Sequence[range],
         *,
         decodes: bool = True,
     ) -> None:
@@ -169,7 +168,6 @@ class _Asked:
         figures.kl.append(nats[0])
         figures.mean_kl.append(sum(nats) / len(nats))
         figures.recomputed.append(share)
-        figures.runs.append(len(runs))
         if decodes:
             said = self.decode(answer.token_ids)
             figures.rouge.append(rouge_l(words(said), words(self.decode(full.token_ids))))

@@ -44,7 +44,6 @@ class Figures:
         same: Whether all tokens are those of that answer.
         f1: F1 with a right answer.
         right: Whether the answer is right; in a run whose questions have one wording of it.
-        runs: Number of runs of consecutive recomputed tokens.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -54,7 +53,6 @@ class Figures:
     same: list[float] = field(default_factory=list)
     f1: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
-    runs: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
         """Return the means of the figures that were measured."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from bench.support.blending.context_attention import ContextAttention
-from bench.support.blending.focused_chunks import Cut, FocusedChunks
+from bench.support.blending.attention_hooks import ContextAttention
+from bench.support.blending.focused_chunks import FocusedChunks
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
@@ -21,17 +21,19 @@ from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 DEVIATION_LAYER = 1
 """Layer whose KV CacheBlend compares, the second one."""
 
+FOCUS_LAYERS = 2
+"""Number of layers, of five, over which the split of focused chunks must stay the same."""
+
 FULL_TABLE, REUSED_TABLE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """A prompt: the template's head, chunks, and what follows them. ``right``: right answers."""
+    """A prompt: the template's head, chunks, and what follows them."""
 
     head: list[int]
     chunks: list[list[int]]
     tail: list[int]
-    right: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -157,13 +159,13 @@ class Trial:
         }
         return self._highest(influence, budget)
 
-    def focused(self, budget: int, cut: Cut, window: int) -> Sequence[range]:
+    def focused(self, budget: int) -> Sequence[range]:
         """Select those of ours in the chunks that Algorithm 1 keeps."""
         spans = [
             range(start, start + len(ids))
             for start, ids in zip(self.starts, self.parts.chunks, strict=True)
         ]
-        state = FocusedChunks.at_start(len(spans), window=window, cut=cut)
+        state = FocusedChunks.at_start(len(spans), window=FOCUS_LAYERS)
         for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), spans):
             state = state.after_layer(layer)
         kept = [p for run in self.ours(budget) for p in run]
@@ -189,15 +191,6 @@ class Trial:
         order = list(range(self.exact_end, self.end))
         self.rng.shuffle(order)
         return select_tokens(order, budget).runs
-
-    def heavy(self, budget: int) -> Sequence[range]:
-        """Select tokens that received most attention from their own chunk, as in H2O."""
-        received = {
-            start + i: weight
-            for captured, start in zip(self.captured, self.starts, strict=True)
-            for i, weight in enumerate(captured.received)
-        }
-        return self._highest(received, budget)
 
     def epic(self, budget: int) -> Sequence[range]:
         """Select the first tokens of each chunk, equally many of each.

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.blending.focused_chunks import (
-    Cut,
-    FocusedChunks,
-    entropy_cut,
-    largest_gap_cut,
-)
+from bench.support.blending.focused_chunks import FocusedChunks, largest_gap_cut
 
-CUTS = [entropy_cut, largest_gap_cut]
 descending = st.lists(st.floats(0, 1e3), max_size=10).map(lambda each: sorted(each, reverse=True))
 
 
@@ -27,48 +21,30 @@ def layers(draw: st.DrawFn) -> list[list[float]]:
     return draw(st.lists(attention, min_size=1, max_size=12))
 
 
-def after(attention: list[list[float]], window: int, cut: Cut = largest_gap_cut) -> FocusedChunks:
-    state = FocusedChunks.at_start(len(attention[0]), window=window, cut=cut)
+def after(attention: list[list[float]], window: int) -> FocusedChunks:
+    state = FocusedChunks.at_start(len(attention[0]), window=window)
     for layer in attention:
         state = state.after_layer(layer)
     return state
 
 
 class TestCuts:
-    @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending)
-    def test_one_or_more_chunks_are_high(self, cut: Cut, scores: list[float]) -> None:
-        assert min(1, len(scores)) <= cut(scores) <= len(scores)
+    def test_one_or_more_chunks_are_high(self, scores: list[float]) -> None:
+        assert min(1, len(scores)) <= largest_gap_cut(scores) <= len(scores)
 
-    @pytest.mark.parametrize("cut", CUTS)
     @pytest.mark.parametrize("scores", [[], [3.0], [0.0, 0.0, 0.0], [2.0] * 5])
-    def test_equal_scores_are_all_high(self, cut: Cut, scores: list[float]) -> None:
-        assert cut(scores) == len(scores)
+    def test_equal_scores_are_all_high(self, scores: list[float]) -> None:
+        assert largest_gap_cut(scores) == len(scores)
 
-    @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending, power=st.integers(-4, 4))
-    def test_only_ratios_of_scores_count(self, cut: Cut, scores: list[float], power: int) -> None:
-        assert cut([score * 2.0**power for score in scores if score > 1e-3]) == cut(
-            [score for score in scores if score > 1e-3]
-        )
+    def test_only_ratios_of_scores_count(self, scores: list[float], power: int) -> None:
+        kept = [score for score in scores if score > 1e-3]
+        assert largest_gap_cut([score * 2.0**power for score in kept]) == largest_gap_cut(kept)
 
-    def test_lines_5_to_9_by_hand(self) -> None:
-        # differences 4, 3, 2, 1; p 0.4, 0.3, 0.2, 0.1; steps of entropy 0.361, 0.322, 0.230
-        assert entropy_cut([11.0, 7.0, 4.0, 2.0, 1.0]) == 1
-
-    def test_as_printed_the_chunk_above_the_gap_is_left_out(self) -> None:
-        # the step to difference 2, which lies under the second chunk, is the greatest; i* is 1
-        two_high = [10.0, 9.0, 1.0, 0.8, 0.6]
-        assert entropy_cut(two_high) == 1
-        assert largest_gap_cut(two_high) == 2
-
-    def test_as_printed_a_gap_of_nearly_everything_counts_for_little(self) -> None:
-        three_high = [10.0, 9.0, 8.0, 1.0, 0.5]
-        assert entropy_cut(three_high) == 1
-        assert largest_gap_cut(three_high) == 3
-
-    def test_line_8_has_no_choice_of_two(self) -> None:
-        assert entropy_cut([9.0, 1.0]) == 2
+    def test_the_largest_gap_splits(self) -> None:
+        assert largest_gap_cut([10.0, 9.0, 1.0, 0.8, 0.6]) == 2
+        assert largest_gap_cut([10.0, 9.0, 8.0, 1.0, 0.5]) == 3
         assert largest_gap_cut([9.0, 1.0]) == 1
 
     def test_chunks_with_similar_attention_stay_together(self) -> None:
@@ -125,19 +101,19 @@ class TestLayers:
         with pytest.raises(FrozenInstanceError):
             state.window = 2  # type: ignore[misc]
 
-    @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
+    @given(layers(), st.integers(1, 4))
     def test_focused_chunks_only_become_fewer_and_then_stay(
-        self, attention: list[list[float]], window: int, cut: Cut
+        self, attention: list[list[float]], window: int
     ) -> None:
-        state = FocusedChunks.at_start(len(attention[0]), window=window, cut=cut)
+        state = FocusedChunks.at_start(len(attention[0]), window=window)
         for number, layer in enumerate(attention, start=1):
             then, state = state, state.after_layer(layer)
             assert state.focused <= then.focused
             assert state.cutoff is None or window <= state.cutoff <= number
             assert then.cutoff is None or state == then
 
-    @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
-    def test_it_is_algorithm_1(self, attention: list[list[float]], window: int, cut: Cut) -> None:
+    @given(layers(), st.integers(1, 4))
+    def test_it_is_algorithm_1(self, attention: list[list[float]], window: int) -> None:
         """Lines 1 to 14 as a loop over all layers."""
         total = [0.0] * len(attention[0])
         sets: list[set[int]] = []
@@ -145,11 +121,11 @@ class TestLayers:
         for number, layer in enumerate(attention, start=1):
             total = [before + now for before, now in zip(total, layer, strict=True)]
             ranked = sorted(range(len(total)), key=lambda each: -total[each])
-            sets.append(set(ranked[: cut([total[each] for each in ranked])]))
+            sets.append(set(ranked[: largest_gap_cut([total[each] for each in ranked])]))
             if number >= window and all(one == sets[-1] for one in sets[-window:]):
                 found = (sets[-1], number)
                 break
-        state = after(attention, window, cut)
+        state = after(attention, window)
         every = set(range(len(total)))
         assert (state.focused, state.cutoff) == (found or (every, None))
 

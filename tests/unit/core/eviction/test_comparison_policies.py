@@ -7,8 +7,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.clairvoyant import Intervals, clairvoyant
+from bench.support.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.computed_profile import ComputedProfile
 from bench.support.replay import Replay
 from bench.support.traces import BYTES_PER_TOKEN, Access, Request, Trace

@@ -1,4 +1,4 @@
-"""The attention of a question to each token before it, as other methods weigh it."""
+"""What a question attends to, as other methods weigh it."""
 
 from __future__ import annotations
 
@@ -42,3 +42,24 @@ class ContextAttentionHook(AttentionHook):
         lengths = self._cache.values(index, self._blocks, 0, start).float().norm(dim=-1).T
         self._weight += by_head.mean(0).cpu()
         self._norm += (by_head * lengths).mean(0).cpu()
+
+
+class ChunkAttentionHook(AttentionHook):
+    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
+
+    ``by_layer`` has a list for each layer, in their order: for each chunk the sum over the
+    question's tokens and the chunk's, as the mean over heads.
+    """
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
+    ) -> None:
+        super().__init__(cache, blocks, question, range(cache.num_layers))
+        self.by_layer: list[list[float]] = []
+        self._chunks = chunks
+
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        by_key = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()
+        self.by_layer.append(
+            [float(by_key[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
+        )
