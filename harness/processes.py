@@ -321,7 +321,7 @@ def launch_engine(
 def wait_for_engine(engine: Engine) -> None:
     """Wait until a launched engine serves."""
     try:
-        engine.service.wait_until("ready", lambda: _is_healthy(engine.url))
+        engine.service.wait_until("ready", lambda: answers(f"{engine.url}/health"))
     except BaseException:
         engine.service.stop()
         raise
@@ -354,14 +354,14 @@ def running_engine(
         engine.service.stop()
 
 
-def _is_healthy(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether a server answers with the status 200."""
     try:
         # Without `verify`, httpx would make a TLS context each time, which takes 20 ms.
-        return (
-            httpx.get(f"{url}/health", timeout=2, verify=False, trust_env=False).status_code == 200
-        )
+        reply = httpx.get(url, timeout=2, verify=False, trust_env=False)
     except httpx.HTTPError:
         return False
+    return reply.status_code == httpx.codes.OK
 
 
 def is_serving(address: str) -> bool:

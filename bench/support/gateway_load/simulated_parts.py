@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from harness.processes import Service, free_port
+from harness.processes import Service, answers, free_port
 from harness.tiny_model import make_tiny_model
 
 HOST: Final = "127.0.0.1"
@@ -121,14 +121,6 @@ def _launch(
 def wait_for_gateway(gateway: Service, port: int) -> None:
     """Wait until a gateway serves. Raises RuntimeError if it ends."""
     gateway.wait_until("serving", lambda: answers(f"http://{HOST}:{port}/v1/status"))
-
-
-def answers(url: str) -> bool:
-    """Whether a server answers with the status 200."""
-    try:
-        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 def chat_request(port: int, **fields: Any) -> bytes:
