@@ -110,7 +110,6 @@ def real_text(model: Path, given: argparse.Namespace) -> dict[str, object]:
 
 
 def handbooks(given: argparse.Namespace) -> dict[str, object]:
-    """Run on handbooks with the bundled model."""
     from bench.support.blending.handbook import work_on_handbooks  # noqa: PLC0415
 
     count = given.questions or (16 if given.quick else 200)

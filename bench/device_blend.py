@@ -143,7 +143,6 @@ class ChunkCopies:
         return NativeValue(self.decoded_here(codec, number))
 
     def decoded_here(self, codec: Codec, number: int) -> torch.Tensor:
-        """Return a chunk that the CPU decoded."""
         stored = self.stored[codec][number]
         value = decode(stored, self.shape.chunk_tokens, self.shape.space)
         assert value is not None
@@ -230,7 +229,6 @@ class Bench:
         return range(0, self.context, self.shape.chunk_tokens)
 
     def forget(self) -> None:
-        """Reset the counters."""
         self.put_off.clear()
         self.recomputed.clear()
 
@@ -282,7 +280,6 @@ class Bench:
         return self.model.run(self.ids, self.question)
 
     def load(self, source: str) -> None:
-        """Write all chunks."""
         self._write(self.writer.write, partial(self.here.source, source))
         self.writer.release_read_values()
 
@@ -404,7 +401,6 @@ def ways_of(bench: Bench) -> dict[str, Callable[[], Any]]:
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Time each way in each round."""
     ways = ways_of(bench)
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(WARM_UP + rounds):

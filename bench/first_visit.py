@@ -62,7 +62,6 @@ Times = dict[str, float]
 
 
 def one_start(rounds: int, folder: Path) -> Iterator[Times]:
-    """Start all engines and measure this many rounds."""
     folder.mkdir()
     model = TinyModel(folder / "model")
     head = model.ids(HEAD_TOKENS)
@@ -114,7 +113,6 @@ def one_start(rounds: int, folder: Path) -> Iterator[Times]:
 
 
 def run(starts: int, rounds: int, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     found = [took for number in range(starts) for took in one_start(rounds, folder / str(number))]
     plain = [statistics.fmean((took["plain"], took["plain_again"])) for took in found]
     pairs = list(zip(found, plain, strict=True))

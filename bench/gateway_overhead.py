@@ -94,7 +94,6 @@ class Running:
         }
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of the gateway."""
         rss: int = psutil.Process(self.gateway.pid).memory_info().rss
         return rss
 

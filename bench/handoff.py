@@ -30,7 +30,6 @@ LENGTHS = (256, 2048)
 
 
 def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     model = TinyModel(folder / "model", kv_heads=12)
     first: defaultdict[str, list[float]] = defaultdict(list)
     shows: defaultdict[str, list[float]] = defaultdict(list)

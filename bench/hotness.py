@@ -40,18 +40,19 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.codecs import errors
 from bench.support.host_tier import Encoded, Loader, ValueRegion
 from bench.support.kv_samples import real_samples
 from bench.support.program import options, print_figures
-from bench.support.question import Question
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
@@ -78,6 +79,7 @@ CHUNKS_PER_QUERY = 5
 SHAPE = ValueShape(num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 CHUNK_TOKENS = 256  # 4 MiB of bf16
 READERS = 2
+QUESTION_TOKENS = 24
 BASES = 6
 ROUNDS = 5  # of every query
 QUERIES = 100
@@ -99,14 +101,6 @@ MEASURED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Accesses:
-    """Chunks of each query in rank order, and the source of the data."""
-
-    source: str
-    queries: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
 class Arm:
     """Precision and memory of each chunk."""
 
@@ -118,13 +112,13 @@ class Arm:
         return self.placement[chunk] is not Placement.DISK
 
 
-def access_sequence(seed: int) -> Accesses:
-    """Return a real retriever's results of 1,000 queries, or an equally skewed sequence."""
+def access_sequence(seed: int) -> tuple[str, list[list[int]]]:
+    """Return chunks of 1,000 queries: a real retriever's results, or an equally skewed sequence."""
     if RETRIEVED.exists():
         retrieved = json.loads(RETRIEVED.read_text())["retrieved_docs"]
         names: dict[str, int] = {}
         queries = [[names.setdefault(text, len(names)) for text in query] for query in retrieved]
-        return Accesses("psirag multihoprag", queries)
+        return "psirag multihoprag", queries
     rng = random.Random(seed)
     num_chunks = 2400
     weights = [1 / (rank + 1) ** 0.8 for rank in range(num_chunks)]
@@ -132,16 +126,18 @@ def access_sequence(seed: int) -> Accesses:
     for _ in range(1000):
         drawn = dict.fromkeys(rng.choices(range(num_chunks), weights, k=4 * CHUNKS_PER_QUERY))
         queries.append(list(drawn)[:CHUNKS_PER_QUERY])
-    return Accesses("seeded zipf 0.8", queries)
+    return "seeded zipf 0.8", queries
 
 
-def observe(sequence: Accesses, until: int, native_bytes: int) -> list[AccessObservation[int]]:
+def observe(
+    queries: list[list[int]], until: int, native_bytes: int
+) -> list[AccessObservation[int]]:
     """Return what a store would know after these queries, one per second."""
     counts: DecayedCounts[int] = DecayedCounts(HALF_LIFE_QUERIES)
-    for second, query in enumerate(sequence.queries[:until]):
+    for second, query in enumerate(queries[:until]):
         for chunk in query:
             counts.add(chunk, float(second))
-    chunks = sorted({chunk for query in sequence.queries for chunk in query})
+    chunks = sorted({chunk for query in queries for chunk in query})
     return [
         AccessObservation(chunk, accesses, native_bytes, score=accesses / native_bytes)
         for chunk in chunks
@@ -218,7 +214,6 @@ class Values:
         return int(self._native[0].nbytes)
 
     def encoded(self, chunk: int, precision: Precision) -> Encoded:
-        """Return a chunk's value in a precision."""
         name = chunk % BASES, precision
         if name not in self._encoded:
             parts = [
@@ -236,6 +231,40 @@ class Values:
     def decoded(self, chunk: int, precision: Precision) -> int:
         """Return the checksum that a reader must get."""
         return self._decoded[chunk % BASES, precision]
+
+
+class Question:
+    """A Llama of random weights with as many heads as the KV has, and a question to it."""
+
+    def __init__(self) -> None:
+        width = SHAPE.num_kv_heads * SHAPE.head_dim
+        config = LlamaConfig(
+            vocab_size=8192,
+            hidden_size=width,
+            intermediate_size=width * 11 // 4,
+            num_hidden_layers=SHAPE.num_layers,
+            num_attention_heads=SHAPE.num_kv_heads,
+            num_key_value_heads=SHAPE.num_kv_heads,
+            max_position_embeddings=32768,
+        )
+        self._model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self._ids = torch.arange(QUESTION_TOKENS)[None]
+
+    def first_token(self, values: Sequence[NDArray[np.uint8]]) -> int:
+        """Prefill over native values, in order."""
+        layout = (SHAPE.num_layers, 2, CHUNK_TOKENS, SHAPE.num_kv_heads, SHAPE.head_dim)
+        native = [torch.from_numpy(value).view(torch.bfloat16).view(layout) for value in values]
+        with torch.inference_mode():
+            cache = DynamicCache()
+            for layer in range(SHAPE.num_layers):
+                # [tokens, heads, dim] of all chunks to [1, heads, tokens, dim]
+                keys, rest = (
+                    torch.cat([value[layer, half] for value in native]).transpose(0, 1)[None]
+                    for half in (0, 1)
+                )
+                cache.update(keys, rest, layer)
+            logits = self._model(self._ids, past_key_values=cache, logits_to_keep=1).logits
+            return int(logits[0, -1].argmax())
 
 
 @dataclass(slots=True)
@@ -279,7 +308,7 @@ class ArmTiers:
         self.loads = Loads()
         self._values = values
         self._loader = Loader(SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
-        self._question = Question(SHAPE, CHUNK_TOKENS)
+        self._question = Question()
         self._regions: dict[tuple[Precision, ...], ValueRegion] = {}
         self._region_of: dict[str, ValueRegion] = {}
         self._held: dict[str, dict[int, Encoded]] = {}
@@ -346,7 +375,6 @@ class ArmTiers:
 def measure(
     queries: list[list[int]], arms: list[Arm], tiers: ArmTiers, rounds: int, rng: random.Random
 ) -> dict[str, Times]:
-    """Measure every arm on every query, in random order in each round."""
     times = {arm.name: Times() for arm in arms}
     for number, query in enumerate([queries[0], *queries]):
         taken = {arm.name: Times() for arm in arms}
@@ -359,49 +387,29 @@ def measure(
     return times
 
 
-def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[float]]) -> float:
-    """Return the ratio of mean times of baseline and arm."""
-    return statistics.mean(what(times[BASELINE])) / statistics.mean(what(times[arm]))
-
-
-def spread(rates: list[float]) -> dict[str, float]:
-    """Return the median and the outer deciles in GB/s."""
-    tenths = statistics.quantiles(rates, n=10)
-    return {
-        name: round(tenths[index] / 1e9, 3)
-        for name, index in (("p10", 0), ("median", 4), ("p90", 8))
-    }
-
-
 def report(
     times: Mapping[str, Times], arms: list[Arm], queries: list[list[int]], grades: tuple[Grade, ...]
 ) -> dict[str, dict[str, object]]:
-    """Return the figures of every arm, and the gains."""
     reads = [chunk for query in queries for chunk in query]
-    error_of = {Precision(): 0.0} | {grade.precision: grade.error for grade in grades}
-    size_of = {Precision(): 1.0} | {grade.precision: grade.size for grade in grades}
+    known = {grade.precision: grade for grade in (Grade(Precision(), 1.0, 0.0), *grades)}
+    base = times[BASELINE]
+    base_s, base_ttft_s = statistics.mean(base.loading), statistics.mean(base.ttft)
     figures: dict[str, dict[str, object]] = {}
     for arm in arms:
         held = [arm.precision[chunk] for chunk in reads]
-        loading, ttft = times[arm.name].loading, times[arm.name].ttft
+        loading = times[arm.name].loading
+        loading_s, ttft_s = statistics.mean(loading), statistics.mean(times[arm.name].ttft)
+        query_gains = [one / own for one, own in zip(base.loading, loading, strict=True)]
+        from_disk = [known[arm.precision[one]].size for one in reads if not arm.in_memory(one)]
         figures[arm.name] = {
-            "loading_ms": round(1e3 * statistics.mean(loading), 2),
-            "ttft_ms": round(1e3 * statistics.mean(ttft), 2),
-            "loading_gain": round(gain(times, arm.name, lambda one: one.loading), 3),
-            "ttft_gain": round(gain(times, arm.name, lambda one: one.ttft), 3),
-            "mean_of_query_gains": round(
-                statistics.mean(
-                    base / own for base, own in zip(times[BASELINE].loading, loading, strict=True)
-                ),
-                3,
-            ),
-            "bytes_from_disk": round(
-                sum(size_of[arm.precision[one]] for one in reads if not arm.in_memory(one))
-                / len(reads),
-                3,
-            ),
+            "loading_ms": round(1e3 * loading_s, 2),
+            "ttft_ms": round(1e3 * ttft_s, 2),
+            "loading_gain": round(base_s / loading_s, 3),
+            "ttft_gain": round(base_ttft_s / ttft_s, 3),
+            "mean_of_query_gains": round(statistics.mean(query_gains), 3),
+            "bytes_from_disk": round(sum(from_disk) / len(reads), 3),
             "reads_from_memory": round(statistics.mean(map(arm.in_memory, reads)), 3),
-            "read_error": round(statistics.mean(error_of[one] for one in held), 5),
+            "read_error": round(statistics.mean(known[one].error for one in held), 5),
             "precisions_read": {
                 str(one): round(held.count(one) / len(held), 3)
                 for one in sorted(set(held), key=str)
@@ -411,24 +419,25 @@ def report(
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # threads that wait for each other would measure other programs
     grades = measured_grades(QUICKLY_MEASURED if args.quick else MEASURED)
-    sequence = access_sequence(SEED)
-    half = len(sequence.queries) // 2
+    source, queries = access_sequence(SEED)
+    half = len(queries) // 2
     values = Values(SEED)
-    observed = observe(sequence, half, values.native_bytes)
+    observed = observe(queries, half, values.native_bytes)
     arms = make_arms(observed, grades)
     for precision in {one for arm in arms for one in arm.precision.values()}:
         warm_up(precision, SHAPE)
-    queries = sequence.queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
+    queries = queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
     tiers = ArmTiers(queries, arms, values, folder)
     times = measure(queries, arms, tiers, ROUNDS, random.Random(SEED))
     page_cache = tiers.page_cache()
     tiers.close()
     figures = report(times, arms, queries, grades)
     by_name = {arm.name: arm for arm in arms}
+    tenths = statistics.quantiles(tiers.rates, n=10)
+    spread = zip(("p10", "median", "p90"), tenths[::4], strict=True)
     return {
         "bench": "hotness",
         "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
@@ -437,12 +446,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "dp_only_gain": figures["dp_only"]["loading_gain"],
         "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
         "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
-        "disk_gb_per_s": spread(tiers.rates),
+        "disk_gb_per_s": {name: round(rate / 1e9, 3) for name, rate in spread},
         "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
         "score_error": read_error(observed, by_name["score"].precision, grades),
         "page_cache": page_cache,
         "loads": asdict(tiers.loads),
-        "accesses": sequence.source,
+        "accesses": source,
         "queries": len(queries),
         "chunk_bytes": values.native_bytes,
         "arms": figures,

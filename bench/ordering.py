@@ -74,8 +74,6 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One measured request."""
-
     order_s: float
     build_s: float
     prompt_tokens: int
@@ -199,7 +197,6 @@ def rank_over_ours(contestants: Mapping[str, Contestant], warm_up: int) -> dict[
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     started = time.monotonic()
     model = fetch_model("smollm2")
     space = load_model_folder(str(model)).space(fast_number_type())

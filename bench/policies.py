@@ -31,10 +31,9 @@ from typing import Any, TypeVar
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
-from bench.support.computed_profile import ComputedProfile
 from bench.support.program import options, rounded
 from bench.support.replay import Replay, Tally
-from bench.support.traces import DATA, Trace, load_traces
+from bench.support.traces import DATA, ComputedProfile, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
@@ -219,7 +218,7 @@ def main() -> None:
     traces = load_traces(given.data, given.quick, ComputedProfile())
     with ProcessPoolExecutor() as pool:
         # The largest come last in both modes; start with them.
-        runs = [pool.submit(measure, trace.halves()[1], capacities) for trace in reversed(traces)]
+        runs = [pool.submit(measure, trace.second_half(), capacities) for trace in reversed(traces)]
         results = [run.result() for run in reversed(runs)]
     print(json.dumps(summary(results, capacities)))
 

@@ -87,7 +87,6 @@ class Replayed:
 
     @property
     def measured(self) -> range:
-        """Return the indices of the measured requests."""
         return range(self.warm_up, len(self.requests))
 
     def warm_up_of(self, contestant: str) -> list[SequenceRequest]:
@@ -99,7 +98,6 @@ class Replayed:
 
 
 def load_sequence(arguments: argparse.Namespace, model: Path, vocabulary: Vocabulary) -> Replayed:
-    """Generate or load the sequence that the arguments name."""
     count = arguments.warm_up + arguments.requests
     if arguments.sequence == GENERATED:
         shape = ZipfShape()
@@ -210,7 +208,6 @@ class Replay:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     started = time.monotonic()
     model = fetch_model("smollm2")
     loaded = load_model_folder(str(model))
@@ -240,7 +237,6 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = options(__doc__, "a generated sequence, 4 minutes")
     option = parser.add_argument
     option("--sequence", choices=(GENERATED, *RECORDED), default=GENERATED)

@@ -95,7 +95,6 @@ class Values:
         return ReadyValue(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
 
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
-        """Return the description of the value."""
         size = SIZES[number % len(SIZES)]
         return NewVariant(
             key(number),

@@ -170,7 +170,6 @@ class Site:
 async def running_site(
     folder: Path, model: Path, engine: Engine, store: str, retriever: StagedRetriever
 ) -> AsyncIterator[Site]:
-    """Start the retriever and both gateways."""
     async with contextlib.AsyncExitStack() as stack:
         port = free_port()
         stack.push_async_callback((await serve_parts(port, retriever)).stop)
@@ -288,7 +287,6 @@ async def counted(contestant: Contestant, name: str) -> dict[str, float]:
 
 
 async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the whole measurement."""
     second_share = await measure_prefill(site, options.questions)
     say(f"a prefill takes {site.prefill_s:.2f} s")
     await measure_ttft(site, options.questions)
@@ -326,7 +324,6 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start the services and measure."""
     recorded = record_searches(SHARES, options.recorded)
     say("searches are recorded")
     model = fetch_model("smollm2")

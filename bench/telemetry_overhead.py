@@ -179,7 +179,6 @@ def main() -> None:
 
 
 async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> dict[str, Any]:
-    """Measure both cases."""
     gateways, scrapes = start_gateways(parts, received.url)
     await parts.set_rate(TOKENS_PER_S)
     await compare(gateways, WARM_UP_ROUNDS, STREAMS)
@@ -208,7 +207,6 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
 
 
 async def cpu_of_scrapes(gateway: Gateway, scrapes: Scrapes) -> float:
-    """Return the CPU time of a gateway for one scrape, in seconds."""
     before_s = gateway.cpu_s()
     for _ in range(TIMED_SCRAPES):
         await scrapes.scrape()

@@ -65,7 +65,6 @@ def num_equal(some: Sequence[Completion], others: Sequence[Completion]) -> int:
 
 
 def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure and return the figures of the JSON line."""
     model = TinyModel(folder / "model")
     *measured, damaged, warm_up = (model.prompt(model.chunks()) for _ in range(rounds + 2))
     with contextlib.ExitStack() as stack:

@@ -69,7 +69,6 @@ class Attention:
         kv_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write tokens."""
         both = torch.cat((keys, values), dim=-1)
         kv_cache[slots // BLOCK_TOKENS, :, slots % BLOCK_TOKENS] = both
 

@@ -61,7 +61,6 @@ class TinyModel:
         return plan_blend(prompt, self.space, DOMAIN, request, budget)
 
     def variants(self, prompt: Prompt, budget: float | None = None) -> list[VariantKey]:
-        """Return the keys of a prompt's segments."""
         plan = self.plan(prompt, budget)
         return [named.variant for named in checked_segments(plan, prompt.token_ids, self.space)]
 

@@ -25,7 +25,6 @@ class AheadSequences:
     before: dict[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
     def prefix_of(self, chunk: Sequence[int]) -> list[list[int]]:
-        """Return the chunks that a chunk is captured after."""
         before = self.before[tuple(chunk)][-MAX_BEFORE:]
         return [list(ids) for ids in (*self.context, *before)]
 

@@ -86,7 +86,6 @@ class Trial:
         ]
 
     def share(self, runs: Sequence[range]) -> float:
-        """Return a share of all chunks' tokens."""
         return sum(len(run) for run in runs) / self.context_tokens
 
     def answer_in_full(self, pass_tokens: int | None = None) -> Answer:
@@ -187,7 +186,6 @@ class Trial:
         return select_by_fix_overhead(chunks, budget, exact_head=self.exact_end).runs
 
     def random(self, budget: int) -> Sequence[range]:
-        """Select random positions."""
         order = list(range(self.exact_end, self.end))
         self.rng.shuffle(order)
         return select_tokens(order, budget).runs

@@ -53,7 +53,6 @@ class TokenClock:
         self._streams[stream] = None
 
     def remove(self, stream: EngineConnection) -> None:
-        """Remove a stream, if it is there."""
         self._streams.pop(stream, None)
 
     def _tick(self) -> None:
@@ -65,8 +64,6 @@ class TokenClock:
 
 
 class EngineConnection(asyncio.Protocol):
-    """One client's connection."""
-
     def __init__(self, clock: TokenClock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -132,7 +129,6 @@ class EngineConnection(asyncio.Protocol):
             self._clock.add(self)
 
     def _write_whole(self, is_chat: bool) -> None:
-        """Write an answer in one piece."""
         text = b"word " * self._num_tokens
         said = b'"message":{"role":"assistant","content":"%b"}' if is_chat else b'"text":"%b"'
         rest = b',"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{%b}}'

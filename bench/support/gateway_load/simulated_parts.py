@@ -54,7 +54,6 @@ class SimulatedParts:
     def start_gateway(
         self, name: str, port: int, program: Sequence[str] = GATEWAY, **settings: str
     ) -> Service:
-        """Start a gateway in front of the parts."""
         self.services[name] = launch_gateway(
             self.folder,
             name,
@@ -72,7 +71,6 @@ class SimulatedParts:
         return self.services[name]
 
     async def set_rate(self, tokens_per_s: int) -> None:
-        """Set the token rate of the simulated engine."""
         await self._set("rate", tokens_per_s)
 
     async def set_first_token(self, first_token_s: float) -> None:

@@ -91,7 +91,6 @@ class FixedRecords(engine_pb2_grpc.EngineServicer):
 
 
 async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
-    """Serve a retriever, and records of an engine."""
     records = FixedRecords()  # type: ignore[abstract]  # gRPC answers the calls that it lacks
 
     def register(server: Any) -> None:

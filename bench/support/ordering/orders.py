@@ -190,7 +190,6 @@ def make_ordering(name: str, capacity_tokens: int, block_tokens: int) -> Orderin
 
 
 def reordered(request: SequenceRequest, order: Sequence[int]) -> SequenceRequest:
-    """Return a request with its passages in another order."""
     passages = [request.passages[rank] for rank in order]
     tail = [part for part in request.parts if part.part is Part.TAIL]
     return SequenceRequest((*_head(request), *passages, *tail))

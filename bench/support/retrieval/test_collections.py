@@ -131,7 +131,6 @@ def _steps(question: dict[str, Any]) -> Iterator[tuple[int, str, int]]:
 
 
 def _sentences(printed: str) -> list[str]:
-    """Return the sentences of a printed numpy array of strings."""
     found = re.findall(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", printed)
     return [single or double for single, double in found]
 

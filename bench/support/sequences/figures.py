@@ -174,7 +174,6 @@ class ComputedTokens:
     blend: float
 
     def caps(self, suffix: str = "") -> dict[str, float]:
-        """Return the cap of ``exact`` and ``blend``."""
         return {
             f"exact{suffix}": self.plain / self.exact,
             f"blend{suffix}": self.plain / self.blend,

@@ -48,7 +48,6 @@ class SequenceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the prompt in tokens."""
         return sum(len(part.token_ids) for part in self.parts)
 
     @property

@@ -134,7 +134,6 @@ class RagPulse:
         self._stable = {component for component, count in uses.items() if count >= least}
 
     def requests(self, first: int, count: int) -> list[SequenceRequest]:
-        """Return requests of the trace, from an index on."""
         return [self._request(ids) for ids in self._trace[first : first + count]]
 
     def topics(self) -> list[str]:
@@ -198,7 +197,6 @@ class RetrievedPassages:
         self._head, self._end = template_parts(model)
 
     def requests(self, first: int, count: int) -> list[SequenceRequest]:
-        """Return requests of the data set, from an index on."""
         return [
             self._request(index) for index in range(first, min(first + count, len(self._passages)))
         ]
