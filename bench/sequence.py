@@ -39,11 +39,13 @@ from bench.support.program import options, print_figures, say
 from bench.support.sequences.contestants import (
     AHEAD,
     ALL,
+    ANSWER_TOKENS,
     BLEND,
     EXACT,
     PLAIN,
     PLAIN_AGAIN,
     PREFIX_ONLY,
+    RECOMPUTE_SHARE,
     SequenceContestant,
     Setup,
     running_contestants,
@@ -55,7 +57,7 @@ from bench.support.sequences.figures import (
     useful_warm_up,
 )
 from bench.support.sequences.prompts import SequenceRequest, Vocabulary, ahead_prompts
-from bench.support.sequences.sources import RECORDED, ZipfShape, generate, load_recorded, topics
+from bench.support.sequences.sources import RECORDED, generate, load_recorded, topics
 from bench.support.sequences.turns import poisson_arrivals, turns
 from ragcache_cli.models.cache import fetch_model
 from ragcache_kv.model_folder import load_model_folder
@@ -68,12 +70,7 @@ LEAST_WARM_UP = 6
 GAP_S, WARM_UP_GAP_S = 0.2, 0.05
 """Between an answer and the next request."""
 
-RECOMPUTE_SHARE = 0.15
-ANSWER_TOKENS = 4
 MAX_PROMPT_TOKENS = 7600
-KV_CACHE_GIB = 1
-"""Of each engine."""
-
 SEED = 1
 
 
@@ -100,9 +97,7 @@ class Replayed:
 def load_sequence(arguments: argparse.Namespace, model: Path, vocabulary: Vocabulary) -> Replayed:
     count = arguments.warm_up + arguments.requests
     if arguments.sequence == GENERATED:
-        shape = ZipfShape()
-        requests = generate(shape, count, vocabulary, SEED)
-        names = topics(shape)
+        requests, names = generate(count, vocabulary, SEED), topics()
     elif arguments.data is None:
         raise SystemExit(f"--sequence {arguments.sequence} needs --data or {DATA_VARIABLE}")
     else:
@@ -218,9 +213,6 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         model,
         loaded.space(fast_number_type()),
         longest + ANSWER_TOKENS + 1,
-        KV_CACHE_GIB,
-        RECOMPUTE_SHARE,
-        ANSWER_TOKENS,
         one_plain_engine=arguments.quick,
     )
     with running_contestants(folder, arguments.contestants, setup) as (contestants, skipped):

@@ -13,7 +13,6 @@ Source: Cache-Craft section 3.2.2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -31,8 +30,6 @@ def largest_gap_cut(scores: Sequence[float], most: float = 0.5) -> int:
         most: The score below the split is at most this share, in [0, 1], of the score above it.
             Otherwise there is no split.
     """
-    if not 0 <= most <= 1:
-        raise ValueError(f"a share lies in [0, 1], not {most}")
     gaps = [high - low for high, low in pairwise(scores)]
     if not any(gap > 0 for gap in gaps):
         return len(scores)
@@ -59,15 +56,9 @@ class FocusedChunks:
     high: frozenset[int] = frozenset()
     steady: int = 0
 
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"a window has 1 layer or more, not {self.window}")
-
     @classmethod
     def at_start(cls, num_chunks: int, *, window: int) -> FocusedChunks:
         """Return the state before the first layer, for k = num_chunks chunks, numbered from 0."""
-        if num_chunks < 0:
-            raise ValueError(f"there are 0 chunks or more, not {num_chunks}")
         return cls(window, (0.0,) * num_chunks)
 
     @property
@@ -97,10 +88,6 @@ class FocusedChunks:
                 eq. 3, the later tokens, the question's, attend back. Sums, as in eq. 15: a long
                 chunk has more tokens to attend to.
         """
-        if len(attention) != len(self.attention):
-            raise ValueError(f"attention to {len(self.attention)} chunks, not {len(attention)}")
-        if not all(math.isfinite(value) and value >= 0 for value in attention):
-            raise ValueError("attention is finite and 0 or more")
         if self.cutoff is not None:
             return self
         sums = tuple(before + now for before, now in zip(self.attention, attention, strict=True))

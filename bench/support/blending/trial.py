@@ -170,10 +170,8 @@ class Trial:
         for captured, span, ids in zip(self.captured, self.spans, self.parts.chunks, strict=True):
             overlap = prefix_overlap(captured.prefix, before).adjusted
             fit = VariantFit(VariantKey(key_of(ids), bytes(KEY_BYTES)), captured.cci, overlap)
-            limit = len(captured.ranking)
-            chunks.append(
-                AttentionRankedChunk(span.start, captured.ranking, fit.fix_overhead(1.0), limit)
-            )
+            overhead = fit.fix_overhead(1.0)
+            chunks.append(AttentionRankedChunk(span.start, captured.ranking, overhead))
             before.append(PrefixChunk(key_of(ids), len(ids)))
         return select_by_fix_overhead(chunks, budget, exact_head=self.exact_end).runs
 

@@ -48,6 +48,11 @@ AHEAD = frozenset({EXACT_AHEAD, BLEND_AHEAD})
 PREFIX_ONLY = frozenset({PLAIN, PLAIN_AGAIN, LMCACHE, EXACT})
 """Contestants that only reuse prefixes."""
 
+RECOMPUTE_SHARE = 0.15
+ANSWER_TOKENS = 4
+KV_CACHE_GIB = 1
+"""Of each engine."""
+
 _IDLE_SHARE = 0.25
 """Of one core. vLLM polls for a second after its last step, and sleeps in between."""
 
@@ -65,9 +70,6 @@ class Setup:
     Attributes:
         model: Folder of the model.
         max_length: Longest prompt with its answer, in tokens.
-        kv_cache_gib: Size of each engine's own KV cache.
-        recompute_share: Of ``blend``.
-        answer_tokens: Tokens generated for each request.
         one_plain_engine: Whether the plain contestants share an engine and its KV cache, with a
             namespace each. It saves an engine's start.
     """
@@ -75,10 +77,7 @@ class Setup:
     model: Path
     space: KVSpace
     max_length: int
-    kv_cache_gib: int
-    recompute_share: float
-    answer_tokens: int
-    one_plain_engine: bool = False
+    one_plain_engine: bool
 
 
 def _new_client() -> httpx.Client:
@@ -115,7 +114,7 @@ class SequenceContestant:
         answer = complete(
             self.engine.url,
             token_ids,
-            max_tokens=self.setup.answer_tokens,
+            max_tokens=ANSWER_TOKENS,
             plan=plan.encode() if plan else None,
             cache_salt=self.cache_salt,
             usage=True,
@@ -191,7 +190,7 @@ class SequenceContestant:
         if self.store is None:
             return None
         blends = self.name in (BLEND, BLEND_AHEAD)
-        share = self.setup.recompute_share if blends else None
+        share = RECOMPUTE_SHARE if blends else None
         return plan_request(request, self.setup.space, DOMAIN, name, share)
 
     def _ask_at(
@@ -242,7 +241,7 @@ def running_contestants(
     contestants: dict[str, SequenceContestant] = {}
     skipped: dict[str, str] = {}
     usual = plugin_settings(folder / "plugin", WAITS_ASLEEP) | {
-        "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "RAGCACHE_LOAD_ALWAYS": "off",
     }
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,28 @@ from tokenizers import Tokenizer
 from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest, Vocabulary
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, DEFAULT_SYSTEM_PROMPT
 
+STABLE_TOKENS, CHANGING_TOKENS, QUESTION_TOKENS = 160, 40, 20
+"""Of a generated request: the head that all share, what follows it (date, user), the question."""
 
-@dataclass(frozen=True, slots=True)
-class ZipfShape:
-    """Sizes of a generated sequence; lengths are in tokens.
+PASSAGES = 5
+PASSAGE_TOKENS = (90, 180)
+"""Shortest and longest."""
 
-    Attributes:
-        stable_tokens: The head that all requests share.
-        changing_tokens: What follows it: date, user, session.
-        passages: Passages of a request.
-        passage_tokens: Shortest and longest passage.
-        documents: Number of documents.
-        passages_per_document: Number of passages that each of them has.
-        exponent: A document of rank r is chosen with weight r to the minus exponent.
-    """
+DOCUMENTS = 60
+"""A document of rank r is chosen with weight 1 / r."""
 
-    stable_tokens: int = 160
-    changing_tokens: int = 40
-    passages: int = 5
-    passage_tokens: tuple[int, int] = (90, 180)
-    question_tokens: int = 20
-    documents: int = 60
-    passages_per_document: int = 4
-    exponent: float = 1.0
+PASSAGES_PER_DOCUMENT = 4
 
 
-def generate(
-    shape: ZipfShape, num_requests: int, vocabulary: Vocabulary, seed: int
-) -> list[SequenceRequest]:
+def generate(num_requests: int, vocabulary: Vocabulary, seed: int) -> list[SequenceRequest]:
     """Generate a sequence. Equal arguments give equal sequences.
 
     A request has passages of one to three documents. From most it takes several neighbours, as a
     search does that finds a section.
     """
     rng = random.Random(seed)
-    weights = [(rank + 1) ** -shape.exponent for rank in range(shape.documents)]
-    lengths = {
-        _passage(document, number): rng.randint(*shape.passage_tokens)
-        for document in range(shape.documents)
-        for number in range(shape.passages_per_document)
-    }
+    weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
+    lengths = {name: rng.randint(*PASSAGE_TOKENS) for name in topics()}
 
     def part(role: Part, name: str, num_tokens: int) -> PromptPart:
         return PromptPart(name, role, vocabulary.draw(name, num_tokens))
@@ -63,32 +44,32 @@ def generate(
     requests = []
     for index in range(num_requests):
         names: list[str] = []
-        while len(names) < shape.passages:
-            [document] = rng.choices(range(shape.documents), weights)
-            first = rng.randrange(shape.passages_per_document)
-            for number in range(first, min(first + 2, shape.passages_per_document)):
+        while len(names) < PASSAGES:
+            [document] = rng.choices(range(DOCUMENTS), weights)
+            first = rng.randrange(PASSAGES_PER_DOCUMENT)
+            for number in range(first, min(first + 2, PASSAGES_PER_DOCUMENT)):
                 name = _passage(document, number)
-                if name not in names and len(names) < shape.passages:
+                if name not in names and len(names) < PASSAGES:
                     names.append(name)
         requests.append(
             SequenceRequest(
                 (
-                    part(Part.STABLE, "system prompt", shape.stable_tokens),
-                    part(Part.CHANGING, f"session {index}", shape.changing_tokens),
+                    part(Part.STABLE, "system prompt", STABLE_TOKENS),
+                    part(Part.CHANGING, f"session {index}", CHANGING_TOKENS),
                     *(part(Part.PASSAGE, name, lengths[name]) for name in names),
-                    part(Part.TAIL, f"question {index}", shape.question_tokens),
+                    part(Part.TAIL, f"question {index}", QUESTION_TOKENS),
                 )
             )
         )
     return requests
 
 
-def topics(shape: ZipfShape) -> list[str]:
+def topics() -> list[str]:
     """Return the names of all passages, by document."""
     return [
         _passage(document, number)
-        for document in range(shape.documents)
-        for number in range(shape.passages_per_document)
+        for document in range(DOCUMENTS)
+        for number in range(PASSAGES_PER_DOCUMENT)
     ]
 
 
