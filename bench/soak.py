@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ class Tally:
         with self.lock:
             self.counts[name] += 1
 
-    def fail(self, error: object) -> None:
+    def fail(self, error: str) -> None:
         with self.lock:
-            self.errors.append(repr(error))
+            self.errors.append(error)
 
 
 def key(number: int) -> VariantKey:
@@ -96,14 +97,9 @@ class Values:
 
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
         size = SIZES[number % len(SIZES)]
-        return NewVariant(
-            key(number),
-            VariantInfo(256, size, 0, Provenance(exact=True)),
-            Origin(document=f"document {number}"),
-            None,
-            (size,),
-            as_of=as_of,
-        )
+        info = VariantInfo(256, size, 0, Provenance(exact=True))
+        origin = Origin(document=f"document {number}")
+        return NewVariant(key(number), info, origin, None, (size,), as_of=as_of)
 
 
 class Soak:
@@ -207,28 +203,22 @@ class Soak:
             channel = FramedConnection(connection)
             channel.deadline = time.monotonic() + TIMEOUT_S
             channel.send(FrameKind.GET, _many(rng))
-            while not self._over.wait(1.0):
-                connection.settimeout(TIMEOUT_S)
-                try:
-                    if not connection.recv(SLOW_BYTES_PER_S):
-                        break
-                except OSError:
-                    break
+            connection.settimeout(TIMEOUT_S)
+            with suppress(OSError):
+                while not self._over.wait(1.0) and connection.recv(SLOW_BYTES_PER_S):
+                    pass
         self.tally.note("slow reader let go")
 
     def _read_slowly_by_grpc(self, client: StoreClient, rng: random.Random) -> None:
-        with grpc.insecure_channel(
-            self._address, options=[("grpc.max_receive_message_length", 64 * MIB)]
-        ) as channel:
+        options = [("grpc.max_receive_message_length", 64 * MIB)]
+        with grpc.insecure_channel(self._address, options=options) as channel:
             stub = cachestore_pb2_grpc.CacheStoreStub(channel)
             call: Any = stub.Get(_many(rng), timeout=TIMEOUT_S)
-            try:
+            with suppress(grpc.RpcError):
                 for _ in call:
                     if self._over.wait(5.0):
                         call.cancel()
                         break
-            except grpc.RpcError:
-                pass
         self.tally.note("slow reader let go")
 
 
@@ -244,11 +234,9 @@ def memory_bytes_of(pid: int) -> tuple[int, int]:
     own = sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
     shared = 0
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(FileNotFoundError):  # closed meanwhile
             if "memfd:ragcache-memory" in os.readlink(path):
                 shared = path.stat().st_blocks * 512
-        except FileNotFoundError:  # closed meanwhile
-            continue
     return own, shared
 
 

@@ -74,7 +74,6 @@ ENTRANTS = (
     Entrant("gRPC bytes", "net", "baselines", "GrpcBytes"),
     Entrant("rocksdict", "shm", "baselines", "RocksDict"),
     Entrant("LMCache multi-process", "shm", "lmcache_stores", "MultiProcess"),
-    Entrant("LMCache fs_native", "shm", "lmcache_stores", "FsNative"),
     Entrant("NIXL", "shm", "transfer_libraries", "Nixl", spins=True),
     Entrant("lmcache_server", "net", "lmcache_stores", "LMCacheServer"),
     Entrant("Mooncake TCP", "net", "transfer_libraries", "Mooncake"),

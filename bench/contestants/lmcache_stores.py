@@ -1,4 +1,4 @@
-"""LMCache's own stores: its two servers, and the native file adapter.
+"""LMCache's own stores: its two servers.
 
 The clients follow LMCache's (``lm_connector``, ``native_connector_l2_adapter``) with its own
 message classes and its own native client, less what surrounds them.
@@ -7,7 +7,6 @@ message classes and its own native client, less what surrounds them.
 from __future__ import annotations
 
 import itertools
-import select
 import socket
 import sys
 from collections import Counter
@@ -165,46 +164,3 @@ class MultiProcess(Contestant):
     def _block(self) -> memoryview:
         block = self._layer[self._request.block_offset]
         return memoryview(block.view(-1).numpy()).cast("B")
-
-
-class FsNative(Contestant):
-    """The ``fs_native`` adapter's C++ client: one file per value, four workers."""
-
-    def __init__(self, folder: Path) -> None:
-        from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
-
-        self._folder = folder
-        self._puts: Counter[int] = Counter()
-        self._client = LMCacheFSClient(str(folder), 4, "", False, 0)
-        self._done = select.poll()
-        self._done.register(self._client.event_fd(), select.POLLIN)
-
-    def put(self, number: int, value: memoryview) -> None:
-        # A file that is there stays as it is: other bytes are another key.
-        self._puts[number] += 1
-        self._finish(self._client.submit_batch_set([self._key(number)], [value]))
-
-    def get(self, number: int, buffer: memoryview) -> None:
-        self._finish(self._client.submit_batch_get([self._key(number)], [buffer]))
-
-    def settle(self) -> None:
-        """Drop what newer values have replaced."""
-        current = {self._key(number).rpartition("@")[2] for number in self._puts}
-        for file in self._folder.iterdir():
-            if file.stem.rpartition("@")[2] not in current:
-                file.unlink()
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _key(self, number: int) -> str:
-        return f"m@0@0@{number:012x}{self._puts[number]:04x}"
-
-    def _finish(self, future: int) -> None:
-        while True:
-            self._done.poll(5000)
-            for done, ok, error, *_ in self._client.drain_completions():
-                if done == future:
-                    if not ok:
-                        raise OSError(error)
-                    return
