@@ -15,14 +15,19 @@ would do. ``*_ranker_p`` is the share of resampled question sets in which the ra
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
 import numpy as np
 
-from bench.support.program import options, print_figures, say
 from bench.support.retrieval.made_collection import made_collection
 from bench.support.retrieval.stored_collection import (
     DEPTH,
@@ -53,30 +58,41 @@ COLLECTIONS: dict[str, Callable[[Path], TestCollection]] = {
 }
 
 
-def run(quick: bool, data: Path | None, folder: Path) -> dict[str, float]:
-    if quick:
-        collections = {"made": made_collection()}
-    elif data is None:
-        raise SystemExit("name the data with --data or RAGCACHE_BENCH_DATA, or use --quick")
-    else:
-        collections = {name: read(data) for name, read in COLLECTIONS.items()}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
+    parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
+    arguments = parser.parse_args()
     results: dict[str, float] = {}
     losses = []
-    for name, collection in collections.items():
-        searched = stored(collection, folder / name, *embedded_collection(collection, None, name))
-        found, loss = _measured(name, searched)
-        searched.store.close()
-        say(f"{name}: {json.dumps(found)}")
+    for name, collection in _collections(arguments.quick, arguments.data).items():
+        began_s = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            searched = _stored(name, collection, Path(folder), arguments.embeddings)
+            found, loss = _measured(name, searched)
+            searched.store.close()
+        print(f"{name}: {time.perf_counter() - began_s:.0f} s {json.dumps(found)}", flush=True)
         results |= found
         losses.append(loss)
-    return results | {"worst_loss_to_better_leg": round(max(losses), 4)}
+    if losses:
+        results["worst_loss_to_better_leg"] = round(max(losses), 4)
+    print(json.dumps(results))
 
 
-def main() -> None:
-    parser = options(__doc__, "a small self-made collection")
-    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
-    given = parser.parse_args()
-    print_figures(lambda folder: run(given.quick, given.data, folder))
+def _collections(quick: bool, data: Path | None) -> dict[str, TestCollection]:
+    if quick:
+        return {"made": made_collection()}
+    if data is None:
+        print("skipped: name the data with --data or RAGCACHE_BENCH_DATA, or use --quick")
+        return {}
+    return {name: read(data) for name, read in COLLECTIONS.items()}
+
+
+def _stored(
+    name: str, collection: TestCollection, folder: Path, kept: Path | None
+) -> StoredTestCollection:
+    return stored(collection, folder, *embedded_collection(collection, kept, name))
 
 
 def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, float], float]:

@@ -32,6 +32,16 @@ class TestCollection:
     grades: Mapping[str, Mapping[str, int]]
 
 
+def first_documents(collection: TestCollection, count: int | None) -> TestCollection:
+    """Return the collection with its first documents only, and the queries that they answer."""
+    if count is None:
+        return collection
+    documents = dict(list(collection.documents.items())[:count])
+    judged = {query: _of(grades, documents) for query, grades in collection.grades.items()}
+    kept = {query: grades for query, grades in judged.items() if grades}
+    return TestCollection(documents, collection.queries, kept)
+
+
 def read_scifact(folder: Path) -> TestCollection:
     """Return SciFact's abstracts and the claims of its test set.
 
@@ -130,7 +140,12 @@ def _steps(question: dict[str, Any]) -> Iterator[tuple[int, str, int]]:
         yield i, text.replace(" >> ", " "), int(step["paragraph_support_idx"])
 
 
+def _of(grades: Mapping[str, int], documents: Mapping[str, str]) -> dict[str, int]:
+    return {document: grade for document, grade in grades.items() if document in documents}
+
+
 def _sentences(printed: str) -> list[str]:
+    """Return the sentences of a printed numpy array of strings."""
     found = re.findall(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", printed)
     return [single or double for single, double in found]
 
