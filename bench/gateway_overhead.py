@@ -38,12 +38,14 @@ import uvloop
 from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
+    StreamTimes,
     chat_request,
     http_request,
+    run_answers,
+    run_streams,
     simulated_parts,
     wait_for_gateway,
 )
-from bench.support.gateway_load.stream_client import StreamTimes, run_answers, run_streams
 from bench.support.program import options, print_figures
 from harness.processes import Service, free_port
 

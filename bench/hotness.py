@@ -49,9 +49,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.codecs import errors
+from bench.codecs import errors, real_samples
 from bench.support.host_tier import Encoded, Loader, ValueRegion
-from bench.support.kv_samples import real_samples
 from bench.support.program import options, print_figures
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts

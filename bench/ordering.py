@@ -35,11 +35,9 @@ import httpx
 import numpy as np
 
 from bench.contestants.contestant import Absent
-from bench.support.bootstrap import interval, quantile_ratio
-from bench.support.number_type import fast_number_type
-from bench.support.ordering.bursts import BurstShape, bursts, mean_jaccard
-from bench.support.ordering.facts import Facts
-from bench.support.ordering.orders import (
+from bench.support.bursts import BurstShape, Facts, bursts, mean_jaccard
+from bench.support.comparison import interval, quantile_ratio, turns
+from bench.support.document_orders import (
     ALL,
     NO_CACHE,
     OURS,
@@ -48,9 +46,9 @@ from bench.support.ordering.orders import (
     make_ordering,
     reordered,
 )
+from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, rounded, say
-from bench.support.sequences.prompts import SequenceRequest
-from bench.support.sequences.turns import turns
+from bench.support.sequences.requests import SequenceRequest
 from harness.completion import Completion, complete
 from harness.processes import launch_engine, wait_for_engine
 from harness.vllm_plugin import WAITS_ASLEEP, plugin_settings

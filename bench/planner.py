@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import permutations
 
-from bench.support.ordering.bursts import BurstShape, bursts
-from bench.support.ordering.orders import greedy_order, leading_tokens
+from bench.support.bursts import BurstShape, bursts
+from bench.support.document_orders import greedy_order, leading_tokens
 from bench.support.program import is_quick
 from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile

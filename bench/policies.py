@@ -32,8 +32,7 @@ from typing import Any, TypeVar
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.program import options, rounded
-from bench.support.replay import Replay, Tally
-from bench.support.traces import DATA, ComputedProfile, Trace, load_traces
+from bench.support.traces import DATA, ComputedProfile, Replay, Tally, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.support.comparison import poisson_arrivals, turns
 from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, say
 from bench.support.sequences.contestants import (
@@ -56,9 +57,15 @@ from bench.support.sequences.figures import (
     contestant_figures,
     useful_warm_up,
 )
-from bench.support.sequences.prompts import SequenceRequest, Vocabulary, ahead_prompts
-from bench.support.sequences.sources import RECORDED, generate, load_recorded, topics
-from bench.support.sequences.turns import poisson_arrivals, turns
+from bench.support.sequences.requests import (
+    RECORDED,
+    SequenceRequest,
+    Vocabulary,
+    ahead_prompts,
+    generate,
+    load_recorded,
+    topics,
+)
 from ragcache_cli.models.cache import fetch_model
 from ragcache_kv.model_folder import load_model_folder
 

@@ -33,15 +33,16 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from bench.support.bootstrap import interval
+from bench.support.comparison import interval
 from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
+    StreamTimes,
     chat_request,
+    run_streams,
     simulated_parts,
     wait_for_gateway,
 )
-from bench.support.gateway_load.stream_client import StreamTimes, run_streams
 from bench.support.program import is_quick, print_figures
 from harness.otlp import Collector, collector
 from harness.processes import Service, free_port

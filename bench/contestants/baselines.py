@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from bench.contestants.contestant import Contestant, page_aligned
-from bench.contestants.servers import Server, free_port
+from bench.contestants.contestant import Contestant, Server, free_port, page_aligned
 
 _OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.contestants.contestant import Contestant
-from bench.contestants.servers import Server, free_port, lmcache_server
+from bench.contestants.contestant import Contestant, Server, free_port, lmcache_server
 
 _TOKENS = 256
 """Tokens of the one chunk that a value of the multi-process server has."""

@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from bench.contestants.contestant import Contestant
-from bench.contestants.servers import START_S, Server, free_port
+from bench.contestants.contestant import START_S, Contestant, Server, free_port
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.contestants.contestant import Absent, Contestant
-from bench.contestants.servers import Server, free_port
+from bench.contestants.contestant import Absent, Contestant, Server, free_port
 
 _SEGMENT_BYTES = 768 << 20
 

@@ -14,9 +14,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench.support.blending.lab import Answer, Captured, Lab, divergence
-from bench.support.blending.real_text import RealQuestion, read_real_texts
+from bench.support.blending.real_text import (
+    AheadSequences,
+    RealQuestion,
+    ahead_sequences,
+    read_real_texts,
+)
 from bench.support.blending.scores import Figures, answer_f1
-from bench.support.blending.sequences import AheadSequences, ahead_sequences
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.token_selection import share_to_tokens

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from bench.support.blending.attention_hooks import ContextAttention
-from bench.support.blending.focused_chunks import FocusedChunks
-from bench.support.blending.lab import Answer, Captured, Lab, key_of
-from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
+from bench.support.blending.lab import Answer, Captured, ContextAttention, Lab, key_of
+from bench.support.cache_craft import AttentionRankedChunk, FocusedChunks, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap

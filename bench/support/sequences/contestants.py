@@ -15,11 +15,10 @@ from pathlib import Path
 
 import httpx
 
-from bench.contestants.contestant import Absent
-from bench.contestants.servers import Server, lmcache_server
+from bench.contestants.contestant import Absent, Server, lmcache_server
 from bench.support.number_type import fast_number_type
 from bench.support.sequences.figures import Measured
-from bench.support.sequences.prompts import (
+from bench.support.sequences.requests import (
     SequenceRequest,
     plan_request,
 )

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.support.bootstrap import interval, mean_ratio, quantile_ratio, slower_share
+from bench.support.comparison import interval, mean_ratio, quantile_ratio, slower_share
 from bench.support.program import rounded
-from bench.support.sequences.prompts import Part, SequenceRequest
+from bench.support.sequences.requests import Part, SequenceRequest
 from ragcache_wire.v1 import engine_pb2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.sequence import LEAST_WARM_UP, Replayed, load_sequence, parse
-from bench.support.sequences.prompts import Vocabulary
+from bench.support.sequences.requests import Vocabulary
 
 WORDS = Vocabulary(50_000, seed=1)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.support.sequences.figures import computed_tokens, useful_warm_up
-from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
+from bench.support.sequences.requests import Part, PromptPart, SequenceRequest
 
 SHARE = 0.15
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
-from bench.support.sequences.sources import PASSAGES, generate, topics
+from bench.support.sequences.requests import (
+    PASSAGES,
+    Part,
+    SequenceRequest,
+    Vocabulary,
+    generate,
+    topics,
+)
 
 WORDS = Vocabulary(50_000, seed=1)
 

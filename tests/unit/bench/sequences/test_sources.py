@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.ordering.orders import OURS, make_ordering, reordered
-from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
-from bench.support.sequences.sources import RagPulse
+from bench.support.document_orders import OURS, make_ordering, reordered
+from bench.support.sequences.requests import Part, RagPulse, SequenceRequest, Vocabulary
 
 WORDS = Vocabulary(10_000, seed=1)
 

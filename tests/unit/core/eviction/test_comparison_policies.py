@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
-from bench.support.replay import Replay
-from bench.support.traces import BYTES_PER_TOKEN, Access, ComputedProfile, Request, Trace
+from bench.support.traces import BYTES_PER_TOKEN, Access, ComputedProfile, Replay, Request, Trace
 from ragcache_core.eviction.admission import make_admission
 
 UNIT_BYTES = 10 * BYTES_PER_TOKEN

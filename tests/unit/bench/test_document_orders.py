@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.support.ordering.bursts import BurstShape, bursts, mean_jaccard
-from bench.support.ordering.orders import (
+from bench.support.bursts import BurstShape, bursts, mean_jaccard
+from bench.support.document_orders import (
     RECENCY,
     SORTED,
     FixedOrdering,
@@ -13,7 +13,7 @@ from bench.support.ordering.orders import (
     greedy_order,
     leading_tokens,
 )
-from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
+from bench.support.sequences.requests import Part, PromptPart, SequenceRequest
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import RankedDocument

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.blending.focused_chunks import FocusedChunks, largest_gap_cut
+from bench.support.cache_craft import FocusedChunks, largest_gap_cut
 
 descending = st.lists(st.floats(0, 1e3), max_size=10).map(lambda each: sorted(each, reverse=True))
 

@@ -10,7 +10,7 @@ from itertools import permutations
 from typing import Any, Protocol
 
 from bench.contestants.contestant import Absent
-from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
+from bench.support.sequences.requests import Part, PromptPart, SequenceRequest
 from ragcache_core.identity.keys import ChunkKey, token_digest
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache

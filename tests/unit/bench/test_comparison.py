@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.support.bootstrap import (
+from bench.support.comparison import (
     interval,
     mean_ratio,
     quantile_ratio,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.sequences.turns import poisson_arrivals, turns
+from bench.support.comparison import poisson_arrivals, turns
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 60), st.integers(1, 12))
