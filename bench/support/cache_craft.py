@@ -7,7 +7,7 @@ chunk by largest remainders would drop tokens: the Alabama paradox.
 Focused chunks are those that the question attends to (Algorithm 1, section 3.2.2). After each layer
 the algorithm splits the chunks into two groups by the attention that the question has paid them so
 far. Once the split has been the same for a window of layers, recomputation of the lower group
-stops. ``bench/blend_quality.py`` measures how many tokens that saves, and how many answers it loses.
+stops. ``bench/blend_quality.py`` measures the tokens that it saves and the answers that it loses.
 """
 
 from __future__ import annotations
