@@ -33,7 +33,7 @@ from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.program import options, rounded
 from bench.support.traces import DATA, ComputedProfile, Replay, Tally, Trace, load_traces
-from ragcache_core.eviction import DEFAULT_POLICY
+from ragcache_core.eviction import DEFAULT_POLICY, EvictionPolicy
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 
@@ -59,12 +59,6 @@ class Result:
     infinite_by_compute: float
 
 
-def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
-    capacity_bytes = int(trace.footprint_bytes() * share)
-    made = make_policy(policy, leaves_only=trace.exact)
-    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
-
-
 class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
     """PGDSF by Frequency * Cost / Size alone, to show the effect of its clock."""
 
@@ -73,25 +67,30 @@ class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
         self._clock = 0.0
 
 
-def replay_without_clock(trace: Trace, share: float) -> Tally:
-    policy = WithoutClock[int](leaves_only=trace.exact)
+def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
+    leaves_only = trace.exact
+    made: EvictionPolicy[int] = (
+        WithoutClock(leaves_only=leaves_only)
+        if policy == WITHOUT_CLOCK
+        else make_policy(policy, leaves_only=leaves_only)
+    )
     capacity_bytes = int(trace.footprint_bytes() * share)
-    return Replay(policy, make_admission("always", policy), capacity_bytes).run(trace)
+    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
 
 
 def measure(trace: Trace, capacities: Sequence[float]) -> Result:
     """Replay every policy, every admission, and the clairvoyant."""
     intervals = Intervals(trace)
-    policies: Runs = {}
-    for name in POLICY_NAMES:
-        policies[name] = [replay(trace, name, "always", share) for share in capacities]
-    policies[WITHOUT_CLOCK] = [replay_without_clock(trace, share) for share in capacities]
-    admissions: Runs = {}
-    for name in ADMISSION_NAMES:
-        if name == "always":
-            admissions[name] = policies[DEFAULT_POLICY]
-            continue
-        admissions[name] = [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
+    policies: Runs = {
+        name: [replay(trace, name, "always", share) for share in capacities]
+        for name in (*POLICY_NAMES, WITHOUT_CLOCK)
+    }
+    admissions: Runs = {
+        name: policies[DEFAULT_POLICY]
+        if name == "always"
+        else [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
+        for name in ADMISSION_NAMES
+    }
     cost_s = policies["lru"][0].cost_s
     footprint = trace.footprint_bytes()
     by_compute = [
