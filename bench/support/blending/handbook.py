@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.support.blending.lab import Lab, divergence
+from bench.support.blending.lab import Lab, difference
 from bench.support.blending.scores import Figures
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.examples import ask, stage_scene
@@ -123,11 +123,11 @@ class _Notes:
         assert full is not None
         answer = full if runs is None else trial.answer_with(runs, shifts=shifts)
         said = self.tokenizer.decode(answer.token_ids)
-        nats = divergence(full, answer)
-        one = self.figures[name]
-        one.right.append(float(said == self.question.answer))
-        one.rouge.append(rouge_l(said.split(), self.tokenizer.decode(full.token_ids).split()))
-        one.kl.append(nats[0])
-        one.mean_kl.append(sum(nats) / len(nats))
-        one.recomputed.append(1.0 if runs is None else trial.share(runs))
-        one.same.append(float(answer.token_ids == full.token_ids))
+        wanted = self.tokenizer.decode(full.token_ids)
+        self.figures[name].add(
+            **difference(full, answer),
+            right=float(said == self.question.answer),
+            rouge=rouge_l(said.split(), wanted.split()),
+            recomputed=1.0 if runs is None else trial.share(runs),
+            same=float(answer.token_ids == full.token_ids),
+        )

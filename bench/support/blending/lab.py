@@ -127,25 +127,21 @@ class Lab:
             influence=tuple(seen.influence.tolist()),
         )
 
-    def capture_all(self, head: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[Captured]:
-        """Capture all chunks of one prompt, without observing them."""
-        token_ids, spans = list(head), []
-        for ids in chunks:
-            spans.append(range(len(token_ids), len(token_ids) + len(ids)))
-            token_ids += ids
-        table = self.table(0)
+    def capture_unobserved(
+        self, head: Sequence[int], before: Sequence[Sequence[int]], chunk: Sequence[int]
+    ) -> Captured:
+        """Capture a chunk's KV after others, without observing it."""
+        token_ids = [*head, *(token for ids in (*before, chunk) for token in ids)]
+        table, start = self.table(0), len(token_ids) - len(chunk)
         self.compute(token_ids, table, [range(len(token_ids))])
-        return [
-            Captured(
-                value=self.cache.read(table, span.start, span.stop),
-                position=span.start,
-                cci=1.0,
-                prefix=tuple(AttendedChunk(key_of(b), len(b), 0.0) for b in chunks[:index]),
-                ranking=tuple(range(len(span))),
-                influence=(1.0,) * len(span),
-            )
-            for index, span in enumerate(spans)
-        ]
+        return Captured(
+            value=self.cache.read(table, start, len(token_ids)),
+            position=start,
+            cci=1.0,
+            prefix=tuple(AttendedChunk(key_of(ids), len(ids), 0.0) for ids in before),
+            ranking=tuple(range(len(chunk))),
+            influence=(1.0,) * len(chunk),
+        )
 
     def write(self, table: Sequence[int], captured: Captured, start: int) -> None:
         """Write a chunk's KV at its new position."""
@@ -226,11 +222,10 @@ class Lab:
         return Answer(tuple(answer), log_probs)
 
 
-def divergence(full: Answer, answer: Answer) -> list[float]:
-    """Return the KL from full computation, token by token, in nats."""
-    kl = (full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum(-1)
-    nats: list[float] = kl.clamp_min(0).tolist()
-    return nats
+def difference(full: Answer, answer: Answer) -> dict[str, float]:
+    """Return the KL from full computation in nats: of the first token, and the mean of all."""
+    kl = (full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum(-1).clamp_min(0)
+    return {"kl": float(kl[0]), "mean_kl": float(kl.mean())}
 
 
 def key_of(token_ids: Sequence[int]) -> bytes:

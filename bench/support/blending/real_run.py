@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.support.blending.lab import Answer, Captured, Lab, divergence
+from bench.support.blending.lab import Answer, Captured, Lab, difference
 from bench.support.blending.real_text import (
     AheadSequences,
     RealQuestion,
@@ -141,7 +141,7 @@ class _Asked:
         return Trial(self.lab, self.parts, captured, self.rng, MAX_ANSWER_TOKENS, full)
 
     def _ahead(self, before: Sequence[list[int]], ids: list[int]) -> Captured:
-        return self.lab.capture_all(self.parts.head, [*before, ids])[-1]
+        return self.lab.capture_unobserved(self.parts.head, before, ids)
 
     def _chosen(self, trial: Trial, choose: Choose, share: float) -> Sequence[range]:
         return choose(trial, share_to_tokens(share, trial.context_tokens))
@@ -168,13 +168,10 @@ class _Asked:
         *,
         decodes: bool = True,
     ) -> None:
-        nats = divergence(full, answer)
-        figures.kl.append(nats[0])
-        figures.mean_kl.append(sum(nats) / len(nats))
-        figures.recomputed.append(share)
+        figures.add(**difference(full, answer), recomputed=share)
         if decodes:
             said = self.decode(answer.token_ids)
-            figures.rouge.append(rouge_l(words(said), words(self.decode(full.token_ids))))
-            figures.same.append(float(answer.token_ids == full.token_ids))
+            same = float(answer.token_ids == full.token_ids)
+            figures.add(rouge=rouge_l(words(said), words(self.decode(full.token_ids))), same=same)
             if self.question.right:
-                figures.f1.append(answer_f1(said, self.question.right))
+                figures.add(f1=answer_f1(said, self.question.right))
