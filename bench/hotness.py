@@ -49,7 +49,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.codecs import errors, real_samples
+from bench.codecs import errors, real_samples, to_bfloat16
 from bench.support.host_tier import Encoded, Loader, ValueRegion
 from bench.support.program import options, print_figures
 from ragcache_core.identity.variant import Precision, ValueShape
@@ -58,9 +58,7 @@ from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
     FixedAssignment,
     HaRagAssignment,
-    K,
     Placement,
-    PrecisionAssignment,
 )
 from ragcache_core.tiering.score_assignment import Grade, MemoryBudget, ScoreAssignment, read_error
 from ragcache_kv.codecs import (
@@ -84,9 +82,7 @@ ROUNDS = 5  # of every query
 QUERIES = 100
 SEED = 20
 QUICK_QUERIES = 10
-DISTURBED_S = (
-    0.001  # an undisturbed load waits for the CPU for less; a disturbed one for 3 ms or more
-)
+DISTURBED_S = 0.001  # an undisturbed load waits less for the CPU, a disturbed one 3 ms or more
 TRIES = 8  # beside as many busy programs as cores, one load in three was undisturbed
 HALF_LIFE_QUERIES = 1000.0
 BASELINE = "bf16_disk"
@@ -158,19 +154,6 @@ def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
     )
 
 
-class OnDisk(PrecisionAssignment):
-    """The precision of another assignment, with everything on disk."""
-
-    def __init__(self, precision: PrecisionAssignment) -> None:
-        self._precision = precision
-
-    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        return self._precision.assign_precisions(observations)
-
-    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        return dict.fromkeys((one.key for one in observations), Placement.DISK)
-
-
 def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
     """Make all arms; ours gets the error and the memory of HA-RAG's."""
     ha_rag = HaRagAssignment()
@@ -180,16 +163,15 @@ def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...])
     for one in observed:
         taken[placement[one.key]] += round(one.native_bytes * sizes[precision[one.key]])
     memory = MemoryBudget(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
-    assignments: dict[str, PrecisionAssignment] = {
-        BASELINE: OnDisk(FixedAssignment()),
-        "ha_rag": ha_rag,
-        "mp_only": OnDisk(ha_rag),
-        "dp_only": FixedAssignment(),
-        "score": ScoreAssignment(grades, read_error(observed, precision, grades), memory),
-    }
+    native, on_disk = FixedAssignment(), dict.fromkeys(placement, Placement.DISK)
+    native_precision = native.assign_precisions(observed)
+    score = ScoreAssignment(grades, read_error(observed, precision, grades), memory)
     return [
-        Arm(name, assignment.assign_precisions(observed), assignment.assign_placements(observed))
-        for name, assignment in assignments.items()
+        Arm(BASELINE, native_precision, on_disk),
+        Arm("ha_rag", precision, placement),
+        Arm("mp_only", precision, on_disk),
+        Arm("dp_only", native_precision, native.assign_placements(observed)),
+        Arm("score", score.assign_precisions(observed), score.assign_placements(observed)),
     ]
 
 
@@ -203,8 +185,7 @@ class Values:
         for _ in range(BASES):
             wide = rng.standard_normal(layers, np.float32)
             wide *= np.exp(rng.standard_normal(layers[-2:])).astype(np.float32)
-            bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
-            self._native.append(bits.reshape(SHAPE.num_layers, -1).view(np.uint8))
+            self._native.append(to_bfloat16(wide).reshape(SHAPE.num_layers, -1))
         self._encoded: dict[tuple[int, Precision], Encoded] = {}
         self._decoded: dict[tuple[int, Precision], int] = {}
 
@@ -215,16 +196,11 @@ class Values:
     def encoded(self, chunk: int, precision: Precision) -> Encoded:
         name = chunk % BASES, precision
         if name not in self._encoded:
-            parts = [
-                encode_part(layer, SHAPE, CHUNK_TOKENS, precision)
-                for layer in self._native[name[0]]
-            ]
+            layers, form = self._native[name[0]], (SHAPE, CHUNK_TOKENS, precision)
+            parts = [encode_part(layer, *form) for layer in layers]
             self._encoded[name] = Encoded.of(precision, parts)
-            self._decoded[name] = checksum(
-                np.concatenate(
-                    [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
-                ).data
-            )
+            decoded = np.concatenate([decode_part(part, *form) for part in parts])
+            self._decoded[name] = checksum(decoded.data)
         return self._encoded[name]
 
     def decoded(self, chunk: int, precision: Precision) -> int:
@@ -359,7 +335,7 @@ class ArmTiers:
             self._loader.load(query, held, region)
             taken = time.perf_counter() - begun
             disturbed = waited_for_cpu() - waited > DISTURBED_S
-            rate = self._loader.readers.take_rate()
+            rate = self._loader.take_rate()
             if not disturbed:
                 break
             if tries_left:

@@ -105,33 +105,6 @@ class ValueRegion:
         os.close(self._fd)
 
 
-class Readers:
-    """Threads that read values, and their rate."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
-        self._spans: list[tuple[float, float, int]] = []
-
-    def read(self, disk: ValueRegion, name: int, num_bytes: int, buffer: Bytes) -> Future[None]:
-        return self._pool.submit(self._read, disk, name, num_bytes, buffer)
-
-    def take_rate(self) -> float | None:
-        """Return and reset the rate since the last call, in bytes per second."""
-        if not self._spans:
-            return None
-        begun, ended, sizes = zip(*self._spans, strict=True)
-        self._spans.clear()
-        return float(sum(sizes) / (max(ended) - min(begun)))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _read(self, disk: ValueRegion, name: int, num_bytes: int, buffer: Bytes) -> None:
-        begun = time.perf_counter()
-        disk.read(name, num_bytes, buffer)
-        self._spans.append((begun, time.perf_counter(), num_bytes))
-
-
 def resident_share(fd: int) -> float:
     """Return the share of a file in the page cache."""
     size = os.fstat(fd).st_size
@@ -160,7 +133,8 @@ class Loader:
     def __init__(self, shape: ValueShape, num_tokens: int, most_chunks: int, threads: int) -> None:
         self._shape = shape
         self._num_tokens = num_tokens
-        self.readers = Readers(threads)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self._spans: list[tuple[float, float, int]] = []
         self._native = native_part_bytes(shape, num_tokens)
         whole = shape.num_layers * self._native
         self.outs = [aligned(whole) for _ in range(most_chunks)]
@@ -188,7 +162,7 @@ class Loader:
                 kept.append((value, self._kept[id(value)], out))
             else:
                 buffer = out if value.precision.lossless else staging
-                read = self.readers.read(disk, chunk, value.num_bytes, buffer)
+                read = self._readers.submit(self._read, disk, chunk, value.num_bytes, buffer)
                 coming[read] = (value, buffer, out)
         for delivery in kept:
             self._deliver(*delivery)
@@ -196,8 +170,21 @@ class Loader:
             read.result()
             self._deliver(*coming[read])
 
+    def take_rate(self) -> float | None:
+        """Return and reset the rate of reads since the last call, in bytes per second."""
+        if not self._spans:
+            return None
+        begun, ended, sizes = zip(*self._spans, strict=True)
+        self._spans.clear()
+        return float(sum(sizes) / (max(ended) - min(begun)))
+
     def close(self) -> None:
-        self.readers.close()
+        self._readers.shutdown()
+
+    def _read(self, disk: ValueRegion, name: int, num_bytes: int, buffer: Bytes) -> None:
+        begun = time.perf_counter()
+        disk.read(name, num_bytes, buffer)
+        self._spans.append((begun, time.perf_counter(), num_bytes))
 
     def _deliver(self, value: Encoded, source: Bytes, out: Bytes) -> None:
         start = 0
