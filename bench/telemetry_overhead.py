@@ -23,9 +23,8 @@ A client asks one question of each gateway, in a random order, again and again. 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,10 +75,6 @@ QUICK = Sizes(160, 120)
 class Gateway:
     service: Service
     port: int
-
-    def cpu_s(self) -> float:
-        """Return the CPU time that it has used, in seconds."""
-        return self.service.cpu_s()
 
     def request(self) -> bytes:
         collection = {"collection": f"chunks-{CHUNK_TOKENS}", "top_k": CHUNKS}
@@ -132,41 +127,25 @@ class Compared:
 
 @dataclass(slots=True)
 class Scrapes:
-    """Reads a metrics page every SCRAPE_INTERVAL_S while its context is entered.
-
-    Args:
-        port: Port of the page.
-    """
+    """Reads the metrics page of a port."""
 
     port: int
     count: int = 0
     num_bytes: int = 0
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncGenerator[None, None]:
-        """Scrape until the block ends."""
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _run(self) -> None:
+    async def repeat(self) -> None:
+        """Scrape every SCRAPE_INTERVAL_S until the task is cancelled."""
         while True:
             await self.scrape()
             await asyncio.sleep(SCRAPE_INTERVAL_S)
 
-    async def scrape(self) -> bytes:
-        """Read the page once."""
+    async def scrape(self) -> None:
         reader, writer = await asyncio.open_connection(HOST, self.port)
         head = f"GET /metrics HTTP/1.1\r\nhost: {HOST}\r\naccept: {ACCEPT}\r\n"
         writer.write(f"{head}connection: close\r\n\r\n".encode())
-        page = await reader.read(-1)
+        self.num_bytes = len(await reader.read(-1))
         writer.close()
         self.count += 1
-        self.num_bytes = len(page)
-        return page
 
 
 def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
@@ -183,13 +162,17 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
     gateways, scrapes = start_gateways(parts, received.url)
     await parts.set_rate(TOKENS_PER_S)
     await compare(gateways, WARM_UP_ROUNDS, STREAMS)
-    async with scrapes.running():
-        await parts.set_first_token(FIRST_TOKEN_S)
-        realistic = await compare(gateways, sizes.realistic, STREAMS)
-        await parts.set_first_token(0.0)
-        bare = await compare(gateways, sizes.bare, 1)
-    scrape_cpu_s = await cpu_of_scrapes(gateways["on"], scrapes)
+    scraping = asyncio.create_task(scrapes.repeat())
+    await parts.set_first_token(FIRST_TOKEN_S)
+    realistic = await compare(gateways, sizes.realistic, STREAMS)
+    await parts.set_first_token(0.0)
+    bare = await compare(gateways, sizes.bare, 1)
+    scraping.cancel()
     on = gateways["on"].service
+    before_s = on.cpu_s()
+    for _ in range(TIMED_SCRAPES):
+        await scrapes.scrape()
+    scrape_cpu_s = (on.cpu_s() - before_s) / TIMED_SCRAPES
     lines = on.log.read_text().splitlines()
     on.stop()  # it exports what is left
     questions = WARM_UP_ROUNDS + sizes.realistic + sizes.bare
@@ -205,13 +188,6 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
         "traced_share": round(len({one.trace_id for one in received.spans()}) / questions, 3),
         "metric_exports": len(received.metrics()),
     }
-
-
-async def cpu_of_scrapes(gateway: Gateway, scrapes: Scrapes) -> float:
-    before_s = gateway.cpu_s()
-    for _ in range(TIMED_SCRAPES):
-        await scrapes.scrape()
-    return (gateway.cpu_s() - before_s) / TIMED_SCRAPES
 
 
 def start_gateways(parts: SimulatedParts, otlp_endpoint: str) -> tuple[dict[str, Gateway], Scrapes]:
@@ -267,9 +243,9 @@ async def compare(gateways: Mapping[str, Gateway], num_rounds: int, num_streams:
                 for name, time_s in answered.items():
                     first_token_s[name].append(time_s)
 
-    before_s = {name: gateway.cpu_s() for name, gateway in gateways.items()}
+    before_s = {name: gateway.service.cpu_s() for name, gateway in gateways.items()}
     await asyncio.gather(*(ask_rounds() for _ in range(num_streams)))
-    used_s = {name: gateway.cpu_s() - before_s[name] for name, gateway in gateways.items()}
+    used_s = {name: gateway.service.cpu_s() - before_s[name] for name, gateway in gateways.items()}
     return Compared(first_token_s, used_s, errors)
 
 
