@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import grpc
 import httpx
-import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_wire.settings.gateway import EngineAddress
@@ -103,6 +102,8 @@ class Service:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the process and its children have used, in seconds."""
+        import psutil  # a machine that only starts services may lack it
+
         used_s = 0.0
         root = psutil.Process(self.pid)
         for process in (root, *root.children(recursive=True)):
