@@ -193,7 +193,8 @@ async def running_site(
                 RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
             )
             stack.callback(gateway.stop)
-            wait_for_gateway(gateway, gateway_port)
+            # The retriever answers in this thread meanwhile.
+            await asyncio.to_thread(wait_for_gateway, gateway, gateway_port)
             clients[name] = f"http://{HOST}:{gateway_port}"
         off, auto, server = [
             await stack.enter_async_context(
