@@ -106,9 +106,12 @@ async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
 
 async def serve(port: int, model: Path) -> None:
     """Serve until the process is stopped."""
-    await serve_parts(port, FixedRetriever(load_tokenizer(model)))  # type: ignore[abstract]
+    server = await serve_parts(port, FixedRetriever(load_tokenizer(model)))  # type: ignore[abstract]
     print("serving", flush=True)
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()  # a server that nothing refers to would end at once
 
 
 if __name__ == "__main__":
