@@ -9,7 +9,7 @@ DOCS ?=
 QUESTIONS ?=
 BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
-SOURCES := $(PACKAGES) tests bench tools examples models
+SOURCES := $(PACKAGES) tests harness bench tools examples models
 
 .PHONY: help setup dev llama-index demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse clean
 
@@ -80,14 +80,10 @@ images: setup ## build the images as OCI archives, without Docker (root, deboots
 	$(BIN)/python -m tools.images --out dist/images
 
 bench: setup ## run every benchmark with --quick
-	@for file in bench/*.py; do \
+	@for file in bench/[a-z]*.py; do \
 		name=$$(basename $$file .py); \
-		if grep -q '("--quick"' $$file; then \
-			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
-		fi; \
+		echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
 	done
-	@echo "== blend_quality --foreign"
-	@$(BIN)/python -m bench.blend_quality --quick --foreign
 
 docs: setup ## build the documentation site into site/; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

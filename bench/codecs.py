@@ -11,27 +11,19 @@ encoding includes the allocation of its result.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
-from bench.support.kv_samples import (
-    Sample,
-    attention,
-    from_bfloat16,
-    heavy_tailed_sample,
-    real_samples,
-    to_bfloat16,
-)
+from bench.support.program import is_quick
+from models.tinyrag.handbook import make_handbook
 from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_value, encode_value, warm_up
 
@@ -104,10 +96,8 @@ def speeds(buffer_mib: int, decode_rounds: int, encode_rounds: int) -> dict[str,
     return {
         str(precision): {
             "decode_over_memcpy": statistics.median(c / t for t, c in decode[precision]),
-            "decode_gb_s": value.size / statistics.median(t for t, _ in decode[precision]) / 1e9,
             "memcpy_gb_s": value.size / statistics.median(c for _, c in decode[precision]) / 1e9,
             "encode_over_memcpy": statistics.median(c / t for t, c in encode[precision]),
-            "encode_gb_s": value.size / statistics.median(t for t, _ in encode[precision]) / 1e9,
         }
         for precision in PRECISIONS
     }
@@ -137,45 +127,108 @@ def _seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def device_speeds(buffer_mib: int, rounds: int) -> Report | None:
-    """Return the GPU decoding speed as a share of copying there; None without a GPU.
+MODEL = Path(__file__).resolve().parents[2] / "models/tinyrag/model"
+QUERIES = 64
+"""Number of last positions of a text whose attention is measured."""
 
-    A copy reads and writes as many bytes as decoding writes; both are on the device.
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """KV of one text in bf16, and queries over it.
+
+    value: uint8, native format. queries: float32, [layers, heads, QUERIES, head_dim], of the last
+    positions; as many heads as the keys have.
     """
+
+    shape: ValueShape
+    num_tokens: int
+    value: np.ndarray
+    queries: np.ndarray
+
+
+def real_samples(texts: int, tokens: int) -> list[Sample]:
+    """The bundled model's own keys, values and queries, rotated, over handbook pages."""
     import torch  # noqa: PLC0415
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: PLC0415
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: PLC0415
 
-    if not torch.cuda.is_available():
-        return None
-    from ragcache_kv.codecs import device  # noqa: PLC0415
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model: Any = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
+    config = model.config
+    shape = ValueShape(
+        config.num_hidden_layers, config.num_key_value_heads, config.head_dim, "bfloat16"
+    )
+    projected: list[Any] = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(
+            lambda _module, _inputs, output: projected.append(output)
+        )
+    samples = []
+    for seed in range(texts):
+        pages = make_handbook(seed, 40, "held_out").documents
+        text = "\n\n".join(page.text for page in pages)
+        ids = torch.tensor(
+            [tokenizer(text[: 8 * tokens], add_special_tokens=False).input_ids[:tokens]]
+        )
+        projected.clear()
+        with torch.inference_mode():
+            cache = model(ids, use_cache=True).past_key_values
+            layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
+            value = torch.stack(layers).transpose(2, 3).contiguous()
+            cos, sin = model.model.rotary_emb(value, torch.arange(ids.shape[1])[None])
+            rotated = [
+                apply_rotary_pos_emb(
+                    query.view(1, ids.shape[1], -1, config.head_dim).transpose(1, 2),
+                    query.view(1, ids.shape[1], -1, config.head_dim).transpose(1, 2),
+                    cos,
+                    sin,
+                )[0][0, :, -QUERIES:]
+                for query in projected
+            ]
+        native = value.view(torch.uint8).numpy().reshape(-1)
+        samples.append(Sample(shape, ids.shape[1], native, torch.stack(rotated).float().numpy()))
+    return samples
 
-    num_tokens = PART_TOKENS * buffer_mib
-    native = torch.from_numpy(_numbers(buffer_mib)).cuda().view(torch.bfloat16)
-    copied = torch.empty_like(native)
-    out = native.view(2, num_tokens, LAYER.num_kv_heads, LAYER.head_dim).clone()
-    shares: Report = {}
-    for precision in PRECISIONS:
-        if not precision.lossless:
-            value = native.view(torch.uint8).cpu().numpy()
-            encoded = encode_value(value, LAYER, num_tokens, precision)[0]
-            held = torch.from_numpy(encoded).cuda()
-            ratios = []
-            for _ in range(rounds + 1):
-                started, decoded, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-                started.record()
-                device.decode_part(held, LAYER, num_tokens, precision, out)
-                decoded.record()
-                copied.copy_(native)
-                ended.record()
-                ended.synchronize()
-                ratios.append(decoded.elapsed_time(ended) / started.elapsed_time(decoded))
-            shares[str(precision)] = statistics.median(ratios[1:])  # the first one compiles
-    return shares
+
+def heavy_tailed_sample(seed: int, tokens: int) -> Sample:
+    """Student's t with 3 degrees of freedom, and in the keys a few channels 20 times as large.
+
+    Such channels are what large models have in their keys and small ones lack.
+    """
+    shape = ValueShape(2, 8, 128, "bfloat16")
+    rng = np.random.default_rng(seed)
+    kv = rng.standard_t(3, (2, 2, tokens, 8, 128)).astype(np.float32)
+    for layer in range(2):
+        kv[layer, 0, :, :, rng.choice(128, 4, replace=False)] *= 20
+    queries = rng.standard_normal((2, 8, QUERIES, 128)).astype(np.float32) / 20
+    return Sample(shape, tokens, to_bfloat16(kv), queries)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Bytes of the values as bf16, cut off."""
+    return (values.reshape(-1).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def attention(value: np.ndarray, sample: Sample) -> np.ndarray:
+    """Outputs of causal attention of the sample's queries over value: float32."""
+    kv = from_bfloat16(value).reshape(
+        sample.shape.num_layers, 2, sample.num_tokens, -1, sample.shape.head_dim
+    )
+    keys, values = kv[:, 0].transpose(0, 2, 3, 1), kv[:, 1].transpose(0, 2, 1, 3)
+    scores = sample.queries @ keys / np.sqrt(sample.shape.head_dim)
+    ahead = np.arange(sample.num_tokens) > np.arange(-QUERIES, 0)[:, None] + sample.num_tokens
+    scores = np.where(ahead, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)) @ values
+
+
+def from_bfloat16(value: np.ndarray) -> np.ndarray:
+    """The float32 of bf16 bytes."""
+    return (value.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and texts")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "fewer rounds and texts")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for copies too
 
     compiled = {}
@@ -188,15 +241,8 @@ def main() -> None:
         "heavy_tailed": [heavy_tailed_sample(i, 500) for i in range(1 if quick else 4)],
     }
     found = {name: {str(p): errors(p, some) for p in PRECISIONS} for name, some in samples.items()}
-    for name, reports in found.items():
-        print(f"{name}: ratio, RMSE, share of RMS, median relative, attention output")
-        for label, report in reports.items():
-            print(f"  {label:10s}", *(f"{number:10.6f}" for number in report.values()))
     buffer_mib = 256 if quick else 512
     speed = speeds(buffer_mib, decode_rounds=5 if quick else 25, encode_rounds=1 if quick else 7)
-    print("decode/copy, GB/s, copy's GB/s, encode/copy, GB/s")
-    for label, report in speed.items():
-        print(f"  {label:10s}", *(f"{number:8.2f}" for number in report.values()))
 
     def order(sample: str, names: list[str], measure: str) -> list[str]:
         return sorted(names, key=lambda name: found[sample][name][measure])
@@ -219,7 +265,6 @@ def main() -> None:
         "gse_order_by_median_relative": order("real", gse, "median_relative"),
         "gse_best_in_paper": PAPER_GSE_BEST,
         "compile_cpu_s": compiled,
-        "device_decode_over_copy": device_speeds(buffer_mib, 20),
     }
     print(json.dumps(result))
 

@@ -32,19 +32,14 @@ Rates are of native bytes. Decoded values are compared bit by bit with those tha
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import torch
 
@@ -57,6 +52,7 @@ from bench.support.plain_llama import (
     Passes,
     Shape,
 )
+from bench.support.program import is_quick
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.blend.token_selection import share_to_tokens
 from ragcache_core.identity.keys import VariantKey
@@ -147,7 +143,6 @@ class ChunkCopies:
         return NativeValue(self.decoded_here(codec, number))
 
     def decoded_here(self, codec: Codec, number: int) -> torch.Tensor:
-        """Return a chunk that the CPU decoded."""
         stored = self.stored[codec][number]
         value = decode(stored, self.shape.chunk_tokens, self.shape.space)
         assert value is not None
@@ -181,7 +176,6 @@ _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
 
 
 def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
-    """Return a value as a store has it, with a lossy codec."""
     space = value_shape(shape.space)
     native = value.contiguous().view(torch.uint8).numpy().reshape(-1)
     precision = Precision(codec, codec)
@@ -235,7 +229,6 @@ class Bench:
         return range(0, self.context, self.shape.chunk_tokens)
 
     def forget(self) -> None:
-        """Reset the counters."""
         self.put_off.clear()
         self.recomputed.clear()
 
@@ -287,7 +280,6 @@ class Bench:
         return self.model.run(self.ids, self.question)
 
     def load(self, source: str) -> None:
-        """Write all chunks."""
         self._write(self.writer.write, partial(self.here.source, source))
         self.writer.release_read_values()
 
@@ -311,7 +303,6 @@ class Bench:
     def _write(
         self, write: Write, source_of: Callable[[int], ValueSource], position_shift: int = 0
     ) -> LoadJob:
-        """Write values that have all arrived."""
         size = self.shape.chunk_tokens
         spans = tuple(
             VariantSpan(
@@ -355,7 +346,6 @@ class Decoders:
         }
 
     def decode(self, codec: Codec) -> None:
-        """Decode all chunks."""
         held = self._bench.here
         for number, stored in enumerate(held.stored[codec]):
             if self._is_gpu:
@@ -411,7 +401,6 @@ def ways_of(bench: Bench) -> dict[str, Callable[[], Any]]:
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Time each way in each round."""
     ways = ways_of(bench)
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(WARM_UP + rounds):
@@ -496,20 +485,13 @@ def figures(bench: Bench, taken: dict[str, list[float]]) -> dict[str, object]:
 
 @torch.no_grad()  # not inference_mode: another thread fills the tiers
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    rounds = 5 if parser.parse_args().quick else 40
+    rounds = 5 if is_quick(__doc__, "fewer rounds") else 40
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     if not has_gpu:
         torch.set_num_threads(1)  # two busy cores would wait for each other at every layer
     bench = Bench(LLAMA_1B if has_gpu else SMALL, device)
-    taken = measure(bench, rounds)
-    result = figures(bench, taken)
-    for name, seconds in taken.items():
-        median, least = statistics.median(seconds), min(seconds)
-        print(f"{name:24s} {1e3 * median:9.2f} ms, least {1e3 * least:9.2f}")
-    result |= differences(bench)
+    result = figures(bench, measure(bench, rounds)) | differences(bench)
     result |= {
         "ran_on": device.type,
         "decoded_by": "triton on the GPU" if has_gpu else "the processor: there is no GPU",

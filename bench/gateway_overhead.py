@@ -24,15 +24,10 @@ Requests are without retrieval (``ragcache.retrieve`` is false), but for those o
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import resource
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,20 +35,19 @@ from typing import Any
 import psutil
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 from bench.support.gateway_load.simulated_parts import (
-    GATEWAY,
     HOST,
     SimulatedParts,
+    StreamTimes,
     chat_request,
-    cpu_s,
     http_request,
+    run_answers,
+    run_streams,
     simulated_parts,
     wait_for_gateway,
 )
-from bench.support.gateway_load.stream_client import StreamTimes, run_answers, run_streams
-from bench.support.processes import Service, free_port
+from bench.support.program import options, print_figures
+from harness.processes import Service, free_port
 
 NUM_STREAMS = 32
 TOKENS_PER_S = 20
@@ -91,114 +85,114 @@ class Running:
 
     gateway: Service
     parts: SimulatedParts
-    gateway_port: int
+    port: int
 
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU time that each process has used, in seconds."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            **{name: cpu_s(service.pid) for name, service in self.parts.services.items()},
+            **{name: service.cpu_s() for name, service in self.parts.services.items()},
             "client": used.ru_utime + used.ru_stime,
         }
 
-    def memory_bytes(self) -> int:
-        """Return the resident memory of the gateway."""
-        rss: int = psutil.Process(self.gateway.pid).memory_info().rss
-        return rss
+    def chat(self, max_tokens: int = ANSWER_TOKENS, **fields: Any) -> bytes:
+        return chat_request(self.port, max_tokens=max_tokens, **fields)
+
+    def chat_with_chunks(self, chunk_tokens: int) -> bytes:
+        collection = {"collection": f"chunks-{chunk_tokens}", "top_k": CHUNKS}
+        return self.chat(ragcache=collection)
+
+    def streams(self, max_tokens: int) -> dict[str, tuple[int, bytes]]:
+        """Return port and request of a stream at the engine itself, and through the gateway."""
+        port = self.parts.engine_port
+        body = {"model": "tiny", "prompt": [1] * 100, "max_tokens": max_tokens, "stream": True}
+        return {
+            "direct": (port, http_request(port, "/v1/completions", body)),
+            "gateway": (self.port, self.chat(max_tokens, stream=True)),
+        }
+
+    async def ask(self, request: bytes, count: int, connections: int = 32) -> int:
+        """Ask for complete answers; return how many failed."""
+        return await run_answers(HOST, self.port, request, count, connections)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter streams")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--profile", metavar="PATH", help="write a cProfile of the gateway")
-    arguments = parser.parse_args()
-    sizes = QUICK if arguments.quick else FULL
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), arguments.profile) as processes,
-    ):
-        results: dict[str, Any] = {}
-        for part in arguments.only:
-            results |= uvloop.run(PARTS[part](processes, sizes))
-    print(json.dumps(results))
+class Meter:
+    """The CPU time of all processes from now on."""
+
+    def __init__(self, processes: Running) -> None:
+        self._processes = processes
+        self._before, self._began_s = processes.cpu_s(), time.monotonic()
+
+    def passed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def gateway_s(self) -> float:
+        return self._processes.cpu_s()["gateway"] - self._before["gateway"]
+
+    def cores(self) -> dict[str, float]:
+        """Return the cores that each process has used."""
+        passed_s, now = self.passed_s(), self._processes.cpu_s()
+        return {
+            name: round((now[name] - used) / passed_s, 3) for name, used in self._before.items()
+        }
 
 
 async def measure_few(processes: Running, sizes: Sizes) -> dict[str, Any]:
     """Measure what 32 streams wait longer than at the engine itself."""
     await processes.parts.set_rate(TOKENS_PER_S)
-    request = chat_request(processes.gateway_port, max_tokens=sizes.round_tokens, stream=True)
-    direct_request = engine_request(processes.parts.engine_port, sizes.round_tokens)
-    through, direct = StreamTimes(), StreamTimes()
-    spread_s = 1.0
-    await run_streams(HOST, processes.gateway_port, request, NUM_STREAMS, StreamTimes(), spread_s)
-    before = processes.cpu_s()
-    began_s = time.monotonic()
+    streams = processes.streams(sizes.round_tokens)
+    await run_streams(HOST, *streams["gateway"], NUM_STREAMS, StreamTimes(), spread_s=1.0)
+    times = {name: StreamTimes() for name in streams}
+    meter = Meter(processes)
     for _ in range(sizes.rounds):
-        for port, body, times in (
-            (processes.parts.engine_port, direct_request, direct),
-            (processes.gateway_port, request, through),
-        ):
-            await run_streams(HOST, port, body, NUM_STREAMS, times, spread_s)
+        for name, (port, request) in streams.items():
+            await run_streams(HOST, port, request, NUM_STREAMS, times[name], spread_s=1.0)
+    through, direct = times["gateway"], times["direct"]
     return {
         "added_p50_ms": added_ms(through.first, direct.first, 0.5),
         "added_p99_ms": added_ms(through.first, direct.first, 0.99),
         "token_added_p50_ms": added_ms(through.delays, direct.delays, 0.5),
         "token_added_p99_ms": added_ms(through.delays, direct.delays, 0.99),
         "few_errors": through.errors + direct.errors,
-        "few_cores": cores(processes, before, began_s),
+        "few_cores": meter.cores(),
     }
 
 
 async def measure_many(processes: Running, sizes: Sizes) -> dict[str, Any]:
     """Hold many streams, first at the engine itself and then through the gateway."""
     await processes.parts.set_rate(TOKENS_PER_S)
-    num_tokens = TOKENS_PER_S * sizes.held_s
-    request = chat_request(processes.gateway_port, max_tokens=num_tokens, stream=True)
-    direct_request = engine_request(processes.parts.engine_port, num_tokens)
-    spread_s = sizes.many / 200
-    found = {}
-    for name, port, body in (
-        ("direct", processes.parts.engine_port, direct_request),
-        ("gateway", processes.gateway_port, request),
-    ):
-        times = StreamTimes()
-        before, began_s = processes.cpu_s(), time.monotonic()
-        await run_streams(HOST, port, body, sizes.many, times, spread_s)
-        found[name] = (times, cores(processes, before, began_s), time.monotonic() - began_s)
-    through, direct = found["gateway"][0], found["direct"][0]
-    errors = through.errors
+    times, cores, tokens_per_s, gateway_s = {}, {}, {}, 0.0
+    for name, (port, request) in processes.streams(TOKENS_PER_S * sizes.held_s).items():
+        times[name], meter = StreamTimes(), Meter(processes)
+        await run_streams(HOST, port, request, sizes.many, times[name], sizes.many / 200)
+        cores[name], gateway_s = meter.cores(), meter.gateway_s()
+        tokens_per_s[name] = round(len(times[name].gaps) / meter.passed_s())
+    through, direct = times["gateway"], times["direct"]
     return {
         "streams": sizes.many,
         "held_s": sizes.held_s,
-        "streams_errors": errors,
-        **({"streams_2000_errors": errors} if sizes.many == FULL.many else {}),
+        "streams_errors": through.errors,
+        **({"streams_2000_errors": through.errors} if sizes.many == FULL.many else {}),
         "inter_token_p99_excess_ms": added_ms(through.gaps, direct.gaps, 0.99),
-        "tokens_per_s": round(len(through.gaps) / found["gateway"][2]),
-        "cpu_us_per_token": round(
-            1e6 * found["gateway"][1]["gateway"] * found["gateway"][2] / max(1, len(through.gaps))
-        ),
-        "direct_tokens_per_s": round(len(direct.gaps) / found["direct"][2]),
-        "many_cores": found["gateway"][1],
-        "many_direct_cores": found["direct"][1],
+        "tokens_per_s": tokens_per_s["gateway"],
+        "cpu_us_per_token": round(1e6 * gateway_s / max(1, len(through.gaps))),
+        "direct_tokens_per_s": tokens_per_s["direct"],
+        "many_cores": cores["gateway"],
+        "many_direct_cores": cores["direct"],
     }
 
 
 async def measure_requests(processes: Running, sizes: Sizes) -> dict[str, Any]:
     """Count complete answers per CPU second of the gateway."""
     await processes.parts.set_rate(1000)
-    request = chat_request(processes.gateway_port, max_tokens=ANSWER_TOKENS)
-    await ask(processes, request, sizes.requests // 4)
-    before, began_s = processes.cpu_s(), time.monotonic()
-    failed = await ask(processes, request, sizes.requests)
-    cpu_s = processes.cpu_s()["gateway"] - before["gateway"]
+    await processes.ask(processes.chat(), sizes.requests // 4)
+    meter = Meter(processes)
+    failed = await processes.ask(processes.chat(), sizes.requests)
     return {
-        "requests_per_s_per_core": round(sizes.requests / cpu_s),
-        "requests_per_s": round(sizes.requests / (time.monotonic() - began_s)),
+        "requests_per_s_per_core": round(sizes.requests / meter.gateway_s()),
+        "requests_per_s": round(sizes.requests / meter.passed_s()),
         "requests_errors": failed,
-        "requests_cores": cores(processes, before, began_s),
+        "requests_cores": meter.cores(),
     }
 
 
@@ -210,15 +204,11 @@ async def measure_prompts(processes: Running, sizes: Sizes) -> dict[str, Any]:
     failed = 0
     for is_warm in (False, True, True, True, True):
         for chunk_tokens, found_s in used_s.items():
-            request = chat_request(
-                processes.gateway_port,
-                max_tokens=ANSWER_TOKENS,
-                ragcache={"collection": f"chunks-{chunk_tokens}", "top_k": CHUNKS},
-            )
-            before_s = processes.cpu_s()["gateway"]
-            failed += await ask(processes, request, num_requests, connections=4)
+            request = processes.chat_with_chunks(chunk_tokens)
+            meter = Meter(processes)
+            failed += await processes.ask(request, num_requests, connections=4)
             if is_warm:
-                found_s.append((processes.cpu_s()["gateway"] - before_s) / num_requests)
+                found_s.append(meter.gateway_s() / num_requests)
     short_s, long_s = (statistics.median(found_s) for found_s in used_s.values())
     return {
         "cpu_50k_over_2k_prompt": round(long_s / short_s, 3),
@@ -232,15 +222,12 @@ async def measure_memory(processes: Running, sizes: Sizes) -> dict[str, Any]:
     """Compare resident memory after few and after many requests."""
     await processes.parts.set_rate(1000)
     first, second = sizes.memory
-    request = chat_request(
-        processes.gateway_port,
-        max_tokens=ANSWER_TOKENS,
-        ragcache={"collection": f"chunks-{SHORT_CHUNK_TOKENS}", "top_k": CHUNKS},
-    )
+    request = processes.chat_with_chunks(SHORT_CHUNK_TOKENS)
+    gateway = psutil.Process(processes.gateway.pid)
     failed, curve = 0, []
     for _ in range(second // first):
-        failed += await ask(processes, request, first)
-        curve.append(processes.memory_bytes())
+        failed += await processes.ask(request, first)
+        curve.append(gateway.memory_info().rss)
     # The name says what was measured: a quick run measures fewer requests.
     name = "100k_over_10k" if sizes.memory == FULL.memory else f"{second}_over_{first}"
     return {
@@ -260,17 +247,6 @@ PARTS = {
 }
 
 
-async def ask(processes: Running, request: bytes, count: int, connections: int = 32) -> int:
-    """Ask for complete answers; return how many failed."""
-    return await run_answers(HOST, processes.gateway_port, request, count, connections)
-
-
-def engine_request(port: int, max_tokens: int) -> bytes:
-    """Return the bytes of a stream's request to the engine itself."""
-    body = {"model": "tiny", "prompt": [1] * 100, "max_tokens": max_tokens, "stream": True}
-    return http_request(port, "/v1/completions", body)
-
-
 def added_ms(through: Sequence[float], direct: Sequence[float], quantile: float) -> float:
     """Return the difference of two quantiles, in milliseconds."""
     return round(1e3 * (_quantile(through, quantile) - _quantile(direct, quantile)), 3)
@@ -281,22 +257,25 @@ def _quantile(values: Sequence[float], quantile: float) -> float:
     return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-def cores(processes: Running, before: Mapping[str, float], began_s: float) -> dict[str, float]:
-    """Return the cores that each process has used since then."""
-    passed_s = time.monotonic() - began_s
-    now = processes.cpu_s()
-    return {name: round((now[name] - used) / passed_s, 3) for name, used in before.items()}
-
-
-@contextlib.contextmanager
-def running(folder: Path, profile: str | None) -> Generator[Running, None, None]:
-    """Run the gateway with a simulated engine and stand-ins."""
+def run(parts: Sequence[str], sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """Run the gateway with a simulated engine and stand-ins, and measure."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
     gateway_port = free_port()
-    program = ["-m", "cProfile", "-o", profile, *GATEWAY] if profile else list(GATEWAY)
-    with simulated_parts(folder) as parts:
-        gateway = parts.start_gateway("gateway", gateway_port, program)
+    results: dict[str, Any] = {}
+    with simulated_parts(folder) as simulated:
+        gateway = simulated.start_gateway("gateway", gateway_port)
         wait_for_gateway(gateway, gateway_port)
-        yield Running(gateway, parts, gateway_port)
+        for part in parts:
+            results |= uvloop.run(PARTS[part](Running(gateway, simulated, gateway_port), sizes))
+    return results
+
+
+def main() -> None:
+    parser = options(__doc__, "fewer and shorter streams")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    given = parser.parse_args()
+    print_figures(lambda folder: run(given.only, QUICK if given.quick else FULL, folder))
 
 
 if __name__ == "__main__":

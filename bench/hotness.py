@@ -17,21 +17,18 @@ precision decodes to.
 A gain is a ratio of mean times over the queries; a query's time is the median of its rounds. In
 each round all arms take their turn, in random order. These influences are kept constant:
 
-- Target memory: huge pages if there are any (``bench.support.host_tier.aligned``); CUDA allocates
-  pinned memory.
+- Target memory: huge pages if there are any (``bench.support.host_tier.aligned``).
 - Idle memory, which a virtual machine's host may reclaim: before its turn an arm's memory is
   touched, and its last results are overwritten. Neither is timed.
 - Other programs: a load during which this thread waited for the CPU is measured again. ``loads``
   counts such loads, and the turns in which no try was undisturbed.
 - The disk: a faster disk leaves less to gain. ``disk_gb_per_s`` is what the baseline got.
-  ``stated_disk_gains`` are gains at a stated, limited rate, measured in separate turns.
 
 TTFT = loading + decoding + prefill of the question over the loaded KV. A Llama with random weights
 (``transformers``, as many key heads as query heads) computes the prefill on one core in all arms.
 
-On a GPU, placement has four memories: device, pinned, pageable, disk. Encoded bytes cross the bus
-and are decoded there. Without a GPU the three memories are one, no bus is crossed, and prefill
-takes far longer, so TTFT gains less.
+Everything is in host memory: no bus is crossed, and prefill takes far longer than on a GPU, so TTFT
+gains less.
 
 Errors are of attention's output, on the bundled model's KV (``bench/codecs.py``).
 """
@@ -42,32 +39,26 @@ import argparse
 import json
 import random
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.codecs import errors
-from bench.support.device_tier import DeviceLoader
-from bench.support.host_tier import Disk, Encoded, Loader, PacedDisk, ValueRegion
-from bench.support.kv_samples import real_samples
-from bench.support.question import Question
+from bench.codecs import errors, real_samples, to_bfloat16
+from bench.support.host_tier import Encoded, Loader, ValueRegion
+from bench.support.program import options, print_figures
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
     FixedAssignment,
     HaRagAssignment,
-    K,
     Placement,
-    PrecisionAssignment,
 )
 from ragcache_core.tiering.score_assignment import Grade, MemoryBudget, ScoreAssignment, read_error
 from ragcache_kv.codecs import (
@@ -85,16 +76,14 @@ CHUNKS_PER_QUERY = 5
 SHAPE = ValueShape(num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 CHUNK_TOKENS = 256  # 4 MiB of bf16
 READERS = 2
+QUESTION_TOKENS = 24
 BASES = 6
-NO_GPU = "none here: device and pinned memory, and decoding there, not measured"
 ROUNDS = 5  # of every query
 QUERIES = 100
+SEED = 20
 QUICK_QUERIES = 10
-DISTURBED_S = (
-    0.001  # an undisturbed load waits for the CPU for less; a disturbed one for 3 ms or more
-)
+DISTURBED_S = 0.001  # an undisturbed load waits less for the CPU, a disturbed one 3 ms or more
 TRIES = 8  # beside as many busy programs as cores, one load in three was undisturbed
-STATED_BYTES_PER_S = 1e9  # slower than common disks, so that the rate can be held
 HALF_LIFE_QUERIES = 1000.0
 BASELINE = "bf16_disk"
 QUICKLY_MEASURED = tuple(
@@ -104,14 +93,6 @@ MEASURED = (
     *QUICKLY_MEASURED,
     *map(Precision.parse, ("gse8-125", "gse8-134", "e4m3/int4", "gse8/int4")),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Accesses:
-    """Chunks of each query in rank order, and the source of the data."""
-
-    source: str
-    queries: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +107,13 @@ class Arm:
         return self.placement[chunk] is not Placement.DISK
 
 
-def access_sequence(seed: int) -> Accesses:
-    """Return a real retriever's results of 1,000 queries, or an equally skewed sequence."""
+def access_sequence(seed: int) -> tuple[str, list[list[int]]]:
+    """Return chunks of 1,000 queries: a real retriever's results, or an equally skewed sequence."""
     if RETRIEVED.exists():
         retrieved = json.loads(RETRIEVED.read_text())["retrieved_docs"]
         names: dict[str, int] = {}
         queries = [[names.setdefault(text, len(names)) for text in query] for query in retrieved]
-        return Accesses("psirag multihoprag", queries)
+        return "psirag multihoprag", queries
     rng = random.Random(seed)
     num_chunks = 2400
     weights = [1 / (rank + 1) ** 0.8 for rank in range(num_chunks)]
@@ -140,16 +121,18 @@ def access_sequence(seed: int) -> Accesses:
     for _ in range(1000):
         drawn = dict.fromkeys(rng.choices(range(num_chunks), weights, k=4 * CHUNKS_PER_QUERY))
         queries.append(list(drawn)[:CHUNKS_PER_QUERY])
-    return Accesses("seeded zipf 0.8", queries)
+    return "seeded zipf 0.8", queries
 
 
-def observe(sequence: Accesses, until: int, native_bytes: int) -> list[AccessObservation[int]]:
+def observe(
+    queries: list[list[int]], until: int, native_bytes: int
+) -> list[AccessObservation[int]]:
     """Return what a store would know after these queries, one per second."""
     counts: DecayedCounts[int] = DecayedCounts(HALF_LIFE_QUERIES)
-    for second, query in enumerate(sequence.queries[:until]):
+    for second, query in enumerate(queries[:until]):
         for chunk in query:
             counts.add(chunk, float(second))
-    chunks = sorted({chunk for query in sequence.queries for chunk in query})
+    chunks = sorted({chunk for query in queries for chunk in query})
     return [
         AccessObservation(chunk, accesses, native_bytes, score=accesses / native_bytes)
         for chunk in chunks
@@ -171,19 +154,6 @@ def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
     )
 
 
-class OnDisk(PrecisionAssignment):
-    """The precision of another assignment, with everything on disk."""
-
-    def __init__(self, precision: PrecisionAssignment) -> None:
-        self._precision = precision
-
-    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        return self._precision.assign_precisions(observations)
-
-    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        return dict.fromkeys((one.key for one in observations), Placement.DISK)
-
-
 def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
     """Make all arms; ours gets the error and the memory of HA-RAG's."""
     ha_rag = HaRagAssignment()
@@ -193,16 +163,15 @@ def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...])
     for one in observed:
         taken[placement[one.key]] += round(one.native_bytes * sizes[precision[one.key]])
     memory = MemoryBudget(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
-    assignments: dict[str, PrecisionAssignment] = {
-        BASELINE: OnDisk(FixedAssignment()),
-        "ha_rag": ha_rag,
-        "mp_only": OnDisk(ha_rag),
-        "dp_only": FixedAssignment(),
-        "score": ScoreAssignment(grades, read_error(observed, precision, grades), memory),
-    }
+    native, on_disk = FixedAssignment(), dict.fromkeys(placement, Placement.DISK)
+    native_precision = native.assign_precisions(observed)
+    score = ScoreAssignment(grades, read_error(observed, precision, grades), memory)
     return [
-        Arm(name, assignment.assign_precisions(observed), assignment.assign_placements(observed))
-        for name, assignment in assignments.items()
+        Arm(BASELINE, native_precision, on_disk),
+        Arm("ha_rag", precision, placement),
+        Arm("mp_only", precision, on_disk),
+        Arm("dp_only", native_precision, native.assign_placements(observed)),
+        Arm("score", score.assign_precisions(observed), score.assign_placements(observed)),
     ]
 
 
@@ -216,8 +185,7 @@ class Values:
         for _ in range(BASES):
             wide = rng.standard_normal(layers, np.float32)
             wide *= np.exp(rng.standard_normal(layers[-2:])).astype(np.float32)
-            bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
-            self._native.append(bits.reshape(SHAPE.num_layers, -1).view(np.uint8))
+            self._native.append(to_bfloat16(wide).reshape(SHAPE.num_layers, -1))
         self._encoded: dict[tuple[int, Precision], Encoded] = {}
         self._decoded: dict[tuple[int, Precision], int] = {}
 
@@ -226,19 +194,13 @@ class Values:
         return int(self._native[0].nbytes)
 
     def encoded(self, chunk: int, precision: Precision) -> Encoded:
-        """Return a chunk's value in a precision."""
         name = chunk % BASES, precision
         if name not in self._encoded:
-            parts = [
-                encode_part(layer, SHAPE, CHUNK_TOKENS, precision)
-                for layer in self._native[name[0]]
-            ]
+            layers, form = self._native[name[0]], (SHAPE, CHUNK_TOKENS, precision)
+            parts = [encode_part(layer, *form) for layer in layers]
             self._encoded[name] = Encoded.of(precision, parts)
-            self._decoded[name] = checksum(
-                np.concatenate(
-                    [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
-                ).data
-            )
+            decoded = np.concatenate([decode_part(part, *form) for part in parts])
+            self._decoded[name] = checksum(decoded.data)
         return self._encoded[name]
 
     def decoded(self, chunk: int, precision: Precision) -> int:
@@ -246,22 +208,50 @@ class Values:
         return self._decoded[chunk % BASES, precision]
 
 
+class Question:
+    """A Llama of random weights with as many heads as the KV has, and a question to it."""
+
+    def __init__(self) -> None:
+        width = SHAPE.num_kv_heads * SHAPE.head_dim
+        config = LlamaConfig(
+            vocab_size=8192,
+            hidden_size=width,
+            intermediate_size=width * 11 // 4,
+            num_hidden_layers=SHAPE.num_layers,
+            num_attention_heads=SHAPE.num_kv_heads,
+            num_key_value_heads=SHAPE.num_kv_heads,
+            max_position_embeddings=32768,
+        )
+        self._model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self._ids = torch.arange(QUESTION_TOKENS)[None]
+
+    def first_token(self, values: Sequence[NDArray[np.uint8]]) -> int:
+        """Prefill over native values, in order."""
+        layout = (SHAPE.num_layers, 2, CHUNK_TOKENS, SHAPE.num_kv_heads, SHAPE.head_dim)
+        native = [torch.from_numpy(value).view(torch.bfloat16).view(layout) for value in values]
+        with torch.inference_mode():
+            cache = DynamicCache()
+            for layer in range(SHAPE.num_layers):
+                # [tokens, heads, dim] of all chunks to [1, heads, tokens, dim]
+                keys, rest = (
+                    torch.cat([value[layer, half] for value in native]).transpose(0, 1)[None]
+                    for half in (0, 1)
+                )
+                cache.update(keys, rest, layer)
+            logits = self._model(self._ids, past_key_values=cache, logits_to_keep=1).logits
+            return int(logits[0, -1].argmax())
+
+
 @dataclass(slots=True)
 class Times:
-    """Seconds of each round of a query, or of each query.
-
-    ``stated`` is loading time at the stated disk rate.
-    """
+    """Seconds of each round of a query, or of each query."""
 
     loading: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
-    stated: list[float] = field(default_factory=list)
 
     def add_median(self, rounds: Times) -> None:
-        """Add one query."""
         self.loading.append(statistics.median(rounds.loading))
         self.ttft.append(statistics.median(rounds.ttft))
-        self.stated.append(statistics.median(rounds.stated))
 
 
 @dataclass(slots=True)
@@ -286,15 +276,14 @@ class ArmTiers:
     """
 
     def __init__(
-        self, queries: list[list[int]], arms: list[Arm], values: Values, folder: Path, device: str
+        self, queries: list[list[int]], arms: list[Arm], values: Values, folder: Path
     ) -> None:
         chunks = sorted({chunk for query in queries for chunk in query})
-        sizes = (SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
-        self.rates: dict[type[Disk], list[float]] = {ValueRegion: [], PacedDisk: []}
+        self.rates: list[float] = []
         self.loads = Loads()
         self._values = values
-        self._loader = Loader(*sizes) if device == "cpu" else DeviceLoader(*sizes, device)
-        self._question = Question(SHAPE, CHUNK_TOKENS, device)
+        self._loader = Loader(SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
+        self._question = Question()
         self._regions: dict[tuple[Precision, ...], ValueRegion] = {}
         self._region_of: dict[str, ValueRegion] = {}
         self._held: dict[str, dict[int, Encoded]] = {}
@@ -307,22 +296,19 @@ class ArmTiers:
             # Each chunk has its own copy, so that memory use is realistic.
             self._held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
             for chunk, one in self._held[arm.name].items():
-                self._loader.keep(one, arm.placement[chunk])
+                if arm.in_memory(chunk):
+                    self._loader.keep(one)
 
     def answer(self, arm: Arm, query: list[int], rounds: Times) -> None:
         """Load the chunks and compute the first token."""
-        loading = self._load(arm, query, self._region_of[arm.name])
+        loading = self._load(arm, query)
         begun = time.perf_counter()
         self._question.first_token(self._loader.outs[: len(query)])
         rounds.ttft.append(loading + time.perf_counter() - begun)
         rounds.loading.append(loading)
-        self._check(arm, query)
-
-    def load_at_stated_rate(self, arm: Arm, query: list[int], rounds: Times) -> None:
-        """Load the chunks at the stated disk rate."""
-        disk = PacedDisk(self._region_of[arm.name], STATED_BYTES_PER_S)
-        rounds.stated.append(self._load(arm, query, disk))
-        self._check(arm, query)
+        for out, chunk in zip(self._loader.outs, query, strict=False):
+            if checksum(out.data) != self._values.decoded(chunk, arm.precision[chunk]):
+                raise AssertionError(f"{arm.name} delivered something else")
 
     def page_cache(self) -> str:
         """Return how reads bypassed the page cache, and whether they did."""
@@ -336,7 +322,7 @@ class ArmTiers:
         for region in self._regions.values():
             region.close()
 
-    def _load(self, arm: Arm, query: list[int], disk: Disk) -> float:
+    def _load(self, arm: Arm, query: list[int]) -> float:
         """Time a load; repeat it if another program used the CPU meanwhile."""
         held, region = self._held[arm.name], self._region_of[arm.name]
         self.loads.turns += 1
@@ -346,10 +332,10 @@ class ArmTiers:
                 region.drop()
             waited = waited_for_cpu()
             begun = time.perf_counter()
-            self._loader.load(query, held, disk)
+            self._loader.load(query, held, region)
             taken = time.perf_counter() - begun
             disturbed = waited_for_cpu() - waited > DISTURBED_S
-            rate = self._loader.readers.take_rate()
+            rate = self._loader.take_rate()
             if not disturbed:
                 break
             if tries_left:
@@ -357,79 +343,48 @@ class ArmTiers:
             else:
                 self.loads.taken_disturbed += 1
         if arm.name == BASELINE and rate is not None:
-            self.rates[type(disk)].append(rate)
+            self.rates.append(rate)
         return taken
-
-    def _check(self, arm: Arm, query: list[int]) -> None:
-        for index, chunk in enumerate(query):
-            delivered = checksum(self._loader.delivered(index).data)
-            if delivered != self._values.decoded(chunk, arm.precision[chunk]):
-                raise AssertionError(f"{arm.name} delivered something else")
 
 
 def measure(
     queries: list[list[int]], arms: list[Arm], tiers: ArmTiers, rounds: int, rng: random.Random
 ) -> dict[str, Times]:
-    """Measure every arm on every query, in random order in each round."""
     times = {arm.name: Times() for arm in arms}
     for number, query in enumerate([queries[0], *queries]):
         taken = {arm.name: Times() for arm in arms}
         for _ in range(rounds):
             for arm in rng.sample(arms, len(arms)):
                 tiers.answer(arm, query, taken[arm.name])
-            for arm in rng.sample(arms, len(arms)):
-                tiers.load_at_stated_rate(arm, query, taken[arm.name])
         if number > 0:  # the first round warms up
             for name, of_query in taken.items():
                 times[name].add_median(of_query)
     return times
 
 
-def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[float]]) -> float:
-    """Return the ratio of mean times of baseline and arm."""
-    return statistics.mean(what(times[BASELINE])) / statistics.mean(what(times[arm]))
-
-
-def spread(rates: list[float]) -> dict[str, float]:
-    """Return the median and the outer deciles in GB/s."""
-    tenths = statistics.quantiles(rates, n=10)
-    return {
-        name: round(tenths[index] / 1e9, 3)
-        for name, index in (("p10", 0), ("median", 4), ("p90", 8))
-    }
-
-
 def report(
     times: Mapping[str, Times], arms: list[Arm], queries: list[list[int]], grades: tuple[Grade, ...]
 ) -> dict[str, dict[str, object]]:
-    """Return the figures of every arm, and the gains."""
     reads = [chunk for query in queries for chunk in query]
-    error_of = {Precision(): 0.0} | {grade.precision: grade.error for grade in grades}
-    size_of = {Precision(): 1.0} | {grade.precision: grade.size for grade in grades}
+    known = {grade.precision: grade for grade in (Grade(Precision(), 1.0, 0.0), *grades)}
+    base = times[BASELINE]
+    base_s, base_ttft_s = statistics.mean(base.loading), statistics.mean(base.ttft)
     figures: dict[str, dict[str, object]] = {}
     for arm in arms:
         held = [arm.precision[chunk] for chunk in reads]
-        loading, ttft = times[arm.name].loading, times[arm.name].ttft
+        loading = times[arm.name].loading
+        loading_s, ttft_s = statistics.mean(loading), statistics.mean(times[arm.name].ttft)
+        query_gains = [one / own for one, own in zip(base.loading, loading, strict=True)]
+        from_disk = [known[arm.precision[one]].size for one in reads if not arm.in_memory(one)]
         figures[arm.name] = {
-            "loading_ms": round(1e3 * statistics.mean(loading), 2),
-            "ttft_ms": round(1e3 * statistics.mean(ttft), 2),
-            "loading_gain": round(gain(times, arm.name, lambda one: one.loading), 3),
-            "ttft_gain": round(gain(times, arm.name, lambda one: one.ttft), 3),
-            "mean_of_query_gains": round(
-                statistics.mean(
-                    base / own for base, own in zip(times[BASELINE].loading, loading, strict=True)
-                ),
-                3,
-            ),
-            "stated_disk_loading_ms": round(1e3 * statistics.mean(times[arm.name].stated), 2),
-            "stated_disk_loading_gain": round(gain(times, arm.name, lambda one: one.stated), 3),
-            "bytes_from_disk": round(
-                sum(size_of[arm.precision[one]] for one in reads if not arm.in_memory(one))
-                / len(reads),
-                3,
-            ),
+            "loading_ms": round(1e3 * loading_s, 2),
+            "ttft_ms": round(1e3 * ttft_s, 2),
+            "loading_gain": round(base_s / loading_s, 3),
+            "ttft_gain": round(base_ttft_s / ttft_s, 3),
+            "mean_of_query_gains": round(statistics.mean(query_gains), 3),
+            "bytes_from_disk": round(sum(from_disk) / len(reads), 3),
             "reads_from_memory": round(statistics.mean(map(arm.in_memory, reads)), 3),
-            "read_error": round(statistics.mean(error_of[one] for one in held), 5),
+            "read_error": round(statistics.mean(known[one].error for one in held), 5),
             "precisions_read": {
                 str(one): round(held.count(one) / len(held), 3)
                 for one in sorted(set(held), key=str)
@@ -438,65 +393,50 @@ def report(
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="few queries: under a minute")
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--folder", type=Path, help="where the values go (a disk, not memory)")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
+def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    torch.manual_seed(SEED)
     torch.set_num_threads(1)  # threads that wait for each other would measure other programs
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     grades = measured_grades(QUICKLY_MEASURED if args.quick else MEASURED)
-    for grade in grades:
-        print(f"{grade.precision!s:>10}  size {grade.size:.4f}  error {grade.error:.5f}")
-    sequence = access_sequence(args.seed)
-    half = len(sequence.queries) // 2
-    values = Values(args.seed)
-    observed = observe(sequence, half, values.native_bytes)
+    source, queries = access_sequence(SEED)
+    half = len(queries) // 2
+    values = Values(SEED)
+    observed = observe(queries, half, values.native_bytes)
     arms = make_arms(observed, grades)
     for precision in {one for arm in arms for one in arm.precision.values()}:
         warm_up(precision, SHAPE)
-    queries = sequence.queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        tiers = ArmTiers(queries, arms, values, Path(folder), device)
-        times = measure(queries, arms, tiers, ROUNDS, random.Random(args.seed))
-        page_cache = tiers.page_cache()
-        tiers.close()
+    queries = queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
+    tiers = ArmTiers(queries, arms, values, folder)
+    times = measure(queries, arms, tiers, ROUNDS, random.Random(SEED))
+    page_cache = tiers.page_cache()
+    tiers.close()
     figures = report(times, arms, queries, grades)
-    for name, figure in figures.items():
-        print(name, json.dumps(figure))
     by_name = {arm.name: arm for arm in arms}
-    print(
-        json.dumps(
-            {
-                "bench": "hotness",
-                "device": device,
-                "gpu": torch.cuda.get_device_name() if device == "cuda" else NO_GPU,
-                "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
-                "ttft_gain_over_bf16_disk": figures["ha_rag"]["ttft_gain"],
-                "mp_only_gain": figures["mp_only"]["loading_gain"],
-                "dp_only_gain": figures["dp_only"]["loading_gain"],
-                "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
-                "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
-                "stated_disk_gains": {
-                    name: figure["stated_disk_loading_gain"] for name, figure in figures.items()
-                },
-                "disk_gb_per_s": spread(tiers.rates[ValueRegion]),
-                "stated_disk_gb_per_s": spread(tiers.rates[PacedDisk]),
-                "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
-                "score_error": read_error(observed, by_name["score"].precision, grades),
-                "page_cache": page_cache,
-                "loads": asdict(tiers.loads),
-                "accesses": sequence.source,
-                "queries": len(queries),
-                "chunk_bytes": values.native_bytes,
-                "arms": figures,
-                "grades": {str(g.precision): [round(g.size, 4), round(g.error, 5)] for g in grades},
-            }
-        )
-    )
+    tenths = statistics.quantiles(tiers.rates, n=10)
+    spread = zip(("p10", "median", "p90"), tenths[::4], strict=True)
+    return {
+        "bench": "hotness",
+        "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
+        "ttft_gain_over_bf16_disk": figures["ha_rag"]["ttft_gain"],
+        "mp_only_gain": figures["mp_only"]["loading_gain"],
+        "dp_only_gain": figures["dp_only"]["loading_gain"],
+        "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
+        "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
+        "disk_gb_per_s": {name: round(rate / 1e9, 3) for name, rate in spread},
+        "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
+        "score_error": read_error(observed, by_name["score"].precision, grades),
+        "page_cache": page_cache,
+        "loads": asdict(tiers.loads),
+        "accesses": source,
+        "queries": len(queries),
+        "chunk_bytes": values.native_bytes,
+        "arms": figures,
+        "grades": {str(g.precision): [round(g.size, 4), round(g.error, 5)] for g in grades},
+    }
+
+
+def main() -> None:
+    args = options(__doc__, "few queries: under a minute").parse_args()
+    print_figures(lambda folder: run(args, folder))
 
 
 if __name__ == "__main__":

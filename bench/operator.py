@@ -11,41 +11,31 @@ No node runs the pods, so only the operator's own work is measured.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# When run as a program: this folder must not come first, or this file hides the standard
-# `operator`.
-sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
-
 import httpx
-import yaml
 
-from bench.support.processes import free_port
+from bench.support.program import is_quick, print_figures, say
+from harness.availability import Unavailable
+from harness.cluster.control_plane import start_control_plane
+from harness.cluster.kubeconfig import ADMIN_GROUP, User
+from harness.cluster.operator_process import install, quickstart, running_operator_process
+from harness.processes import free_port
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.discovery import discover, serves_our_kinds
+from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.reconcile.children import child_resources
-from tests.cluster.availability import Unavailable
-from tests.cluster.control_plane import start_control_plane
-from tests.cluster.kubeconfig import ADMIN_GROUP, User
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "default"
-OPERATOR_NAMESPACE = "ragcache-system"
 OPERATOR = User("operator", (ADMIN_GROUP,))
 _WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 _LIMIT_S = 300
@@ -62,25 +52,6 @@ class Size:
 
 FULL = Size(100, 60.0)
 QUICK = Size(15, 10.0)
-
-
-def main() -> int:
-    """Print progress to stderr and one JSON object to stdout."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer objects, a shorter idle while")
-    size = QUICK if parser.parse_args().quick else FULL
-    with tempfile.TemporaryDirectory(prefix="bench-operator-") as folder:
-        try:
-            with start_control_plane(Path(folder), audit=True, users=[OPERATOR]) as plane:
-                assert plane.audit_log is not None
-                bench = Bench(
-                    size, plane.kubeconfig, plane.kubeconfig_for(OPERATOR), plane.audit_log
-                )
-                print(json.dumps(asyncio.run(bench.run())))
-        except Unavailable as reason:
-            print(json.dumps({"skipped": str(reason)}))
-            return 1
-    return 0
 
 
 class AuditLog:
@@ -118,27 +89,23 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         audit = AuditLog(self.audit_path)
         async with await Api.connect(self.admin_config) as api:
-            # The operator's chart would create it.
-            await api.create(resources.NAMESPACES, {"metadata": {"name": OPERATOR_NAMESPACE}})
-            for path in sorted((ROOT / "crds").glob("*.yaml")):
-                await api.create(resources.CRDS, yaml.safe_load(path.read_text()))
-            await _eventually(lambda: serves_our_kinds(api), "the CRDs are served")
+            await install(api)
             port = free_port()
             with self._operator(port):
-                await self._alive(port)
                 started = time.monotonic()
                 await self._create(api)
                 await _eventually(lambda: self._observed(api), "every object is observed")
                 seconds = time.monotonic() - started
                 first = await self._until_quiet(audit)
-                _say(f"observed {self.size.caches} objects in {seconds:.1f} s, {len(first)} calls")
+                say(f"observed {self.size.caches} objects in {seconds:.1f} s, {len(first)} calls")
             async with self._second_pass(audit, port) as passes:
-                idle = await self._idle(audit)
+                await asyncio.sleep(self.size.idle_s)
+                idle = audit.calls()
                 drift, corrections = await self._drift(api, audit)
             second = passes["calls"]
             writes = [call for call in (*second, *idle) if call["verb"] in _WRITES]
             for call in writes:
-                _say(f"wrote: {call['verb']} {call['requestURI']}")
+                say(f"wrote: {call['verb']} {call['requestURI']}")
             return {
                 "objects": self.size.caches,
                 "children": await self._count_children(api),
@@ -153,33 +120,14 @@ class Bench:
                 "writes_to_correct_drift": corrections,
             }
 
-    @contextlib.contextmanager
-    def _operator(self, port: int) -> Iterator[None]:
-        """The operator as a process outside the cluster."""
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(self.operator_config),
-            "RAGCACHE_LISTEN_PORT": str(port),
-            "RAGCACHE_LOG_LEVEL": "warning",
-        }
-        command = [sys.executable, "-m", "ragcache_operator"]
-        process = subprocess.Popen(command, env=environment)
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    def _operator(self, port: int) -> contextlib.AbstractContextManager[None]:
+        return running_operator_process(self.audit_path.parent, self.operator_config, port)
 
     @contextlib.asynccontextmanager
     async def _second_pass(self, audit: AuditLog, port: int) -> AsyncIterator[dict[str, Any]]:
         """Restart the operator and wait until it has reconciled every object."""
         audit.calls()
         with self._operator(port):
-            await self._alive(port)
 
             async def reconciled() -> bool:
                 return await self._passes(port) >= self.size.caches
@@ -187,16 +135,6 @@ class Bench:
             await _eventually(reconciled, "every object is reconciled at again")
             calls = await self._until_quiet(audit)
             yield {"calls": calls, "passes": await self._passes(port)}
-
-    async def _alive(self, port: int) -> None:
-        async def alive() -> bool:
-            async with httpx.AsyncClient(trust_env=False) as client:
-                try:
-                    return (await client.get(f"http://127.0.0.1:{port}/healthz")).is_success
-                except httpx.HTTPError:
-                    return False
-
-        await _eventually(alive, "the operator lives")
 
     async def _passes(self, port: int) -> int:
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -206,10 +144,9 @@ class Bench:
         return int(float(counts[0])) if counts else 0
 
     async def _create(self, api: Api) -> None:
-        manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
         for number in range(self.size.caches):
             meta = {"name": f"bench-{number}", "namespace": NAMESPACE}
-            await api.create(resources.RAG_CACHES, {**manifest, "metadata": meta})
+            await api.create(resources.RAG_CACHES, {**quickstart(), "metadata": meta})
 
     async def _observed(self, api: Api) -> bool:
         listing = await api.list(resources.RAG_CACHES, NAMESPACE)
@@ -228,10 +165,6 @@ class Bench:
             calls += more
             if not more:
                 return calls
-
-    async def _idle(self, audit: AuditLog) -> list[Object]:
-        await asyncio.sleep(self.size.idle_s)
-        return audit.calls()
 
     async def _drift(self, api: Api, audit: AuditLog) -> tuple[bool, int]:
         """Change and delete children by hand; return whether all were corrected, and the writes."""
@@ -301,9 +234,20 @@ async def _eventually(
         await asyncio.sleep(0.1)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def run(size: Size, folder: Path) -> dict[str, Any]:
+    try:
+        with start_control_plane(folder, audit=True, users=[OPERATOR]) as plane:
+            assert plane.audit_log is not None
+            bench = Bench(size, plane.kubeconfig, plane.kubeconfig_for(OPERATOR), plane.audit_log)
+            return asyncio.run(bench.run())
+    except Unavailable as reason:
+        return {"skipped": str(reason)}
+
+
+def main() -> None:
+    size = QUICK if is_quick(__doc__, "fewer objects, a shorter idle while") else FULL
+    sys.exit("skipped" in print_figures(lambda folder: run(size, folder)))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -9,27 +9,24 @@ the retriever's order.
 
 The traces are bursts of questions about one topic with shares of common documents from 0 to 0.8
 (``bench/support/ordering/bursts.py``). Times are the median over questions of the least of several
-rounds, because another program may run between two of them. The p99 is that of the same times.
+rounds, because another program may run between two of them.
 ``loop_us`` is the time of a list of 1,000 numbers, to compare machines with.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
 import statistics
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
-from bench.support.ordering.bursts import BurstShape, bursts
-from bench.support.ordering.orders import greedy_order, leading_tokens
+from bench.support.bursts import BurstShape, bursts
+from bench.support.document_orders import greedy_order, leading_tokens
+from bench.support.program import is_quick
 from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
@@ -39,9 +36,8 @@ from ragcache_core.planner.document_order import RankedDocument, order_documents
 from ragcache_core.planner.planner import plan_request
 from ragcache_core.planner.request_plan import PlannedEngine, PlannedPrompt, PlanPolicy
 
-NODES, QUICK_NODES = 1_000_000, 200_000
+SEED = 1
 ENGINES = 16
-QUESTIONS, QUICK_QUESTIONS = 1000, 300
 ROUNDS = 7
 OVERLAPS = (0.0, 0.2, 0.4, 0.6, 0.8)
 CAPACITIES = (20_000, 200_000)
@@ -95,8 +91,8 @@ def engines() -> list[PlannedEngine]:
     return found
 
 
-def measure(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
-    """Return median and p99 over the calls of each one's least time, in microseconds."""
+def median_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the median over the calls of each one's least time, in microseconds."""
     times_us = []
     for call in calls:
         rounds = []
@@ -105,13 +101,10 @@ def measure(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
             call()
             rounds.append(1e6 * (time.perf_counter() - start))
         times_us.append(min(rounds))
-    return {
-        "p50": round(statistics.median(times_us), 1),
-        "p99": round(statistics.quantiles(times_us, n=100)[98], 1),
-    }
+    return round(statistics.median(times_us), 1)
 
 
-def times(nodes: int, questions: int, seed: int) -> dict[str, object]:
+def times_us(nodes: int, questions: int, seed: int) -> dict[str, float]:
     """Measure orders and plans in a large tree."""
     tree, shape = large_tree(nodes, seed)
     asked = bursts(shape, questions, seed + 10_000)
@@ -120,26 +113,20 @@ def times(nodes: int, questions: int, seed: int) -> dict[str, object]:
         for question in asked
     ]
     fleet = engines()
-    policies = {
-        reuse: PlanPolicy("cached", reuse, None, 0.2, TOKEN_BYTES) for reuse in ("exact", "blend")
-    }
+    policy = PlanPolicy("cached", "exact", None, 0.2, TOKEN_BYTES)
 
     def order(prompt: PlannedPrompt) -> Callable[[], object]:
         return lambda: order_documents(tree.children_after(prompt.head), prompt.documents)
 
-    def plan(prompt: PlannedPrompt, reuse: str) -> Callable[[], object]:
-        return lambda: plan_request(tree, prompt, fleet, policies[reuse])
+    def plan(prompt: PlannedPrompt) -> Callable[[], object]:
+        return lambda: plan_request(tree, prompt, fleet, policy)
 
     gc.collect()
     gc.freeze()
-    orders = [order_documents(tree.children_after(p.head), p.documents) for p in prompts]
-    gained = sum(one.cached_tokens > one.rank_cached_tokens for one in orders)
     return {
+        "order_us": median_us([order(prompt) for prompt in prompts]),
+        "plan_us": median_us([plan(prompt) for prompt in prompts]),
         "nodes": len(tree),
-        "reordered_share": round(gained / questions, 3),
-        "order_us": measure([order(prompt) for prompt in prompts]),
-        "plan_us": measure([plan(prompt, "exact") for prompt in prompts]),
-        "plan_blend_us": measure([plan(prompt, "blend") for prompt in prompts]),
     }
 
 
@@ -168,41 +155,20 @@ def savings(overlap: float, capacity: int, questions: int, seed: int) -> dict[st
 
 
 def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer nodes and questions")
-    parser.add_argument("--nodes", type=int, help=f"of the tree; {NODES} by default")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    questions = QUICK_QUESTIONS if arguments.quick else QUESTIONS
-    totals = dict.fromkeys(("rank", "algorithm_1", "ours", "oracle"), 0)
+    quick = is_quick(__doc__, "fewer nodes and questions")
+    nodes, questions = (200_000, 300) if quick else (1_000_000, 1000)
+    totals: Counter[str] = Counter()
     for overlap in OVERLAPS:
         for capacity in CAPACITIES:
-            saved = savings(overlap, capacity, questions, arguments.seed)
-            for name, tokens in saved.items():
-                totals[name] += tokens
-            shares = {k: round(v / saved["oracle"], 4) for k, v in saved.items() if k != "oracle"}
-            print(json.dumps({"overlap": overlap, "capacity_tokens": capacity, **shares}))
-    nodes = arguments.nodes or (QUICK_NODES if arguments.quick else NODES)
-    measured = times(nodes, questions, arguments.seed)
-    print(json.dumps(measured))
-    order_us, plan_us = measured["order_us"], measured["plan_us"]
-    assert isinstance(order_us, dict)
-    assert isinstance(plan_us, dict)
-    print(
-        json.dumps(
-            {
-                "order_us": order_us["p50"],
-                "plan_us": plan_us["p50"],
-                "greedy_over_oracle": round(totals["ours"] / totals["oracle"], 4),
-                "algorithm_1_over_oracle": round(totals["algorithm_1"] / totals["oracle"], 4),
-                "rank_over_oracle": round(totals["rank"] / totals["oracle"], 4),
-                "nodes": measured["nodes"],
-                "engines": ENGINES,
-                "loop_us": measure([lambda: sum(n * n for n in range(1000))] * 100)["p50"],
-            }
-        )
-    )
+            totals.update(savings(overlap, capacity, questions, SEED))
+    figures = times_us(nodes, questions, SEED) | {
+        "greedy_over_oracle": round(totals["ours"] / totals["oracle"], 4),
+        "algorithm_1_over_oracle": round(totals["algorithm_1"] / totals["oracle"], 4),
+        "rank_over_oracle": round(totals["rank"] / totals["oracle"], 4),
+        "engines": ENGINES,
+        "loop_us": median_us([lambda: sum(n * n for n in range(1000))] * 100),
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares eviction and admission policies on fixed sequences, at 1 to 50 % of the footprint.
 
-Each sequence has two halves: settings were tuned on the first, figures are of the second
-(``--half first`` shows the other). Both start with an empty tier. The classes are those that the
+Each sequence has two halves: settings were tuned on the first, figures are of the second. It starts
+with an empty tier. The classes are those that the
 store runs. Modes: ``exact`` has nodes of a knowledge tree, where a hit needs all parents and only
 leaves are evicted; ``blend`` treats each chunk by itself.
 
@@ -21,24 +21,19 @@ the clock.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
-from bench.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.clairvoyant import Intervals, clairvoyant
-from bench.support.computed_profile import ComputedProfile
-from bench.support.replay import Replay, Tally
-from bench.support.traces import DATA, Trace, load_traces
-from ragcache_core.eviction import DEFAULT_POLICY
+from bench.support.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.program import options, rounded
+from bench.support.traces import DATA, ComputedProfile, Replay, Tally, Trace, load_traces
+from ragcache_core.eviction import DEFAULT_POLICY, EvictionPolicy
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 
@@ -60,16 +55,8 @@ class Result:
     policies: Runs
     admissions: Runs
     best_by_compute: list[float]
-    best_by_tokens: list[float]
     bound_by_compute: list[float]
     infinite_by_compute: float
-
-
-def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
-    """Replay one policy with one admission at one capacity."""
-    capacity_bytes = int(trace.footprint_bytes() * share)
-    made = make_policy(policy, leaves_only=trace.exact)
-    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
 
 
 class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
@@ -80,60 +67,56 @@ class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
         self._clock = 0.0
 
 
-def replay_without_clock(trace: Trace, share: float) -> Tally:
-    """Replay ``WithoutClock`` at one capacity."""
-    policy = WithoutClock[int](leaves_only=trace.exact)
+def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
+    leaves_only = trace.exact
+    made: EvictionPolicy[int] = (
+        WithoutClock(leaves_only=leaves_only)
+        if policy == WITHOUT_CLOCK
+        else make_policy(policy, leaves_only=leaves_only)
+    )
     capacity_bytes = int(trace.footprint_bytes() * share)
-    return Replay(policy, make_admission("always", policy), capacity_bytes).run(trace)
+    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
 
 
 def measure(trace: Trace, capacities: Sequence[float]) -> Result:
     """Replay every policy, every admission, and the clairvoyant."""
     intervals = Intervals(trace)
-    policies: Runs = {}
-    for name in POLICY_NAMES:
-        policies[name] = [replay(trace, name, "always", share) for share in capacities]
-    policies[WITHOUT_CLOCK] = [replay_without_clock(trace, share) for share in capacities]
-    admissions: Runs = {}
-    for name in ADMISSION_NAMES:
-        if name == "always":
-            admissions[name] = policies[DEFAULT_POLICY]
-            continue
-        admissions[name] = [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
-    tokens, cost_s = policies["lru"][0].tokens, policies["lru"][0].cost_s
+    policies: Runs = {
+        name: [replay(trace, name, "always", share) for share in capacities]
+        for name in (*POLICY_NAMES, WITHOUT_CLOCK)
+    }
+    admissions: Runs = {
+        name: policies[DEFAULT_POLICY]
+        if name == "always"
+        else [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
+        for name in ADMISSION_NAMES
+    }
+    cost_s = policies["lru"][0].cost_s
     footprint = trace.footprint_bytes()
     by_compute = [
         clairvoyant(intervals, intervals.cost_s, int(footprint * share)) for share in capacities
-    ]
-    by_tokens = [
-        clairvoyant(intervals, intervals.tokens, int(footprint * share)) for share in capacities
     ]
     return Result(
         trace=trace,
         policies=policies,
         admissions=admissions,
         best_by_compute=[choice.gain / cost_s for choice in by_compute],
-        best_by_tokens=[choice.gain / tokens for choice in by_tokens],
         bound_by_compute=[choice.bound / cost_s for choice in by_compute],
         infinite_by_compute=float(intervals.cost_s.sum()) / cost_s,
     )
 
 
-def gap_share(ours: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
-    """Return the share of the gap from LRU to the clairvoyant, over all capacities."""
-    return (sum(ours) - sum(lru)) / (sum(best) - sum(lru))
-
-
 def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> float:
-    """Return the mean gap closed over sequences and modes, in saved prefill seconds."""
-    return statistics.mean(
-        gap_share(
-            [tally.by_compute for tally in tallies],
-            [tally.by_compute for tally in result.policies["lru"]],
-            result.best_by_compute,
-        )
-        for result, tallies in zip(results, runs, strict=True)
-    )
+    """Return the mean share of the gap to the clairvoyant, in saved prefill seconds.
+
+    The mean is over sequences and modes; each gap is that of all capacities.
+    """
+    shares = []
+    for result, tallies in zip(results, runs, strict=True):
+        lru = sum(tally.by_compute for tally in result.policies["lru"])
+        ours = sum(tally.by_compute for tally in tallies)
+        shares.append((ours - lru) / (sum(result.best_by_compute) - lru))
+    return statistics.mean(shares)
 
 
 def admission_gap_closed(results: Sequence[Result]) -> dict[str, float]:
@@ -221,54 +204,20 @@ def beaten(results: Sequence[Result]) -> int:
     )
 
 
-def rounded(figures: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(figure, 4) for name, figure in figures.items()}
-
-
 def label(trace: Trace) -> str:
     return f"{trace.name}/{'exact' if trace.exact else 'blend'}"
 
 
-def print_table(result: Result, capacities: Sequence[float]) -> None:
-    """Print saved shares of prefill seconds and tokens, in percent, by capacity."""
-    trace = result.trace
-    print(
-        f"\n{label(trace)}: {len(trace.requests)} requests, footprint "
-        f"{trace.footprint_bytes() / 2**30:.0f} GiB, an infinite tier saves "
-        f"{100 * result.infinite_by_compute:.1f} %"
-    )
-    print(f"{'':22}" + "".join(f"{share:>15.0%}" for share in capacities))
-    for name, tallies in result.policies.items():
-        print_row(name, tallies)
-    for name, tallies in result.admissions.items():
-        print_row(f"{DEFAULT_POLICY}, {name}", tallies)
-    pairs = zip(result.best_by_compute, result.best_by_tokens, strict=True)
-    print(f"{'clairvoyant':22}" + "".join(f"{100 * c:8.2f} ({100 * t:4.1f})" for c, t in pairs))
-
-
-def print_row(name: str, tallies: Sequence[Tally]) -> None:
-    cells = (f"{100 * tally.by_compute:8.2f} ({100 * tally.by_tokens:4.1f})" for tally in tallies)
-    print(f"{name:22}" + "".join(cells), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="without the largest sequence")
-    parser.add_argument("--half", choices=["first", "second"], default="second")
+    parser = options(__doc__, "without the largest sequence")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the public data")
-    arguments = parser.parse_args()
-    capacities = QUICK_CAPACITIES if arguments.quick else CAPACITIES
-    halves = [
-        trace.halves()[arguments.half == "second"]
-        for trace in load_traces(arguments.data, arguments.quick, ComputedProfile())
-    ]
-    results = []
+    given = parser.parse_args()
+    capacities = QUICK_CAPACITIES if given.quick else CAPACITIES
+    traces = load_traces(given.data, given.quick, ComputedProfile())
     with ProcessPoolExecutor() as pool:
         # The largest come last in both modes; start with them.
-        runs = [pool.submit(measure, half, capacities) for half in reversed(halves)]
-        for run in reversed(runs):
-            results.append(run.result())
-            print_table(results[-1], capacities)
+        runs = [pool.submit(measure, trace.second_half(), capacities) for trace in reversed(traces)]
+        results = [run.result() for run in reversed(runs)]
     print(json.dumps(summary(results, capacities)))
 
 

@@ -16,16 +16,14 @@ the store keeps its limit.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,8 @@ import grpc
 import numpy as np
 import xxhash
 
-from bench.support.processes import running_cachestore
+from bench.support.program import is_quick, print_figures, say
+from harness.processes import running_cachestore
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
@@ -69,18 +68,15 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, name: str) -> None:
-        """Count one."""
         with self.lock:
             self.counts[name] += 1
 
-    def fail(self, error: object) -> None:
-        """Record an error."""
+    def fail(self, error: str) -> None:
         with self.lock:
-            self.errors.append(repr(error))
+            self.errors.append(error)
 
 
 def key(number: int) -> VariantKey:
-    """Return the key of a variant by its number."""
     return VariantKey(number.to_bytes(16), bytes(16))
 
 
@@ -93,25 +89,17 @@ class Values:
         self._sums = [xxhash.xxh3_64_intdigest(raw) for raw in self._raw]
 
     def of(self, number: int) -> memoryview:
-        """Return the bytes."""
         return self._raw[number % len(SIZES)]
 
     def outgoing(self, number: int) -> ReadyValue:
-        """Return the value to put."""
         digest = self._sums[number % len(SIZES)]
         return ReadyValue(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
 
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
-        """Return the description of the value."""
         size = SIZES[number % len(SIZES)]
-        return NewVariant(
-            key(number),
-            VariantInfo(256, size, 0, Provenance(exact=True)),
-            Origin(document=f"document {number}"),
-            None,
-            (size,),
-            as_of=as_of,
-        )
+        info = VariantInfo(256, size, 0, Provenance(exact=True))
+        origin = Origin(document=f"document {number}")
+        return NewVariant(key(number), info, origin, None, (size,), as_of=as_of)
 
 
 class Soak:
@@ -126,7 +114,6 @@ class Soak:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start all clients."""
         for number in range(PUTTERS):
             self._begin(self._put, number)
         for number in range(GETTERS):
@@ -145,7 +132,6 @@ class Soak:
                 self._get(client, rng)
 
     def stop(self) -> None:
-        """Stop all clients."""
         self._over.set()
         for thread in self._threads:
             thread.join(2 * TIMEOUT_S)
@@ -213,37 +199,32 @@ class Soak:
         hello = client.hello
         assert hello is not None
         host = self._address.rpartition(":")[0]
-        keys = [key(rng.randrange(KEYS)) for _ in range(64)]
-        request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
         with socket.create_connection((host, hello.data_port), TIMEOUT_S) as connection:
             channel = FramedConnection(connection)
             channel.deadline = time.monotonic() + TIMEOUT_S
-            channel.send(FrameKind.GET, request)
-            while not self._over.wait(1.0):
-                connection.settimeout(TIMEOUT_S)
-                try:
-                    if not connection.recv(SLOW_BYTES_PER_S):
-                        break
-                except OSError:
-                    break
+            channel.send(FrameKind.GET, _many(rng))
+            connection.settimeout(TIMEOUT_S)
+            with suppress(OSError):
+                while not self._over.wait(1.0) and connection.recv(SLOW_BYTES_PER_S):
+                    pass
         self.tally.note("slow reader let go")
 
     def _read_slowly_by_grpc(self, client: StoreClient, rng: random.Random) -> None:
-        keys = [key(rng.randrange(KEYS)) for _ in range(64)]
-        request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
-        with grpc.insecure_channel(
-            self._address, options=[("grpc.max_receive_message_length", 64 * MIB)]
-        ) as channel:
+        options = [("grpc.max_receive_message_length", 64 * MIB)]
+        with grpc.insecure_channel(self._address, options=options) as channel:
             stub = cachestore_pb2_grpc.CacheStoreStub(channel)
-            call: Any = stub.Get(request, timeout=TIMEOUT_S)
-            try:
+            call: Any = stub.Get(_many(rng), timeout=TIMEOUT_S)
+            with suppress(grpc.RpcError):
                 for _ in call:
                     if self._over.wait(5.0):
                         call.cancel()
                         break
-            except grpc.RpcError:
-                pass
         self.tally.note("slow reader let go")
+
+
+def _many(rng: random.Random) -> pb.GetRequest:
+    keys = [key(rng.randrange(KEYS)) for _ in range(64)]
+    return pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
 
 
 def memory_bytes_of(pid: int) -> tuple[int, int]:
@@ -253,24 +234,14 @@ def memory_bytes_of(pid: int) -> tuple[int, int]:
     own = sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
     shared = 0
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(FileNotFoundError):  # closed meanwhile
             if "memfd:ragcache-memory" in os.readlink(path):
                 shared = path.stat().st_blocks * 512
-        except FileNotFoundError:  # closed meanwhile
-            continue
     return own, shared
 
 
-def main() -> None:
-    """Run and print the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="30 s instead of 10 minutes")
-    arguments = parser.parse_args()
-    duration_s, every_s = (30.0, 0.25) if arguments.quick else (600.0, 1.0)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_cachestore(Path(folder), memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES) as store,
-    ):
+def run(duration_s: float, every_s: float, folder: Path) -> dict[str, Any]:
+    with running_cachestore(folder, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES) as store:
         soak = Soak(store.address)
         soak.warm_up()
         process, _ = memory_bytes_of(store.service.pid)
@@ -286,37 +257,36 @@ def main() -> None:
         soak.stop()
         stats = StoreClient(store.address).stats(TIMEOUT_S)
         log = store.service.log.read_text(errors="replace").splitlines()
-        complaints = [line for line in log if " ERROR " in line or "Error" in line][:10]
-    warm = [sample for sample in samples if sample[0] >= duration_s / 2]
-    times, sizes = np.array([t for t, _ in warm]), np.array([b / MIB for _, b in warm])
-    slope = float(np.polyfit(times / 60, sizes, 1)[0])
+    complaints = [line for line in log if " ERROR " in line or "Error" in line]
+    for line in (*soak.tally.errors[:10], *complaints[:10]):
+        say(line)
+    warm = np.array([sample for sample in samples if sample[0] >= duration_s / 2])
+    slope = float(np.polyfit(warm[:, 0] / 60, warm[:, 1] / MIB, 1)[0])
     most = max(num_bytes for _, num_bytes in samples)
-    allowed = 1.1 * MEMORY_BYTES + process
-    for name, count in sorted(soak.tally.counts.items()):
-        print(f"{name:<24} {count}")
-    for error in soak.tally.errors[:10]:
-        print("error:", error)
-    for line in complaints:
-        print("store:", line)
-    print(
-        json.dumps(
-            {
-                "memory_over_limit": round(most / allowed, 4),
-                "slope_mib_per_minute": round(slope, 3),
-                "operations": sum(soak.tally.counts.values()),
-                "errors": len(soak.tally.errors),
-                "refused": soak.tally.counts["refused"],
-                "seconds": duration_s,
-                "limit_mib": MEMORY_BYTES / MIB,
-                "process_mib": round(process / MIB, 1),
-                "most_of_process_mib": round(most_own / MIB, 1),
-                "most_mib": round(most / MIB, 1),
-                "last_mib": round(samples[-1][1] / MIB, 1),
-                "store_memory_mib": round(stats.memory_bytes / MIB, 1),
-                "store_disk_mib": round(stats.disk_bytes / MIB, 1),
-            }
-        )
-    )
+    sizes = {
+        "limit_mib": MEMORY_BYTES,
+        "process_mib": process,
+        "most_of_process_mib": most_own,
+        "most_mib": most,
+        "last_mib": samples[-1][1],
+        "store_memory_mib": stats.memory_bytes,
+        "store_disk_mib": stats.disk_bytes,
+    }
+    return {
+        "memory_over_limit": round(most / (1.1 * MEMORY_BYTES + process), 4),
+        "slope_mib_per_minute": round(slope, 3),
+        "operations": sum(soak.tally.counts.values()),
+        "errors": len(soak.tally.errors),
+        "refused": soak.tally.counts["refused"],
+        "seconds": duration_s,
+        **{name: round(num_bytes / MIB, 1) for name, num_bytes in sizes.items()},
+    }
+
+
+def main() -> None:
+    quick = is_quick(__doc__, "30 s instead of 10 minutes")
+    duration_s, every_s = (30.0, 0.25) if quick else (600.0, 1.0)
+    print_figures(lambda folder: run(duration_s, every_s, folder))
 
 
 if __name__ == "__main__":

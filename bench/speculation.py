@@ -22,42 +22,118 @@ the share of the time that it has scanned. All prompts are new to the engine.
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
 import contextlib
 import json
 import statistics
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
+from bench.support.gateway_load.simulated_parts import HOST, launch_gateway, wait_for_gateway
+from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.number_type import fast_number_type
-from bench.support.processes import Engine, running_cachestore, running_engine
-from bench.support.speculation.recorded_searches import final_progress, record_searches
-from bench.support.speculation.staged_retriever import StagedQuestion, StagedRetriever
+from bench.support.program import options, print_figures, say
+from bench.support.recorded_searches import final_progress, record_searches
+from harness.processes import Engine, free_port, running_cachestore, running_engine
 from ragcache_cli.models.cache import fetch_model
-from ragcache_gateway.app import create_app
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import CONFIG, serving, serving_retriever
+from ragcache_gateway.prompts.tokenizer import ChatTokenizer, load_tokenizer
+from ragcache_retriever.search.vector_index import IndexStage
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 OFF, AUTO = "off", "auto"
 SHARES = (0.125, 0.25, 0.5, 1.0)
 FULL = 1.0
 TOP_K = 10
-MAX_LENGTH = 4096
+PROMPT_TOKENS = 640
+"""Of all chunks of a prompt."""
+
+CLIENTS = 6
+"""Questions at once at saturation."""
+
 ANSWER_TOKENS = 4
 _RUNNING = "vllm:num_requests_running"
+_WORDS = """
+account answer archive budget build cable change client cloud copy cost data date device disk engine
+error event field file graph group host image index input layer limit list log market
+""".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True, slots=True)
+class StagedQuestion:
+    """What a question's text says of its search.
+
+    Attributes:
+        share: Vector search ratio.
+        number: Number of the recorded search.
+        duration_s: Time of the whole search.
+        name: Makes the tokens of the question's chunks unique.
+    """
+
+    share: float
+    number: int
+    duration_s: float
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+
+class StagedRetriever(FixedRetriever):
+    """Repeats the stages of recorded searches.
+
+    A stage comes when the share of the duration has passed that it had scanned, as in a search
+    whose time is that of comparing vectors.
+
+    Args:
+        recorded: Stages of searches, by vector search ratio.
+    """
+
+    def __init__(
+        self, recorded: dict[float, list[Sequence[IndexStage]]], tokenizer: ChatTokenizer
+    ) -> None:
+        super().__init__(tokenizer)
+        self._recorded = recorded
+        self._words = list({tokenizer.encode_chunk(word)[0]: None for word in _WORDS})
+        self._separator = list(tokenizer.encode_chunk("a")[1:])
+
+    async def Search(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        question = StagedQuestion(**json.loads(request.query))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for stage in self._recorded[question.share][question.number]:
+            await asyncio.sleep(began + stage.progress * question.duration_s - loop.time())
+            yield pb.SearchStage(
+                hits=[self._hit(question.name, row) for row in stage.rows],
+                final=stage.final,
+                progress=stage.progress,
+                search_us=round(1e6 * stage.progress * question.duration_s),
+                final_probability=stage.final_probability,
+            )
+
+    def _hit(self, name: str, row: int) -> pb.Hit:
+        text = f"{name} {row}"
+        digits = int.from_bytes(text.encode(), "big")
+        words = []
+        while digits:
+            digits, word = divmod(digits, len(self._words))
+            words.append(self._words[word])
+        length = PROMPT_TOKENS // TOP_K - len(self._separator)
+        ids = (words * (length // len(words) + 1))[:length] + self._separator
+        return pb.Hit(
+            chunk=pb.Chunk(
+                id=f"{text}#0",
+                document_id=text,
+                text=text,
+                content_hash=text,
+                token_ids=array.array("I", ids).tobytes(),
+                tokenizer_identity=self._tokenizer.identity,
+            ),
+            score=1.0,
+        )
 
 
 @dataclass(slots=True)
@@ -92,49 +168,47 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def running_site(
-    model: Path, engine: Engine, store: str, retriever: StagedRetriever
+    folder: Path, model: Path, engine: Engine, store: str, retriever: StagedRetriever
 ) -> AsyncIterator[Site]:
-    """Start the retriever and both gateways."""
     async with contextlib.AsyncExitStack() as stack:
-        address = await stack.enter_async_context(serving_retriever(retriever))
-        config = CONFIG.replace(
-            model=str(model),
-            model_name="model",
-            max_model_len=MAX_LENGTH,
-            retriever=address,
-            cachestore=FixedMembers((store,)),
-            engines=(engine.address,),
-            engine_watch_s=5.0,
-            first_token_timeout_s=300,
-            next_token_timeout_s=300,
-            log_level="warning",
-        )
-        space = load_model_folder(str(model)).space(fast_number_type())
-        options: dict[str, Any] = {"trust_env": False, "timeout": 600}
-        contestants = {}
+        port = free_port()
+        stack.push_async_callback((await serve_parts(port, retriever)).stop)
+        records = "" if engine.records is None else engine.records.rpartition(":")[2]
+        clients = {}
         for name in (OFF, AUTO):
-            app = create_app(config.replace(speculation=name), space, prompt_builder(model))
-            port = await stack.enter_async_context(serving(app))
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **options)
-            contestants[name] = Contestant(await stack.enter_async_context(client))
-        client = httpx.AsyncClient(base_url=engine.url, **options)
-        yield Site(contestants, await stack.enter_async_context(client))
-
-
-def prompt_builder(model: Path) -> PromptBuilder:
-    """Return a builder of prompts for a model."""
-    return PromptBuilder(
-        load_tokenizer(model),
-        max_model_len=MAX_LENGTH,
-        default_max_tokens=ANSWER_TOKENS,
-        cache_bytes=1 << 20,
-    )
+            gateway_port = free_port()
+            gateway = launch_gateway(
+                folder,
+                name,
+                gateway_port,
+                RAGCACHE_SPECULATION=name,
+                RAGCACHE_RETRIEVER=f"{HOST}:{port}",
+                RAGCACHE_ENGINES=f"{engine.url};records={records}",
+                RAGCACHE_CACHESTORE=store,
+                RAGCACHE_MODEL=str(model),
+                RAGCACHE_MODEL_NAME="model",
+                RAGCACHE_MODEL_DTYPE=fast_number_type(),
+                RAGCACHE_MAX_MODEL_LEN="4096",
+                RAGCACHE_FIRST_TOKEN_TIMEOUT_S="300",
+                RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
+            )
+            stack.callback(gateway.stop)
+            # The retriever answers in this thread meanwhile.
+            await asyncio.to_thread(wait_for_gateway, gateway, gateway_port)
+            clients[name] = f"http://{HOST}:{gateway_port}"
+        off, auto, server = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, trust_env=False, timeout=600)
+            )
+            for url in (*clients.values(), engine.url)
+        ]
+        yield Site({OFF: Contestant(off), AUTO: Contestant(auto)}, server)
 
 
 async def ask(contestant: Contestant, question: StagedQuestion) -> float:
     """Ask one question, and return the seconds to its first token as a client sees it."""
     body = {
-        "messages": [{"role": "user", "content": question.text()}],
+        "messages": [{"role": "user", "content": json.dumps(asdict(question))}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "stream": True,
@@ -153,36 +227,31 @@ async def ask(contestant: Contestant, question: StagedQuestion) -> float:
     return first_s
 
 
-def new_question(share: float, number: int, duration_s: float) -> StagedQuestion:
-    """Make a question whose chunks no other question has."""
-    return StagedQuestion(share, number, duration_s, uuid.uuid4().hex[:8])
-
-
 async def measure_prefill(site: Site, count: int) -> float:
     """Set the time of a prefill, and return the share of it that a second request takes."""
     contestant = site.contestants[OFF]
-    await ask(contestant, new_question(FULL, 0, 0.0))  # warms up
+    await ask(contestant, StagedQuestion(FULL, 0, 0.0))  # warms up
     first_s, second_s = [], []
     for number in range(count):
-        question = new_question(FULL, number, 0.0)
+        question = StagedQuestion(FULL, number, 0.0)
         first_s.append(await ask(contestant, question))
         second_s.append(await ask(contestant, question))
     site.prefill_s = statistics.median(first_s)
     return statistics.median(second_s) / site.prefill_s
 
 
-async def measure_ttft(site: Site, shares: Sequence[float], count: int) -> None:
+async def measure_ttft(site: Site, count: int) -> None:
     """Ask questions one at a time, in turns."""
     for number in range(count):
-        for share in shares:
+        for share in SHARES:
             names = (OFF, AUTO) if number % 2 else (AUTO, OFF)
             for name in names:
                 contestant = site.contestants[name]
                 await site.wait_until_idle()
-                question = new_question(share, number, share * site.prefill_s)
+                question = StagedQuestion(share, number, share * site.prefill_s)
                 ttft_s = await ask(contestant, question)
                 contestant.ttft_s.setdefault(share, []).append(ttft_s)
-        log(f"{number + 1} of {count} questions of each share")
+        say(f"{number + 1} of {count} questions of each share")
 
 
 async def measure_throughput(site: Site, options: argparse.Namespace) -> None:
@@ -197,14 +266,14 @@ async def _saturate(site: Site, name: str, options: argparse.Namespace) -> None:
 
     async def client() -> None:
         for number in left:
-            await ask(contestant, new_question(FULL, number % options.recorded, site.prefill_s))
+            await ask(contestant, StagedQuestion(FULL, number % options.recorded, site.prefill_s))
 
     await site.wait_until_idle()
     began = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(options.clients)))
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
     contestant.busy_s += time.monotonic() - began
     contestant.answers += options.answers
-    log(f"{name}: {contestant.answers / contestant.busy_s:.2f} answers/s at saturation")
+    say(f"{name}: {contestant.answers / contestant.busy_s:.2f} answers/s at saturation")
 
 
 async def counted(contestant: Contestant, name: str) -> dict[str, float]:
@@ -219,35 +288,33 @@ async def counted(contestant: Contestant, name: str) -> dict[str, float]:
 
 
 async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the whole measurement."""
     second_share = await measure_prefill(site, options.questions)
-    log(f"a prefill takes {site.prefill_s:.2f} s")
-    await measure_ttft(site, options.shares, options.questions)
+    say(f"a prefill takes {site.prefill_s:.2f} s")
+    await measure_ttft(site, options.questions)
     off, auto = (site.contestants[name] for name in (OFF, AUTO))
+    medians_s = {
+        name: {share: statistics.median(found) for share, found in contestant.ttft_s.items()}
+        for name, contestant in site.contestants.items()
+    }
     gains = {
-        share: statistics.median(off.ttft_s[share]) / statistics.median(auto.ttft_s[share])
-        for share in options.shares
+        str(share): round(medians_s[OFF][share] / medians_s[AUTO][share], 3) for share in SHARES
     }
     guesses = await counted(auto, "guesses")
     wasted_tokens = (await counted(auto, "wasted_tokens"))[""]
-    prompt_tokens = sum(map(len, auto.ttft_s.values())) * options.prompt_tokens
+    prompt_tokens = sum(map(len, auto.ttft_s.values())) * PROMPT_TOKENS
     await measure_throughput(site, options)
+    off_per_s, auto_per_s = (one.answers / one.busy_s for one in (off, auto))
     return {
-        "ttft_gain_full_search": round(gains[FULL], 3),
-        "ttft_gain": {str(share): round(gain, 3) for share, gain in gains.items()},
+        "ttft_gain_full_search": gains[str(FULL)],
+        "ttft_gain": gains,
         "ttft_ms": {
-            name: {
-                str(share): round(1e3 * statistics.median(found))
-                for share, found in site.contestants[name].ttft_s.items()
-            }
-            for name in (OFF, AUTO)
+            name: {str(share): round(1e3 * median_s) for share, median_s in found.items()}
+            for name, found in medians_s.items()
         },
         "wasted_prefill_share": round(wasted_tokens / prompt_tokens, 4),
         "second_request_share": round(second_share, 3),
-        "throughput_ratio_at_saturation": round(
-            (auto.answers / auto.busy_s) / (off.answers / off.busy_s), 3
-        ),
-        "answers_per_s_at_saturation": round(off.answers / off.busy_s, 3),
+        "throughput_ratio_at_saturation": round(auto_per_s / off_per_s, 3),
+        "answers_per_s_at_saturation": round(off_per_s, 3),
         "prefill_ms": round(1e3 * site.prefill_s),
         "guesses": guesses,
         "guesses_at_saturation": {
@@ -258,62 +325,37 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start the services and measure."""
-    recorded = record_searches(options.shares, options.recorded)
-    log("searches are recorded")
-    model = options.model or fetch_model("smollm2")
-    identity = load_tokenizer(model).identity
-    chunk_tokens = options.prompt_tokens // TOP_K
-    retriever = StagedRetriever(
-        recorded, prompt_builder(model), chunk_tokens, identity
-    )  # other calls are not served
-    arguments = ("--scheduling-policy", "priority")
+    recorded = record_searches(SHARES, options.recorded)
+    say("searches are recorded")
+    model = fetch_model("smollm2")
+    retriever = StagedRetriever(recorded, load_tokenizer(model))  # type: ignore[abstract]  # other calls are not served
     with (
         running_cachestore(folder / "store") as store,
         running_engine(
-            *(folder / "engine", model, store.address, *arguments),
+            *(folder / "engine", model, store.address, "--scheduling-policy", "priority"),
             number_type=fast_number_type(),
         ) as engine,
     ):
-        log("the engine is up")
-        async with running_site(model, engine, store.address, retriever) as site:
+        say("the engine is up")
+        async with running_site(folder, model, engine, store.address, retriever) as site:
             found = await measure(site, options)
     return found | {
         "final_progress": {
             str(share): round(statistics.fmean(map(final_progress, searches)), 3)
             for share, searches in recorded.items()
         },
-        "prompt_tokens": options.prompt_tokens,
+        "prompt_tokens": PROMPT_TOKENS,
         "questions": options.questions,
-        "clients": options.clients,
+        "clients": CLIENTS,
     }
 
 
-def log(text: str) -> None:
-    """Write a line for the reader who waits."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    """Print one JSON object as the last line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under four minutes on two cores")
-    option = parser.add_argument
-    option("--model", type=Path, help="folder of a model; default: smollm2")
-    option("--prompt-tokens", type=int, default=640, help="tokens of all chunks of a prompt")
-    option("--questions", type=int, default=20, help="of each vector search ratio and gateway")
-    option("--shares", type=float, nargs="+", default=list(SHARES), help="vector search ratios")
-    option("--clients", type=int, default=6, help="questions at once at saturation")
-    option("--answers", type=int, default=30, help="answers of a turn at saturation")
-    option("--rounds", type=int, default=2, help="of two turns of each gateway at saturation")
-    options = parser.parse_args()
-    if options.quick:
-        options.questions, options.answers, options.rounds = 3, 12, 1
-    if FULL not in options.shares:
-        parser.error("--shares needs 1.0, the search of all vectors")
-    options.recorded = max(options.questions, 20)
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(run(options, Path(folder)))))
+    given = options(__doc__, "under four minutes on two cores").parse_args()
+    # Of each vector search ratio and gateway; answers and pairs of turns at saturation.
+    given.questions, given.answers, given.rounds = (3, 12, 1) if given.quick else (20, 30, 2)
+    given.recorded = max(given.questions, 20)
+    print_figures(lambda folder: asyncio.run(run(given, folder)))
 
 
 if __name__ == "__main__":

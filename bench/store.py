@@ -17,22 +17,21 @@ pymemcache).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.support.program import options, print_figures, say
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
@@ -69,20 +68,17 @@ class Entrant:
 ENTRANTS = (
     Entrant("shared", "ours", "ours", "RagCache"),
     Entrant("socket", "ours", "ours", "RagCacheSocket"),
-    Entrant("grpc-lane", "ours", "ours", "RagCacheGrpc"),
     Entrant("durable", "ours", "ours", "RagCacheDurable"),
     Entrant("disk", "ours", "ours", "RagCacheDisk"),
-    Entrant("memcpy", "floor", "floors", "Memcpy"),
-    Entrant("file per value", "floor", "floors", "Files"),
-    Entrant("gRPC bytes", "net", "floors", "GrpcBytes"),
-    Entrant("rocksdict", "shm", "rocks", "RocksDict"),
+    Entrant("memcpy", "floor", "baselines", "Memcpy"),
+    Entrant("gRPC bytes", "net", "baselines", "GrpcBytes"),
+    Entrant("rocksdict", "shm", "baselines", "RocksDict"),
     Entrant("LMCache multi-process", "shm", "lmcache_stores", "MultiProcess"),
-    Entrant("LMCache fs_native", "shm", "lmcache_stores", "FsNative"),
     Entrant("NIXL", "shm", "transfer_libraries", "Nixl", spins=True),
     Entrant("lmcache_server", "net", "lmcache_stores", "LMCacheServer"),
     Entrant("Mooncake TCP", "net", "transfer_libraries", "Mooncake"),
-    Entrant("Redis", "net", "networked", "Redis"),
-    Entrant("memcached", "net", "networked", "Memcached"),
+    Entrant("Redis", "net", "baselines", "Redis"),
+    Entrant("memcached", "net", "baselines", "Memcached"),
 )
 
 
@@ -96,8 +92,10 @@ class Runner:
 
     def ask(self, **words: Any) -> dict[str, Any]:
         """Send a command and return the answer. Raises RuntimeError if the process has ended."""
+        assert self.process.stdin is not None
         self.run(True)
-        self.tell(**words)
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
         answer = self.hear()
         self.run(False)
         return answer
@@ -107,14 +105,7 @@ class Runner:
         if self.entrant.spins:
             os.killpg(self.process.pid, signal.SIGCONT if on else signal.SIGSTOP)
 
-    def tell(self, **words: Any) -> None:
-        """Send a command."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-
     def hear(self) -> dict[str, Any]:
-        """Return its answer."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -135,11 +126,11 @@ class Runner:
 
 
 @contextmanager
-def running(entrants: Sequence[Entrant], peers: Path, folder: Path) -> Iterator[list[Runner]]:
+def running(peers: Path, folder: Path) -> Iterator[list[Runner]]:
     """Start all stores at once; report and leave out the absent ones."""
     with ExitStack() as stack:
         runners = []
-        for entrant in entrants:
+        for entrant in ENTRANTS:
             own = folder / entrant.cls
             own.mkdir()
             python = Path(sys.executable) if entrant.kind in {"ours", "floor"} else peers
@@ -168,7 +159,7 @@ def _present(runner: Runner) -> bool:
     except RuntimeError as error:
         reason = f"{error}"
     if reason:
-        print(f"absent: {runner.entrant.name}: {reason}")
+        say(f"absent: {runner.entrant.name}: {reason}")
     return reason is None
 
 
@@ -203,77 +194,46 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
                     os.sync()
 
 
-def report(runners: Sequence[Runner]) -> None:
-    """Print GB/s of every store."""
-    heads = [f"{do} {_name(size)}" for size in SIZES for do in ("put", "get")]
-    print(f"{'GB/s (median)':24}" + "".join(f"{head:>13}" for head in heads))
-    for runner in runners:
-        rates = [runner.median(do, size) for size in SIZES for do in ("put", "get")]
-        cells = "".join(f"{'-' if rate is None else f'{rate:.2f}':>13}" for rate in rates)
-        print(f"{runner.entrant.name:24}{cells}")
-
-
 def ratios(runners: Sequence[Runner]) -> dict[str, Any]:
     """Return the ratios; None if one side is absent."""
-    by_name = {runner.entrant.name: runner for runner in runners}
 
-    def rate(name: str, do: str, size: int) -> float | None:
-        return by_name[name].median(do, size) if name in by_name else None
+    def best(names: str, do: str, size: int) -> float | None:
+        """Return the highest median rate of a store, or of all stores of a kind."""
+        found = [one for one in runners if names in (one.entrant.name, one.entrant.kind)]
+        return max((rate for one in found if (rate := one.median(do, size))), default=None)
 
-    def best(kind: str, do: str, size: int) -> float | None:
-        peers = [runner for runner in runners if runner.entrant.kind == kind]
-        return max((r for peer in peers if (r := peer.median(do, size))), default=None)
-
-    def over(ours: float | None, theirs: float | None) -> float | None:
-        return None if ours is None or not theirs else round(ours / theirs, 3)
+    def over(ours: str, theirs: str, do: str, size: int) -> float | None:
+        above, below = best(ours, do, size), best(theirs, do, size)
+        return None if above is None or not below else round(above / below, 3)
 
     eight = 8 * MIB
-    net_get_8mib = best("net", "get", eight)
-    net_put_8mib = best("net", "put", eight)
-    rocks_put, rocks_get = rate("rocksdict", "put", eight), rate("rocksdict", "get", eight)
-    shared_8mib, shared_1mib = rate("shared", "get", eight), rate("shared", "get", MIB)
     return {
-        "shm_get_8mib_over_memcpy": over(shared_8mib, rate("memcpy", "get", eight)),
-        "shm_get_1mib_over_best_shm_peer": over(shared_1mib, best("shm", "get", MIB)),
-        "shm_get_8mib_over_best_shm_peer": over(shared_8mib, best("shm", "get", eight)),
-        "socket_get_1mib_over_best_net_peer": over(
-            rate("socket", "get", MIB), best("net", "get", MIB)
-        ),
-        "socket_get_8mib_over_best_net_peer": over(rate("socket", "get", eight), net_get_8mib),
-        "put_accepted_8mib_over_best_net_peer": over(rate("socket", "put", eight), net_put_8mib),
-        "put_durable_8mib_over_rocksdict": over(rate("durable", "put", eight), rocks_put),
-        "disk_get_8mib_over_rocksdict": over(rate("disk", "get", eight), rocks_get),
+        "shm_get_8mib_over_memcpy": over("shared", "memcpy", "get", eight),
+        "shm_get_1mib_over_best_shm_peer": over("shared", "shm", "get", MIB),
+        "shm_get_8mib_over_best_shm_peer": over("shared", "shm", "get", eight),
+        "socket_get_1mib_over_best_net_peer": over("socket", "net", "get", MIB),
+        "socket_get_8mib_over_best_net_peer": over("socket", "net", "get", eight),
+        "put_accepted_8mib_over_best_net_peer": over("socket", "net", "put", eight),
+        "put_durable_8mib_over_rocksdict": over("durable", "rocksdict", "put", eight),
+        "disk_get_8mib_over_rocksdict": over("disk", "rocksdict", "get", eight),
         "peers": [r.entrant.name for r in runners if r.entrant.kind in {"shm", "net"}],
     }
 
 
-def _name(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+def run(peers: Path, quick: bool, folder: Path) -> dict[str, Any]:
+    with running(peers, folder) as runners:
+        for size in SIZES:
+            compete(runners, size, rounds=1 if quick else 8)
+        return {**ratios(runners), "page_cache": "warm", "quick": quick}
 
 
-def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+def main() -> None:
+    parser = options(__doc__, "fewer rounds")
     parser.add_argument(
         "--peers", type=Path, default=Path(sys.executable), help="Python that has the peers"
     )
-    parser.add_argument("--only", nargs="*", help="names of the stores that take part")
-    given = parser.parse_args(arguments)
-    left_out = {"grpc-lane", "file per value"} if given.quick else set()  # they are in no figure
-    entrants = [e for e in ENTRANTS if e.name in (given.only or {e.name} - left_out)]
-    rounds = 1 if given.quick else 8
-    folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
-    try:
-        with running(entrants, given.peers, folder) as runners:
-            for size in SIZES:
-                compete(runners, size, rounds)
-            report(runners)
-            found = {**ratios(runners), "page_cache": "warm", "quick": given.quick}
-    finally:
-        shutil.rmtree(folder)
-    print(json.dumps(found))
-    return found
+    given = parser.parse_args()
+    print_figures(lambda folder: run(given.peers, given.quick, folder))
 
 
 if __name__ == "__main__":

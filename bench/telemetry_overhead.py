@@ -18,20 +18,13 @@ A client asks one question of each gateway, in a random order, again and again. 
   ``bare_added_p50_us`` is the difference of the medians.
 
 ``scrape_cpu_ms`` is the gateway's CPU time for one scrape, a part of ``cpu_ratio_on_over_off``.
-``count_chunks_us`` is what keeping and counting the chunks of an answer costs in each request, and
-``explanation_us`` what an explanation costs that a client asks for, both with 8 chunks.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
-import json
 import random
-import sys
-import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,21 +32,19 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
-from bench.support.gateway_load.explained_prompts import counting_us, explanation_us
+from bench.support.comparison import interval
 from bench.support.gateway_load.simulated_parts import (
     HOST,
     SimulatedParts,
+    StreamTimes,
     chat_request,
-    cpu_s,
+    run_streams,
     simulated_parts,
     wait_for_gateway,
 )
-from bench.support.gateway_load.stream_client import StreamTimes, run_streams
-from bench.support.processes import Service, free_port
-from bench.support.sequences.bootstrap import interval
-from tests.helpers.otlp import Collector, collector
+from bench.support.program import is_quick, print_figures
+from harness.otlp import Collector, collector
+from harness.processes import Service, free_port
 
 CHUNKS: Final = 8
 CHUNK_TOKENS: Final = 250
@@ -65,7 +56,6 @@ TRACED_SHARE: Final = 0.1
 SCRAPE_INTERVAL_S: Final = 1.0
 TIMED_SCRAPES: Final = 30
 WARM_UP_ROUNDS: Final = 40
-COUNTED_ANSWERS: Final = 1000
 ACCEPT: Final = "application/openmetrics-text;version=1.0.0"
 
 
@@ -83,17 +73,10 @@ QUICK = Sizes(160, 120)
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A running gateway."""
-
     service: Service
     port: int
 
-    def cpu_s(self) -> float:
-        """Return the CPU time that it has used, in seconds."""
-        return cpu_s(self.service.pid)
-
     def request(self) -> bytes:
-        """Return the bytes of a question."""
         collection = {"collection": f"chunks-{CHUNK_TOKENS}", "top_k": CHUNKS}
         return chat_request(self.port, max_tokens=ANSWER_TOKENS, stream=True, ragcache=collection)
 
@@ -113,7 +96,6 @@ class Compared:
     errors: int
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the case."""
         times_s = {name: np.array(found) for name, found in self.first_token_s.items()}
         p50_s = {name: float(np.median(found)) for name, found in times_s.items()}
         on_s, without_s = times_s["on"], np.array([times_s["off"], times_s["control"]])
@@ -145,68 +127,52 @@ class Compared:
 
 @dataclass(slots=True)
 class Scrapes:
-    """Reads a metrics page every SCRAPE_INTERVAL_S while its context is entered.
-
-    Args:
-        port: Port of the page.
-    """
+    """Reads the metrics page of a port."""
 
     port: int
     count: int = 0
     num_bytes: int = 0
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncGenerator[None, None]:
-        """Scrape until the block ends."""
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _run(self) -> None:
+    async def repeat(self) -> None:
+        """Scrape every SCRAPE_INTERVAL_S until the task is cancelled."""
         while True:
             await self.scrape()
             await asyncio.sleep(SCRAPE_INTERVAL_S)
 
-    async def scrape(self) -> bytes:
-        """Read the page once."""
+    async def scrape(self) -> None:
         reader, writer = await asyncio.open_connection(HOST, self.port)
         head = f"GET /metrics HTTP/1.1\r\nhost: {HOST}\r\naccept: {ACCEPT}\r\n"
         writer.write(f"{head}connection: close\r\n\r\n".encode())
-        page = await reader.read(-1)
+        self.num_bytes = len(await reader.read(-1))
         writer.close()
         self.count += 1
-        self.num_bytes = len(page)
-        return page
+
+
+def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    with simulated_parts(folder) as parts, collector() as received:
+        return uvloop.run(measure(parts, received, sizes))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer questions")
-    sizes = QUICK if parser.parse_args().quick else FULL
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        simulated_parts(Path(folder)) as parts,
-        collector() as received,
-    ):
-        results = uvloop.run(measure(parts, received, sizes))
-    print(json.dumps(results))
+    sizes = QUICK if is_quick(__doc__, "fewer questions") else FULL
+    print_figures(lambda folder: run(sizes, folder))
 
 
 async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> dict[str, Any]:
-    """Measure both cases."""
     gateways, scrapes = start_gateways(parts, received.url)
     await parts.set_rate(TOKENS_PER_S)
     await compare(gateways, WARM_UP_ROUNDS, STREAMS)
-    async with scrapes.running():
-        await parts.set_first_token(FIRST_TOKEN_S)
-        realistic = await compare(gateways, sizes.realistic, STREAMS)
-        await parts.set_first_token(0.0)
-        bare = await compare(gateways, sizes.bare, 1)
-    scrape_cpu_s = await cpu_of_scrapes(gateways["on"], scrapes)
+    scraping = asyncio.create_task(scrapes.repeat())
+    await parts.set_first_token(FIRST_TOKEN_S)
+    realistic = await compare(gateways, sizes.realistic, STREAMS)
+    await parts.set_first_token(0.0)
+    bare = await compare(gateways, sizes.bare, 1)
+    scraping.cancel()
     on = gateways["on"].service
+    before_s = on.cpu_s()
+    for _ in range(TIMED_SCRAPES):
+        await scrapes.scrape()
+    scrape_cpu_s = (on.cpu_s() - before_s) / TIMED_SCRAPES
     lines = on.log.read_text().splitlines()
     on.stop()  # it exports what is left
     questions = WARM_UP_ROUNDS + sizes.realistic + sizes.bare
@@ -215,8 +181,6 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
         **realistic.figures(),
         "first_token_ms": round(1e3 * FIRST_TOKEN_S),
         **{f"bare_{name}": value for name, value in bare.figures().items()},
-        "count_chunks_us": counting_us(CHUNKS, COUNTED_ANSWERS),
-        "explanation_us": explanation_us(CHUNKS, COUNTED_ANSWERS),
         "scrape_cpu_ms": round(1e3 * scrape_cpu_s, 2),
         "scrapes": scrapes.count,
         "scraped_bytes": scrapes.num_bytes,
@@ -224,14 +188,6 @@ async def measure(parts: SimulatedParts, received: Collector, sizes: Sizes) -> d
         "traced_share": round(len({one.trace_id for one in received.spans()}) / questions, 3),
         "metric_exports": len(received.metrics()),
     }
-
-
-async def cpu_of_scrapes(gateway: Gateway, scrapes: Scrapes) -> float:
-    """Return the CPU time of a gateway for one scrape, in seconds."""
-    before_s = gateway.cpu_s()
-    for _ in range(TIMED_SCRAPES):
-        await scrapes.scrape()
-    return (gateway.cpu_s() - before_s) / TIMED_SCRAPES
 
 
 def start_gateways(parts: SimulatedParts, otlp_endpoint: str) -> tuple[dict[str, Gateway], Scrapes]:
@@ -287,9 +243,9 @@ async def compare(gateways: Mapping[str, Gateway], num_rounds: int, num_streams:
                 for name, time_s in answered.items():
                     first_token_s[name].append(time_s)
 
-    before_s = {name: gateway.cpu_s() for name, gateway in gateways.items()}
+    before_s = {name: gateway.service.cpu_s() for name, gateway in gateways.items()}
     await asyncio.gather(*(ask_rounds() for _ in range(num_streams)))
-    used_s = {name: gateway.cpu_s() - before_s[name] for name, gateway in gateways.items()}
+    used_s = {name: gateway.service.cpu_s() - before_s[name] for name, gateway in gateways.items()}
     return Compared(first_token_s, used_s, errors)
 
 

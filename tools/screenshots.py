@@ -23,6 +23,9 @@ import numpy as np
 from PIL import Image
 
 from examples.demo import FEW_TOKENS, MAX_TOKENS, WARM_UP, until_saved
+from harness.availability import Unavailable
+from harness.browser import Page, chromium_path
+from harness.console_view import console_page, fill, select_tab, submit
 from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
 from ragcache_cli.commands.ask import Sampling
 from ragcache_cli.commands.ask import ask as send
@@ -37,9 +40,6 @@ from ragcache_cli.sources.documents import select
 from ragcache_core.errors import RagCacheError
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
-from tests.cluster.availability import Unavailable
-from tests.helpers.browser import Page, chromium_path
-from tests.helpers.console_view import console_page, fill, select_tab, submit
 
 Colors = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 

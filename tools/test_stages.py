@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-SOURCES: Final = "core wire kv operator services cli tests bench tools examples models"
+SOURCES: Final = "core wire kv operator services cli tests harness bench tools examples models"
 # Two test files at a time: an engine's start keeps one core busy, and no more. The longest files
 # come first, so that no core is idle at the end.
 BY_TWOS: Final = "-n 2 --dist loadfile --no-loadscope-reorder"
@@ -53,7 +53,7 @@ STAGES: Final = (
         ),
     ),
     Stage("unit", ("python -m pytest -n logical --durations=10 tests/unit",)),
-    Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
+    Stage("build Kubernetes", ("python -m harness.cluster.binaries",)),
     Stage(
         "integration, end to end",
         (
@@ -65,7 +65,7 @@ STAGES: Final = (
     Stage("cluster", ("python -m pytest --durations=10 -m 'not slow' tests/cluster",)),
 )
 SLOW: Final = (
-    Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
+    Stage("build Kubernetes", ("python -m harness.cluster.binaries",)),
     Stage(
         "slow tests",
         ("python -m pytest -m slow tests/integration tests/v2 tests/e2e tests/cluster",),

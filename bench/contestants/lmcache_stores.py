@@ -1,4 +1,4 @@
-"""LMCache's own stores: its two servers, and the native file adapter.
+"""LMCache's own stores: its two servers.
 
 The clients follow LMCache's (``lm_connector``, ``native_connector_l2_adapter``) with its own
 message classes and its own native client, less what surrounds them.
@@ -7,7 +7,6 @@ message classes and its own native client, less what surrounds them.
 from __future__ import annotations
 
 import itertools
-import select
 import socket
 import sys
 from collections import Counter
@@ -15,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.contestants.contestant import Absent, Contestant
-from bench.contestants.servers import Server, free_port
+from bench.contestants.contestant import Contestant, Server, free_port, lmcache_server
 
 _TOKENS = 256
 """Tokens of the one chunk that a value of the multi-process server has."""
@@ -29,17 +27,15 @@ class LMCacheServer(Contestant):
     """``lmcache_server``: values in the memory of a Python process, over one TCP socket."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import torch  # noqa: PLC0415
-            from lmcache.utils import CacheEngineKey  # noqa: PLC0415
-            from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
-            from lmcache.v1.protocol import (  # noqa: PLC0415
-                ClientCommand,
-                ClientMetaMessage,
-                ServerMetaMessage,
-            )
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
+        import torch  # noqa: PLC0415
+        from lmcache.utils import CacheEngineKey  # noqa: PLC0415
+        from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
+        from lmcache.v1.protocol import (  # noqa: PLC0415
+            ClientCommand,
+            ClientMetaMessage,
+            ServerMetaMessage,
+        )
+
         self._command, self._reply = ClientCommand, ServerMetaMessage
 
         def message(command: object, number: int, num_bytes: int) -> bytes:
@@ -60,20 +56,18 @@ class LMCacheServer(Contestant):
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. The server does not answer a put, so it is asked whether it has it."""
+        # The server does not answer a put, so it is asked whether it has it.
         self._socket.sendall(self._message(self._command.PUT, number, len(value)))
         self._socket.sendall(value)
         self._socket.sendall(self._message(self._command.EXIST, number, 0))
         self._receive(memoryview(bytearray(self._reply.packlength())))
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         self._socket.sendall(self._message(self._command.GET, number, 0))
         self._receive(memoryview(bytearray(self._reply.packlength())))
         self._receive(buffer)
 
     def close(self) -> None:
-        """See Contestant."""
         self._socket.close()
         self._server.end()
 
@@ -91,25 +85,18 @@ class MultiProcess(Contestant):
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from lmcache.cli.commands.bench.server_bench import helpers  # noqa: PLC0415
-            from lmcache.cli.commands.bench.server_bench.client import (  # noqa: PLC0415
-                ServerBenchClient,
-            )
-            from lmcache.cli.commands.bench.server_bench.config import (  # noqa: PLC0415
-                BenchConfig,
-            )
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
-        port, http = free_port(), free_port()
-        argv = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
-        argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
-        argv += ["--chunk-size", str(_TOKENS), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
-        argv += ["--supported-transfer-mode", "engine_driven"]
-        self._server = Server([*argv, "--disable-observability"], http)
+        from lmcache.cli.commands.bench.server_bench import helpers  # noqa: PLC0415
+        from lmcache.cli.commands.bench.server_bench.client import (  # noqa: PLC0415
+            ServerBenchClient,
+        )
+        from lmcache.cli.commands.bench.server_bench.config import (  # noqa: PLC0415
+            BenchConfig,
+        )
+
+        self._server = lmcache_server(memory_gb=1)
         self._config = BenchConfig(
-            rpc_url=f"tcp://127.0.0.1:{port}",
-            http_url=f"http://127.0.0.1:{http}",
+            rpc_url=f"tcp://127.0.0.1:{self._server.port}",
+            http_url=f"http://127.0.0.1:{self._server.http_port}",
             mode="cpu",
             transfer_mode="engine_driven",
             tp_size=1,
@@ -126,7 +113,6 @@ class MultiProcess(Contestant):
         self._sessions = itertools.count()
 
     def prepare_put(self, number: int, value: memoryview) -> None:
-        """See Contestant: bring the value into a block."""
         if len(value) != self._value_bytes:
             self._start(len(value))
         self._puts[number] += 1
@@ -134,12 +120,12 @@ class MultiProcess(Contestant):
         self._block()[:] = value
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. What is stored is not stored again: other bytes are another chunk."""
+        # What is stored is not stored again: other bytes are another chunk.
         if not self._client.store(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache refused a store")
 
     def prepare_get(self, number: int) -> None:
-        """See Contestant: the LOOKUP, whose end its own benchmark looks for every 50 ms."""
+        """Do the LOOKUP, whose end its own benchmark looks for every 50 ms."""
         helpers, client = self._helpers, self._client
         self._request = self._request_of(number)
         key = helpers._make_key(
@@ -152,13 +138,11 @@ class MultiProcess(Contestant):
         helpers._poll_prefetch_status(client._req_client, key.request_id, 5000, 0.001)
 
     def get(self, number: int, buffer: memoryview) -> memoryview:
-        """See Contestant."""
         if not self._client.retrieve(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache retrieved nothing")
         return self._block()
 
     def close(self) -> None:
-        """See Contestant."""
         if self._client is not None:
             self._client.close()
         self._server.end()
@@ -179,50 +163,3 @@ class MultiProcess(Contestant):
     def _block(self) -> memoryview:
         block = self._layer[self._request.block_offset]
         return memoryview(block.view(-1).numpy()).cast("B")
-
-
-class FsNative(Contestant):
-    """The ``fs_native`` adapter's C++ client: one file per value, four workers."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
-        except ImportError as error:
-            raise Absent(f"lmcache cannot be imported: {error}") from error
-        self._folder = folder
-        self._puts: Counter[int] = Counter()
-        self._client = LMCacheFSClient(str(folder), 4, "", False, 0)
-        self._done = select.poll()
-        self._done.register(self._client.event_fd(), select.POLLIN)
-
-    def put(self, number: int, value: memoryview) -> None:
-        """See Contestant. A file that is there stays as it is: other bytes are another key."""
-        self._puts[number] += 1
-        self._finish(self._client.submit_batch_set([self._key(number)], [value]))
-
-    def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
-        self._finish(self._client.submit_batch_get([self._key(number)], [buffer]))
-
-    def settle(self) -> None:
-        """See Contestant: drop what newer values have replaced."""
-        current = {self._key(number).rpartition("@")[2] for number in self._puts}
-        for file in self._folder.iterdir():
-            if file.stem.rpartition("@")[2] not in current:
-                file.unlink()
-
-    def close(self) -> None:
-        """See Contestant."""
-        self._client.close()
-
-    def _key(self, number: int) -> str:
-        return f"m@0@0@{number:012x}{self._puts[number]:04x}"
-
-    def _finish(self, future: int) -> None:
-        while True:
-            self._done.poll(5000)
-            for done, ok, error, *_ in self._client.drain_completions():
-                if done == future:
-                    if not ok:
-                        raise OSError(error)
-                    return

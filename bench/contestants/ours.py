@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from bench.contestants.contestant import Contestant
-from bench.contestants.servers import START_S, Server, free_port
+from bench.contestants.contestant import START_S, Contestant, Server, free_port
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
@@ -53,7 +52,6 @@ class RagCache(Contestant):
         self._keys: dict[int, VariantKey] = {}
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         starts = range(0, len(value), _PART_BYTES)
         sizes = tuple([min(_PART_BYTES, len(value) - start) for start in starts])
         info = VariantInfo(256, len(value), 0, Provenance(exact=True))
@@ -66,14 +64,13 @@ class RagCache(Contestant):
             raise OSError("the store refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         ((_, found),) = self._client.get([self._keys[number]], TIMEOUT_S, allocate=lambda _: buffer)
         if isinstance(found, Miss):
             raise OSError(f"the store has no value: {found}")
         self.note(found.tier)
 
     def settle(self) -> None:
-        """See Contestant: what was accepted is written to disk in the background."""
+        """Wait until what was accepted is written to disk."""
         while self._client.stats(TIMEOUT_S).unwritten:
             time.sleep(0.02)
 
@@ -81,7 +78,6 @@ class RagCache(Contestant):
         """Note the tier of a value."""
 
     def close(self) -> None:
-        """See Contestant."""
         self._client.close()
         self._server.end()
 
@@ -90,12 +86,6 @@ class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
 
     transport = "socket"
-
-
-class RagCacheGrpc(RagCache):
-    """Through gRPC messages, the fallback transport."""
-
-    transport = "grpc"
 
 
 class RagCacheDurable(RagCache):
@@ -110,5 +100,4 @@ class RagCacheDisk(RagCacheDurable):
     memory_bytes = 32 << 20
 
     def note(self, tier: Tier) -> None:
-        """See RagCache."""
         self.counts = tier is Tier.DISK

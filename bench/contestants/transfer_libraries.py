@@ -6,14 +6,14 @@ import multiprocessing
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.contestants.contestant import Absent, Contestant
-from bench.contestants.servers import Server, free_port
+from bench.contestants.contestant import Absent, Contestant, Server, free_port
 
 _SEGMENT_BYTES = 768 << 20
 
@@ -53,57 +53,64 @@ def _hold_mooncake(master: str, ready: Connection) -> None:
     store.close()
 
 
-class Mooncake(Contestant):
+class HeldMemory(Contestant):
+    """Values in the memory of another process, and buffers that the library knows."""
+
+    def _start_holder(self, hold: Callable[..., None], *words: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=hold, args=(*words, theirs), daemon=True)
+        self._process.start()
+        self._registered: list[tuple[int, int]] = []
+        if not self._pipe.poll(30):
+            self.close()
+            raise Absent("the process that holds the memory does not start")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join(10)
+
+    def _register(self, buffer: memoryview, register: Callable[[int, int], object]) -> None:
+        """Register the whole array that a buffer is a window of, once."""
+        if (whole := _whole(buffer)) not in self._registered:
+            register(*whole)
+            self._registered.append(whole)
+
+
+class Mooncake(HeldMemory):
     """Mooncake's store: a master, a process that lends memory, and a client without any."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import mooncake  # noqa: PLC0415
-        except ImportError as error:
-            raise Absent(f"mooncake cannot be imported: {error}") from error
+        import mooncake  # noqa: PLC0415
+
         master = Path(mooncake.__file__).parent / "mooncake_master"
         port, metrics = free_port(), free_port()
         argv = [str(master), f"--rpc_port={port}", f"--metrics_port={metrics}"]
         if shutil.which(argv[0]) is None:
             os.chmod(argv[0], 0o755)
         self._server = Server(argv, port)
-        context = multiprocessing.get_context("spawn")
-        self._holder, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_hold_mooncake, args=(f"127.0.0.1:{port}", theirs), daemon=True
-        )
-        self._process.start()
-        if not self._holder.poll(30):
-            self.close()
-            raise Absent("mooncake's holder of memory does not start")
+        self._start_holder(_hold_mooncake, f"127.0.0.1:{port}")
         self._store = _mooncake(f"127.0.0.1:{port}", 0)
-        self._registered: list[tuple[int, int]] = []
         self._puts: Counter[int] = Counter()
 
     def prepare_put(self, number: int, value: memoryview) -> None:
-        """See Contestant: an object does not change, so the old one goes."""
+        """Remove the old value, because an object does not change."""
         if self._puts[number]:
             self._store.remove(self._key(number))
         self._puts[number] += 1
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         if self._store.put(self._key(number), value):
             raise OSError("mooncake refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
-        if (whole := _whole(buffer)) not in self._registered:
-            self._store.register_buffer(*whole)
-            self._registered.append(whole)
+        self._register(buffer, self._store.register_buffer)
         found = self._store.get_into(self._key(number), _address(buffer), len(buffer))
         if found != len(buffer):
             raise OSError(f"mooncake gave {found}")
 
     def close(self) -> None:
-        """See Contestant."""
-        self._process.terminate()
-        self._process.join(10)
+        super().close()
         self._server.end()
 
     def _key(self, number: int) -> str:
@@ -111,10 +118,8 @@ class Mooncake(Contestant):
 
 
 def _nixl_agent(name: str) -> Any:
-    try:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
-    except ImportError as error:
-        raise Absent(f"nixl cannot be imported: {error}") from error
+    from nixl_cu12._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
+
     try:
         return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
     except Exception as error:
@@ -129,38 +134,26 @@ def _hold_nixl(pipe: Connection) -> None:
     pipe.recv()
 
 
-class Nixl(Contestant):
+class Nixl(HeldMemory):
     """One-sided reads and writes of another process's registered memory, by UCX."""
 
     def __init__(self, folder: Path) -> None:
         self._agent = _nixl_agent("client")
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_hold_nixl, args=(theirs,), daemon=True)
-        self._process.start()
-        if not self._pipe.poll(30):
-            self.close()
-            raise Absent("nixl's holder of memory does not start")
+        self._start_holder(_hold_nixl)
         metadata, self._remote = self._pipe.recv()
         self._peer = self._agent.add_remote_agent(metadata)
-        self._registered: list[tuple[int, int]] = []
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
         self._move("WRITE", number, value)
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """See Contestant."""
         self._move("READ", number, buffer)
-
-    def close(self) -> None:
-        """See Contestant."""
-        self._process.terminate()
-        self._process.join(10)
 
     def _move(self, how: str, number: int, buffer: memoryview) -> None:
         start, num_bytes = _address(buffer), len(buffer)
-        self._register(buffer)
+        self._register(
+            buffer, lambda *whole: self._agent.register_memory([(*whole, 0, "")], "DRAM")
+        )
         slots = _SEGMENT_BYTES // num_bytes
         remote = self._remote + number % slots * num_bytes
         local = self._agent.get_xfer_descs([(start, num_bytes, 0)], "DRAM")
@@ -172,8 +165,3 @@ class Nixl(Contestant):
         self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise OSError(f"nixl ended a transfer as {state}")
-
-    def _register(self, buffer: memoryview) -> None:
-        if (whole := _whole(buffer)) not in self._registered:
-            self._agent.register_memory([(*whole, 0, "")], "DRAM")
-            self._registered.append(whole)

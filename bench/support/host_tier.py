@@ -6,19 +6,16 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.identity.variant import Precision, ValuePart, ValueShape
-from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_kv.codecs import decode_part, native_part_bytes
 from ragcache_kv.values.layout import checksum
 
@@ -67,13 +64,6 @@ def touch(memories: Iterable[Bytes]) -> None:
         memory[:: mmap.PAGESIZE].max()
 
 
-class Disk(Protocol):
-    """A disk that values are read from."""
-
-    def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
-        """Read a value into a page-aligned buffer with room for whole pages."""
-
-
 class ValueRegion:
     """Values in one file, page-aligned and read with O_DIRECT.
 
@@ -115,51 +105,6 @@ class ValueRegion:
         os.close(self._fd)
 
 
-class PacedDisk:
-    """A disk whose reads end no earlier than at a stated rate."""
-
-    def __init__(self, disk: Disk, bytes_per_s: float) -> None:
-        self._disk = disk
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
-        with self._lock:
-            end = max(time.perf_counter(), self._free_at) + num_bytes / self._bytes_per_s
-            self._free_at = end
-        self._disk.read(name, num_bytes, buffer)
-        time.sleep(max(0.0, end - time.perf_counter()))
-
-
-class Readers:
-    """Threads that read values, and their rate."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
-        self._spans: list[tuple[float, float, int]] = []
-
-    def read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> Future[None]:
-        """Start to read a value."""
-        return self._pool.submit(self._read, disk, name, num_bytes, buffer)
-
-    def take_rate(self) -> float | None:
-        """Return and reset the rate since the last call, in bytes per second."""
-        if not self._spans:
-            return None
-        begun, ended, sizes = zip(*self._spans, strict=True)
-        self._spans.clear()
-        return float(sum(sizes) / (max(ended) - min(begun)))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> None:
-        begun = time.perf_counter()
-        disk.read(name, num_bytes, buffer)
-        self._spans.append((begun, time.perf_counter(), num_bytes))
-
-
 def resident_share(fd: int) -> float:
     """Return the share of a file in the page cache."""
     size = os.fstat(fd).st_size
@@ -188,18 +133,17 @@ class Loader:
     def __init__(self, shape: ValueShape, num_tokens: int, most_chunks: int, threads: int) -> None:
         self._shape = shape
         self._num_tokens = num_tokens
-        self.readers = Readers(threads)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self._spans: list[tuple[float, float, int]] = []
         self._native = native_part_bytes(shape, num_tokens)
         whole = shape.num_layers * self._native
         self.outs = [aligned(whole) for _ in range(most_chunks)]
         self._staging = [aligned(whole) for _ in range(most_chunks)]
         self._kept: dict[int, Bytes] = {}
 
-    def keep(self, value: Encoded, memory: Placement) -> None:
-        """Keep an encoded value in memory; without a GPU there is one kind of memory."""
-        if memory is not Placement.DISK:
-            self._kept[id(value)] = aligned(value.num_bytes)
-            self._kept[id(value)][:] = value.raw
+    def keep(self, value: Encoded) -> None:
+        self._kept[id(value)] = aligned(value.num_bytes)
+        self._kept[id(value)][:] = value.raw
 
     def make_ready(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
         """Touch all memory that these loads may use, and overwrite the last results."""
@@ -208,50 +152,49 @@ class Loader:
         for out in self.outs:
             out[:] = 0
 
-    def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
+    def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: ValueRegion) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
-        coming: dict[Future[None], int] = {}
-        for index, chunk in enumerate(chunks):
+        coming: dict[Future[None], tuple[Encoded, Bytes, Bytes]] = {}
+        kept: list[tuple[Encoded, Bytes, Bytes]] = []
+        for chunk, out, staging in zip(chunks, self.outs, self._staging, strict=False):
             value = values[chunk]
-            if id(value) not in self._kept:
-                buffer = (self.outs if value.precision.lossless else self._staging)[index]
-                coming[self.readers.read(disk, chunk, value.num_bytes, buffer)] = index
-        for index, chunk in enumerate(chunks):
-            kept = self._kept.get(id(values[chunk]))
-            if kept is not None:
-                self._deliver(values[chunk], kept, self.outs[index])
+            if id(value) in self._kept:
+                kept.append((value, self._kept[id(value)], out))
+            else:
+                buffer = out if value.precision.lossless else staging
+                read = self._readers.submit(self._read, disk, chunk, value.num_bytes, buffer)
+                coming[read] = (value, buffer, out)
+        for delivery in kept:
+            self._deliver(*delivery)
         for read in as_completed(coming):
             read.result()
-            index = coming[read]
-            value = values[chunks[index]]
-            buffer = (self.outs if value.precision.lossless else self._staging)[index]
-            self._deliver(value, buffer, self.outs[index])
+            self._deliver(*coming[read])
 
-    def delivered(self, index: int) -> Bytes:
-        """Return a value of ``outs``."""
-        return self.outs[index]
+    def take_rate(self) -> float | None:
+        """Return and reset the rate of reads since the last call, in bytes per second."""
+        if not self._spans:
+            return None
+        begun, ended, sizes = zip(*self._spans, strict=True)
+        self._spans.clear()
+        return float(sum(sizes) / (max(ended) - min(begun)))
 
     def close(self) -> None:
-        self.readers.close()
+        self._readers.shutdown()
+
+    def _read(self, disk: ValueRegion, name: int, num_bytes: int, buffer: Bytes) -> None:
+        begun = time.perf_counter()
+        disk.read(name, num_bytes, buffer)
+        self._spans.append((begun, time.perf_counter(), num_bytes))
 
     def _deliver(self, value: Encoded, source: Bytes, out: Bytes) -> None:
-        verify(value, source)
-        if value.precision.lossless:
-            if source is not out:
-                out[:] = source
-            return
         start = 0
         for layer, part in enumerate(value.parts):
             raw = source[start : start + part.num_bytes]
             start += part.num_bytes
-            native = out[layer * self._native : (layer + 1) * self._native]
-            decode_part(raw, self._shape, self._num_tokens, value.precision, out=native)
-
-
-def verify(value: Encoded, raw: Bytes) -> None:
-    """Verify every part's checksum, as a client does; ``raw`` may be longer than the value."""
-    start = 0
-    for part in value.parts:
-        if checksum(raw[start : start + part.num_bytes].data) != part.checksum:
-            raise AssertionError("a part came back damaged")
-        start += part.num_bytes
+            if checksum(raw.data) != part.checksum:
+                raise AssertionError("a part came back damaged")
+            if not value.precision.lossless:
+                native = out[layer * self._native : (layer + 1) * self._native]
+                decode_part(raw, self._shape, self._num_tokens, value.precision, out=native)
+        if value.precision.lossless and source is not out:
+            out[:] = source

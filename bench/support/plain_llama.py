@@ -44,7 +44,6 @@ class Shape:
 
     @property
     def space(self) -> KVSpace:
-        """Of its KV."""
         return KVSpace("bench", self.layers, self.kv_heads, self.head_dim, "bfloat16")
 
 
@@ -70,7 +69,6 @@ class Attention:
         kv_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write tokens."""
         both = torch.cat((keys, values), dim=-1)
         kv_cache[slots // BLOCK_TOKENS, :, slots % BLOCK_TOKENS] = both
 

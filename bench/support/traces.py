@@ -1,7 +1,7 @@
-"""Sequences of requests for cache policies, from public data or generated; see ``load_traces``.
+"""Sequences of requests for cache policies, and their replay as in a tier of the store.
 
-A request is a list of accesses in prompt order. Times are the data's own (Mooncake), else Poisson
-arrivals from a seeded generator.
+They are from public data, or generated. A request is a list of accesses in prompt order. Times are
+the data's own (Mooncake), else Poisson arrivals from a seeded generator.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import gzip
 import hashlib
 import json
 import random
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from bench.support.computed_profile import ComputedProfile
+from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
+from ragcache_core.eviction.admission import Admission
+from ragcache_core.store_api import VariantUse
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
@@ -26,6 +30,48 @@ BLOCK_TOKENS = 512  # of a Mooncake hash id
 TOKENS_PER_WORD = 1.3  # the passages are texts; no tokenizer is needed to compare policies
 REQUESTS_PER_S = 0.8  # RAGCache's rate (§7.3), where the data has no times
 BYTES_PER_TOKEN = 131_072  # of an 8B model with 8 KV heads in bf16
+
+
+_WEIGHTS = 7e9
+_LAYERS, _WIDTH = 32, 4096
+_OPERATIONS_PER_S = 60e12
+_GRID = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+
+
+def _profiled(cached: float, uncached: float) -> float:
+    pairs = uncached * cached + uncached * uncached / 2
+    return (2 * _WEIGHTS * uncached + 4 * _LAYERS * _WIDTH * pairs) / _OPERATIONS_PER_S
+
+
+class ComputedProfile:
+    """T(cached, uncached): seconds of prefill, interpolated bilinearly from a profile.
+
+    The profile is computed, not measured, so that replaying a trace needs no engine: operations of
+    a 7B model (2 per weight and token, and 4 per layer, dimension and pair in attention) at 60
+    TFLOP/s. Only ratios of its figures are reported.
+
+    Source: RAGCache section 5.1.
+    """
+
+    def __init__(self) -> None:
+        self._times = [[_profiled(cached, uncached) for uncached in _GRID] for cached in _GRID]
+        self.seconds = lru_cache(maxsize=100_000)(self._seconds)
+
+    def _seconds(self, cached: int, uncached: int) -> float:
+        """Return T(cached, uncached), both in tokens."""
+        row, down = _cell(cached)
+        column, right = _cell(uncached)
+        times = self._times
+        near = times[row][column] * (1 - right) + times[row][column + 1] * right
+        far = times[row + 1][column] * (1 - right) + times[row + 1][column + 1] * right
+        return near * (1 - down) + far * down
+
+
+def _cell(num_tokens: int) -> tuple[int, float]:
+    """Return the index of the grid's cell and the fraction within it."""
+    index = min(bisect_right(_GRID, num_tokens) - 1, len(_GRID) - 2)
+    low, high = _GRID[index], _GRID[index + 1]
+    return index, (num_tokens - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +115,9 @@ class Trace:
         sizes = {a.key: a.num_bytes for request in self.requests for a in request.accesses}
         return sum(sizes.values())
 
-    def halves(self) -> tuple[Trace, Trace]:
-        """First half of the requests, to tune on, and the second, to report."""
-        middle = len(self.requests) // 2
-        return (
-            Trace(self.name, self.exact, self.requests[:middle]),
-            Trace(self.name, self.exact, self.requests[middle:]),
-        )
+    def second_half(self) -> Trace:
+        """Return the requests to report. Settings were tuned on the others."""
+        return Trace(self.name, self.exact, self.requests[len(self.requests) // 2 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +220,100 @@ def _poisson(rng: random.Random) -> Iterator[float]:
     while True:
         now += rng.expovariate(REQUESTS_PER_S)
         yield now
+
+
+CONTEXT_IMPACT = 0.7
+"""Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks get the same."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The savings of a replay; seconds are those of the prefill profile."""
+
+    tokens: int = 0
+    hit_tokens: int = 0
+    cost_s: float = 0.0
+    saved_s: float = 0.0
+    written_bytes: int = 0
+
+    @property
+    def by_compute(self) -> float:
+        return self.saved_s / self.cost_s
+
+
+class Replay:
+    """One tier of ``capacity_bytes``."""
+
+    def __init__(
+        self, policy: EvictionPolicy[int], admission: Admission[int], capacity_bytes: int
+    ) -> None:
+        self._policy = policy
+        self._admission = admission
+        self._free_bytes = capacity_bytes
+        self._sizes: dict[int, int] = {}
+        self._prefixes: dict[int, frozenset[int]] = {}  # the chunks before it at its computation
+
+    def run(self, trace: Trace) -> Tally:
+        """Replay every request: count and touch stored chunks, compute and offer the others."""
+        tally = Tally()
+        for request in trace.requests:
+            asked = {access.key for access in request.accesses}
+            before: list[int] = []
+            missing: list[tuple[Access, frozenset[int]]] = []
+            for access in request.accesses:
+                tally.tokens += access.num_tokens
+                tally.cost_s += access.cost_s
+                # In `exact` a chunk after a gap cannot be used, and the tree never stores one.
+                if access.key in self._policy and not (trace.exact and missing):
+                    tally.hit_tokens += access.num_tokens
+                    tally.saved_s += access.cost_s
+                    fix = 0.0 if trace.exact else self._fix_overhead(access.key, before)
+                    self._policy.touch(access.key, request.time_s, VariantUse(fix))
+                else:
+                    missing.append((access, frozenset() if trace.exact else frozenset(before)))
+                before.append(access.key)
+            for access, prefix in missing:
+                candidate = EvictionCandidate(
+                    access.num_bytes, access.num_tokens, access.cost_s, access.parent
+                )
+                if self._offer(access.key, candidate, request.time_s, asked):
+                    tally.written_bytes += access.num_bytes
+                    self._prefixes[access.key] = prefix
+                elif trace.exact:
+                    break  # its children could not be reached
+        return tally
+
+    def _offer(
+        self, key: int, candidate: EvictionCandidate[int], now: float, asked: set[int]
+    ) -> bool:
+        """Insert an entry if it is admitted and fits; chunks of the request are leased."""
+
+        def may(victim: int) -> bool:
+            return victim not in asked
+
+        worth = None
+        if self._free_bytes < candidate.num_bytes:
+            cheapest = self._policy.advance_to_victim(may)
+            if cheapest is None:
+                return False
+            worth = self._policy.priority(cheapest, now)
+        if not self._admission.admits(key, candidate, now, worth):
+            return False
+        while self._free_bytes < candidate.num_bytes:
+            victim = self._policy.evict(may)
+            if victim is None:
+                return False
+            self._free_bytes += self._sizes.pop(victim)
+            self._prefixes.pop(victim, None)
+        self._policy.add(key, candidate, now)
+        self._sizes[key] = candidate.num_bytes
+        self._free_bytes -= candidate.num_bytes
+        return True
+
+    def _fix_overhead(self, key: int, before: list[int]) -> float:
+        """Return the CFO (Cache-Craft section 3.3) from the missing part of its prefix."""
+        prefix = self._prefixes[key]
+        if not prefix:
+            return CONTEXT_IMPACT if before else 0.0
+        overlap = len(prefix.intersection(before)) / len(prefix)
+        return CONTEXT_IMPACT * (1 - overlap)

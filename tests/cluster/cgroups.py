@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cluster.availability import Unavailable
+from harness.availability import Unavailable
 
 NAME = "ragcache-test"
 _ROOT = Path("/sys/fs/cgroup")

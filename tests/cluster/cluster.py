@@ -20,13 +20,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import binaries, cgroups, containers, leftovers, machine, node, packages, volumes
-from tests.cluster.availability import Unavailable
-from tests.cluster.control_plane import ControlPlane, HostNetwork, start_control_plane
+from harness import packages
+from harness.availability import Unavailable
+from harness.cluster import binaries
+from harness.cluster.control_plane import ControlPlane, HostNetwork, start_control_plane
+from harness.cluster.kubeconfig import ADMIN_GROUP, User
+from harness.cluster.timeline import step
+from tests.cluster import cgroups, containers, leftovers, machine, node, volumes
 from tests.cluster.dns import start_dns
-from tests.cluster.kubeconfig import ADMIN_GROUP, User
 from tests.cluster.machine import Machine, start_machine
-from tests.cluster.timeline import step
 
 # One folder, so that a start finds what an unclean stop left.
 FOLDER = Path("/var/tmp/ragcache-test-cluster")

@@ -9,10 +9,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.cluster import binaries, packages
-from tests.cluster.availability import Unavailable, skip
+from harness import packages
+from harness.availability import Unavailable, skip
+from harness.cluster import binaries
+from harness.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.cluster import Cluster, start_cluster
-from tests.cluster.control_plane import ControlPlane, start_control_plane
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

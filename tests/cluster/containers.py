@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.availability import Unavailable
+from harness.cluster.daemons import Daemon
+from harness.packages import command
 from tests.cluster import machine, oci
-from tests.cluster.availability import Unavailable
-from tests.cluster.daemons import Daemon
 from tests.cluster.machine import Machine
-from tests.cluster.packages import command
 
 SOCKET = "/run/containerd/containerd.sock"
 BUSYBOX_IMAGE = "docker.io/library/busybox:test"

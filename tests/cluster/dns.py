@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.control_plane import ControlPlane
+from harness.cluster.daemons import Daemon
+from harness.packages import command
 from tests.cluster import machine
-from tests.cluster.control_plane import ControlPlane
-from tests.cluster.daemons import Daemon
 from tests.cluster.machine import Machine
-from tests.cluster.packages import command
 
 DOMAIN = "svc.cluster.local"
 _PERIOD_S = 0.5

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.availability import Unavailable
 from ragcache_core.errors import InvalidInput
-from tests.cluster.availability import Unavailable
 from tests.cluster.releases import previous_release
 from tools.images import IMAGES, make_images
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.availability import Unavailable
+from harness.cluster.daemons import Daemon, NotReady
+from harness.packages import command
 from tests.cluster import cgroups
-from tests.cluster.availability import Unavailable
-from tests.cluster.daemons import Daemon, NotReady
-from tests.cluster.packages import command
 
 # RFC 2544 sets 198.18.0.0/15 apart for tests, so no route of a real network is in the way.
 POD_RANGE = "198.18.0.0/17"

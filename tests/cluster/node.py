@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from harness.cluster.daemons import Daemon
 from tests.cluster import cgroups, machine
 from tests.cluster.containers import SOCKET
-from tests.cluster.daemons import Daemon
 from tests.cluster.machine import Machine
 
 NODE_NAME = "node"

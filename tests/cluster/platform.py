@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import yaml
 
+from harness import packages
+from harness.availability import Unavailable, skip
+from harness.cluster.timeline import step
+from harness.tinyrag_spec import TINYRAG
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_core.errors import InvalidInput
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
-from tests.cluster.timeline import step
-from tests.helpers.tinyrag_spec import TINYRAG
 from tools.images import IMAGES, make_images
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.cluster.availability import Unavailable
+from harness.availability import Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 _CHART = "charts/ragcache-operator/Chart.yaml"

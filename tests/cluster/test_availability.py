@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.packages import Package
+from harness import packages
+from harness.availability import Unavailable, skip
+from harness.packages import Package
 
 MISSING = (Package("python3", "python3"), Package("no-such-package", "/no/such/file"))
 

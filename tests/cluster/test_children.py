@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.objects.autoscaling import with_replicas
@@ -16,8 +18,6 @@ from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.drift import difference
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.children_parts import Object, children_of, make_cache, of
 
 LIMIT_RANGES = Resource("", "v1", "limitranges", "LimitRange")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.availability import Unavailable, skip
 from tests.cluster import cgroups, leftovers, machine, workloads
-from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import FOLDER, Cluster, start_cluster
 
 LIMIT_S = 120

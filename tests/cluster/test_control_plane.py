@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
-from tests.cluster.kubeconfig import User
+from harness import packages
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane, start_control_plane
+from harness.cluster.kubeconfig import User
 
 # Long enough for a busy machine; a test that fails says so late.
 LIMIT_S = 100
@@ -127,7 +127,7 @@ def test_a_user_may_only_what_rbac_grants(tmp_path: Path) -> None:
 def test_nothing_outlives_a_killed_test(tmp_path: Path) -> None:
     program = (
         "import sys, time, pathlib\n"
-        "from tests.cluster.control_plane import start_control_plane\n"
+        "from harness.cluster.control_plane import start_control_plane\n"
         "with start_control_plane(pathlib.Path(sys.argv[1])) as plane:\n"
         "    print('up', flush=True)\n"
         "    time.sleep(600)\n"

@@ -11,6 +11,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
+from harness.cluster.timeline import step
 from models.tinyrag.handbook import Handbook
 from tests.cluster.cluster import Cluster
 from tests.cluster.platform import (
@@ -29,7 +30,6 @@ from tests.cluster.platform import (
     quickstart,
     single_questions,
 )
-from tests.cluster.timeline import step
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
 

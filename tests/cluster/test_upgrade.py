@@ -14,8 +14,9 @@ import helm_python
 import httpx
 import pytest
 
+from harness.availability import Unavailable, skip
+from harness.cluster.timeline import step
 from ragcache_cli.kubernetes.install import RELEASE
-from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.platform import (
     COLLECTION,
@@ -32,7 +33,6 @@ from tests.cluster.platform import (
     single_questions,
 )
 from tests.cluster.releases import previous_release
-from tests.cluster.timeline import step
 
 pytestmark = [pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -20,11 +20,8 @@ import openai
 import pytest
 import yaml
 
-from bench.support.processes import free_port
-from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
-from ragcache_cli.local.state_file import PartRecord, read_record
-from tests.helpers.browser import needs_chromium
-from tests.helpers.console_view import (
+from harness.browser import needs_chromium
+from harness.console_view import (
     begin_to_ask,
     compare_and_wait,
     console_page,
@@ -33,7 +30,10 @@ from tests.helpers.console_view import (
     texts,
     until_answered,
 )
-from tests.helpers.tinyrag_spec import TINYRAG
+from harness.processes import free_port
+from harness.tinyrag_spec import TINYRAG
+from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
+from ragcache_cli.local.state_file import PartRecord, read_record
 
 pytestmark = pytest.mark.timeout(900)
 

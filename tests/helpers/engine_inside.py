@@ -138,7 +138,7 @@ def observe(
     cache: Any, recomputer: Any, token_ids: Sequence[int], blocks: Sequence[int]
 ) -> dict[str, Any]:
     """Return what an observer measures of a prompt whose KV is in these blocks."""
-    from bench.support.chunk_attention import ChunkAttentionHook
+    from bench.support.blending.lab import ChunkAttentionHook
     from ragcache_engine.blend.attention import AttentionObserver
 
     found: dict[str, Any] = {}

@@ -135,7 +135,7 @@ def make(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.helpers.tiny_model import write_tokenizer
+    from harness.tiny_model import write_tokenizer
 
     folder.mkdir(parents=True)
     write_tokenizer(folder)

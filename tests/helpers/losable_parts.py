@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.support.processes import (
+from harness.processes import (
     Service,
     free_port,
     is_serving,

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from bench.operator import OPERATOR, AuditLog
+from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.builders.access.component_keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
@@ -22,7 +23,6 @@ from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.status.gateway_client import GatewayClient
-from tests.cluster.control_plane import ControlPlane, start_control_plane
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "default"

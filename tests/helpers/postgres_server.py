@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psycopg
 
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable
-from tests.cluster.packages import Package
+from harness import packages
+from harness.availability import Unavailable
+from harness.packages import Package
 
 _BUILD_SCRIPT = Path(__file__).with_name("build_pgvector.sh")
 _BUILD_LIMIT_S = 600

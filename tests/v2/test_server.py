@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.completion import complete
-from bench.support.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from harness.completion import complete
+from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder

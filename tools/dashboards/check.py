@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from harness.availability import Unavailable
+from harness.otlp import Collector, collector
+from harness.packages import require
 from ragcache_wire.telemetry.catalogue import all_rows, gateway
 from ragcache_wire.telemetry.instrument import Label
-from tests.cluster.availability import Unavailable
-from tests.cluster.packages import require
-from tests.helpers.otlp import Collector, collector
 from tools.dashboards.content import DASHBOARDS
 from tools.dashboards.files import ROOT, RULES, stale
 from tools.dashboards.grafana_schema import schema_problems

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.support.completion import record_of
-from bench.support.processes import (
+from harness.completion import record_of
+from harness.processes import (
     KV_TRANSFER,
     CacheStore,
     Engine,

@@ -11,8 +11,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.support.blending.focused_chunks import Cut, entropy_cut, largest_gap_cut
-from bench.support.blending.lab import Captured, Lab, divergence
+from bench.support.blending.lab import Lab, difference
 from bench.support.blending.scores import Figures
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.examples import ask, stage_scene
@@ -29,22 +28,14 @@ KINDS = ("single", "two_step")
 NEIGHBOURS = (2, 5)
 """Smallest and largest number of chunks before a captured one."""
 
-FIRST_BUDGET = 0.2
-FOCUS_BUDGET = 0.2
-WINDOW = 2
-"""Number of layers, of five, over which the cut of focused chunks must stay the same."""
-
-CUTS: Mapping[str, Cut] = {"as printed": entropy_cut, "largest gap": largest_gap_cut}
+SHARE = 0.2
 MAX_ANSWER_TOKENS = 32
-FOREIGN_TOKENS = 160
-"""Longest paragraph of foreign text."""
 
 METHODS: Mapping[str, Choose] = {
     "ours": Trial.ours,
     "influence": Trial.influenced,
     "Cache-Craft": Trial.cache_craft,
     "random": Trial.random,
-    "heavy": Trial.heavy,
 }
 
 
@@ -83,16 +74,19 @@ def draw(rng: Random, tokenizer: Any, count: int) -> tuple[list[HandbookCase], l
 def work_on_handbooks(
     worker: Any, model: Path, count: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Answer all questions with all methods; return figures by "method budget" and kind."""
+    """Answer all questions with all methods; return figures by "method budget"."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rng = Random(seed)
     cases, others = draw(rng, tokenizer, count)
     lab = Lab(worker, model, [tokenizer.eos_token_id])
     figures: defaultdict[str, Figures] = defaultdict(Figures)
     for case in cases:
-        trial = Trial(
-            lab, case.parts, capture(lab, case.parts, others, rng), rng, MAX_ANSWER_TOKENS
-        )
+        head = case.parts.head
+        captured = [
+            lab.capture(head, rng.sample(others, rng.randint(*NEIGHBOURS)), ids)
+            for ids in case.parts.chunks
+        ]
+        trial = Trial(lab, case.parts, captured, rng, MAX_ANSWER_TOKENS)
         trial.answer_in_full()
         notes = _Notes(case.question, tokenizer, figures)
         notes.add("full", trial, None)
@@ -100,42 +94,19 @@ def work_on_handbooks(
         for name, choose in METHODS.items():
             for share in BUDGETS if name == "ours" else BUDGETS[:-1]:  # all tokens are all tokens
                 budget = share_to_tokens(share, trial.context_tokens)
-                notes.add(f"{name} {share:.0%}", trial, choose(trial, budget), name == "ours")
-        for name, cut in CUTS.items():
-            budget = share_to_tokens(FOCUS_BUDGET, trial.context_tokens)
-            runs = trial.focused(budget, cut, WINDOW)
-            notes.add(f"focused, {name} {FOCUS_BUDGET:.0%}", trial, runs)
-        first = captured_first(lab, trial, rng)
-        for name, runs in choices_for_first(first).items():
-            notes.add(name, first, runs, "ours" in name)
+                notes.add(
+                    f"{name} {share:.0%}", trial, choose(trial, budget), shifts=name == "ours"
+                )
+        budget = share_to_tokens(SHARE, trial.context_tokens)
+        notes.add(f"focused {SHARE:.0%}", trial, trial.focused(budget))
+        # Of chunks that were captured first in their prompts, right after the template.
+        alone = [lab.capture(head, (), ids) for ids in case.parts.chunks]
+        first = Trial(lab, case.parts, alone, rng, trial.most, trial.full)
+        budget = share_to_tokens(SHARE, first.context_tokens)
+        notes.add("first, naive", first, ())
+        notes.add(f"first, ours {SHARE:.0%}", first, first.ours(budget), shifts=True)
+        notes.add(f"first, random {SHARE:.0%}", first, first.random(budget))
     return {name: one.row() for name, one in figures.items()}
-
-
-def capture(
-    lab: Lab, parts: PromptParts, others: Sequence[list[int]], rng: Random
-) -> list[Captured]:
-    """Capture each chunk after some others."""
-    return [
-        lab.capture(parts.head, rng.sample(others, rng.randint(*NEIGHBOURS)), ids)
-        for ids in parts.chunks
-    ]
-
-
-def captured_first(lab: Lab, trial: Trial, rng: Random) -> Trial:
-    """Return the trial with each chunk captured right after the template."""
-    parts = trial.parts
-    alone = [lab.capture(parts.head, (), ids) for ids in parts.chunks]
-    return Trial(lab, parts, alone, rng, trial.most, trial.full)
-
-
-def choices_for_first(first: Trial) -> dict[str, Sequence[range]]:
-    """Return what is recomputed of chunks that were captured first in their prompts."""
-    budget = share_to_tokens(FIRST_BUDGET, first.context_tokens)
-    return {
-        "first, naive": (),
-        f"first, ours {FIRST_BUDGET:.0%}": first.ours(budget),
-        f"first, random {FIRST_BUDGET:.0%}": first.random(budget),
-    }
 
 
 @dataclass(slots=True)
@@ -145,51 +116,18 @@ class _Notes:
     figures: defaultdict[str, Figures]
 
     def add(
-        self, name: str, trial: Trial, runs: Sequence[range] | None, shifts: bool = False
+        self, name: str, trial: Trial, runs: Sequence[range] | None, *, shifts: bool = False
     ) -> None:
         """Answer and note the figures. runs: None means full computation."""
         full = trial.full
         assert full is not None
         answer = full if runs is None else trial.answer_with(runs, shifts=shifts)
         said = self.tokenizer.decode(answer.token_ids)
-        nats = divergence(full, answer)
-        for group in (name, f"{name}, {self.question.kind}"):
-            one = self.figures[group]
-            one.right.append(float(said == self.question.answer))
-            one.rouge.append(rouge_l(said.split(), self.tokenizer.decode(full.token_ids).split()))
-            one.kl.append(nats[0])
-            one.mean_kl.append(sum(nats) / len(nats))
-            one.recomputed.append(1.0 if runs is None else trial.share(runs))
-            one.runs.append(1 if runs is None else len(runs))
-            one.same.append(float(answer.token_ids == full.token_ids))
-
-
-def work_on_foreign_text(
-    worker: Any, model: Path, texts: Sequence[str], count: int, seed: int
-) -> dict[str, float]:
-    """Return the mean KL of the first token by "method budget"."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rng = Random(seed)
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return found[:FOREIGN_TOKENS]
-
-    lab = Lab(worker, model, ())
-    sums: defaultdict[str, float] = defaultdict(float)
-    head = ids("Answer the question from the documents.")
-    for _ in range(count):
-        *drawn, question = rng.sample(texts, DOCUMENTS + 1)
-        parts = PromptParts(head, [ids(text) for text in drawn], ids(question)[:40])
-        captured = capture(lab, parts, [ids(t) for t in rng.sample(texts, 24)], rng)
-        trial = Trial(lab, parts, captured, rng, 0)
-        full = trial.answer_in_full()
-        sums["naive"] += divergence(full, trial.answer_with(()))[0]
-        for name, choose in METHODS.items():
-            for share in BUDGETS if name == "ours" else BUDGETS[:-1]:
-                runs = choose(trial, share_to_tokens(share, trial.context_tokens))
-                sums[f"{name} {share:.0%}"] += divergence(full, trial.answer_with(runs))[0]
-        first = captured_first(lab, trial, rng)
-        for name, runs in choices_for_first(first).items():
-            sums[name] += divergence(full, first.answer_with(runs))[0]
-    return {name: round(total / count, 4) for name, total in sums.items()}
+        wanted = self.tokenizer.decode(full.token_ids)
+        self.figures[name].add(
+            **difference(full, answer),
+            right=float(said == self.question.answer),
+            rouge=rouge_l(said.split(), wanted.split()),
+            recomputed=1.0 if runs is None else trial.share(runs),
+            same=float(answer.token_ids == full.token_ids),
+        )

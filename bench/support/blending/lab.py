@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import xxhash
 
-from bench.support.blending.context_attention import ContextAttention, ContextAttentionHook
 from bench.support.cache_craft import rank_by_attention
-from bench.support.chunk_attention import ChunkAttentionHook
 from ragcache_core.blend.context_impact import context_impact
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_core.blend.slices import split_into_passes
 from ragcache_core.identity.keys import KEY_BYTES
-from ragcache_engine.blend.attention import AttentionObserver
+from ragcache_engine.blend.attention import AttentionHook, AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift
 from ragcache_engine.blend.model_access import access_model
 from ragcache_engine.blend.prompt_slice import PromptSlice
@@ -33,10 +31,7 @@ FIRST_BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and its attention.
-
-    ``received`` is the attention that each of its tokens received from later tokens of the chunk.
-    """
+    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and its attention."""
 
     value: torch.Tensor
     position: int
@@ -44,7 +39,6 @@ class Captured:
     prefix: tuple[AttendedChunk, ...]
     ranking: tuple[int, ...]
     influence: tuple[float, ...]
-    received: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +125,23 @@ class Lab:
             prefix=prefix,
             ranking=tuple(rank_by_attention(others.sum(1).tolist())),
             influence=tuple(seen.influence.tolist()),
-            received=tuple(own.sum(0).tolist()),
         )
 
-    def capture_all(self, head: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[Captured]:
-        """Capture all chunks of one prompt, without observing them."""
-        token_ids, spans = list(head), []
-        for ids in chunks:
-            spans.append(range(len(token_ids), len(token_ids) + len(ids)))
-            token_ids += ids
-        table = self.table(0)
+    def capture_unobserved(
+        self, head: Sequence[int], before: Sequence[Sequence[int]], chunk: Sequence[int]
+    ) -> Captured:
+        """Capture a chunk's KV after others, without observing it."""
+        token_ids = [*head, *(token for ids in (*before, chunk) for token in ids)]
+        table, start = self.table(0), len(token_ids) - len(chunk)
         self.compute(token_ids, table, [range(len(token_ids))])
-        return [
-            Captured(
-                value=self.cache.read(table, span.start, span.stop),
-                position=span.start,
-                cci=1.0,
-                prefix=tuple(AttendedChunk(key_of(b), len(b), 0.0) for b in chunks[:index]),
-                ranking=tuple(range(len(span))),
-                influence=(1.0,) * len(span),
-                received=(0.0,) * len(span),
-            )
-            for index, span in enumerate(spans)
-        ]
+        return Captured(
+            value=self.cache.read(table, start, len(token_ids)),
+            position=start,
+            cci=1.0,
+            prefix=tuple(AttendedChunk(key_of(ids), len(ids), 0.0) for ids in before),
+            ranking=tuple(range(len(chunk))),
+            influence=(1.0,) * len(chunk),
+        )
 
     def write(self, table: Sequence[int], captured: Captured, start: int) -> None:
         """Write a chunk's KV at its new position."""
@@ -234,13 +222,65 @@ class Lab:
         return Answer(tuple(answer), log_probs)
 
 
-def divergence(full: Answer, answer: Answer) -> list[float]:
-    """Return the KL from full computation, token by token, in nats."""
-    kl = (full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum(-1)
-    nats: list[float] = kl.clamp_min(0).tolist()
-    return nats
+def difference(full: Answer, answer: Answer) -> dict[str, float]:
+    """Return the KL from full computation in nats: of the first token, and the mean of all."""
+    kl = (full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum(-1).clamp_min(0)
+    return {"kl": float(kl[0]), "mean_kl": float(kl.mean())}
 
 
 def key_of(token_ids: Sequence[int]) -> bytes:
-    """Return a key for a chunk, from its tokens."""
     return xxhash.xxh3_128_digest(repr(list(token_ids)).encode())[:KEY_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextAttention:
+    """By position before the question, as the mean over its tokens, all heads and all layers.
+
+    Attributes:
+        weight: Attention weights, as ProphetKV sums them (arXiv 2602.02579).
+        norm: Attention weight times length of the value, as InfoFlow KV does (2603.05353).
+    """
+
+    weight: list[float]
+    norm: list[float]
+
+
+class ContextAttentionHook(AttentionHook):
+    """Adds up the attention of a question's tokens in all layers."""
+
+    def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
+        super().__init__(cache, blocks, question, range(cache.num_layers))
+        self._weight = torch.zeros(question.start)
+        self._norm = torch.zeros(question.start)
+
+    def result(self) -> ContextAttention:
+        count = len(self._positions) * self._cache.num_layers
+        return ContextAttention((self._weight / count).tolist(), (self._norm / count).tolist())
+
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        start = self._positions.start
+        by_head = torch.stack([part[..., :start].mean(1).sum(1) for part in weights]).sum(0)
+        lengths = self._cache.values(index, self._blocks, 0, start).float().norm(dim=-1).T
+        self._weight += by_head.mean(0).cpu()
+        self._norm += (by_head * lengths).mean(0).cpu()
+
+
+class ChunkAttentionHook(AttentionHook):
+    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
+
+    ``by_layer`` has a list for each layer, in their order: for each chunk the sum over the
+    question's tokens and the chunk's, as the mean over heads.
+    """
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
+    ) -> None:
+        super().__init__(cache, blocks, question, range(cache.num_layers))
+        self.by_layer: list[list[float]] = []
+        self._chunks = chunks
+
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        by_key = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()
+        self.by_layer.append(
+            [float(by_key[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
+        )

@@ -13,10 +13,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.support.blending.lab import Answer, Captured, Lab, divergence
-from bench.support.blending.real_text import RealQuestion, read_real_texts
+from bench.support.blending.lab import Answer, Captured, Lab, difference
+from bench.support.blending.real_text import (
+    AheadSequences,
+    RealQuestion,
+    ahead_sequences,
+    read_real_texts,
+)
 from bench.support.blending.scores import Figures, answer_f1
-from bench.support.blending.sequences import AheadSequences, ahead_sequences
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.token_selection import share_to_tokens
@@ -100,7 +104,6 @@ class _Asked:
         others: Sequence[list[int]],
         sequences: AheadSequences,
     ) -> None:
-        """Add the figures of this question."""
         head, chunks = self.parts.head, self.parts.chunks
         left = iter(others)
         captured = [
@@ -109,9 +112,9 @@ class _Asked:
         ]
         trial = self._trial(captured)
         full = trial.answer_in_full()
-        self._add(figures["full"], full, full, 1.0, ())
+        self._add(figures["full"], full, full, 1.0)
         again = trial.answer_in_full(NOISE_PASS_TOKENS)
-        self._add(figures["full in other passes"], full, again, 1.0, ())
+        self._add(figures["full in other passes"], full, again, 1.0)
         self._reuse(figures["nothing"], trial, ())
         for share in CURVE if not self.quick else (SHARE,):
             runs = self._chosen(trial, Trial.ours, share)
@@ -138,7 +141,7 @@ class _Asked:
         return Trial(self.lab, self.parts, captured, self.rng, MAX_ANSWER_TOKENS, full)
 
     def _ahead(self, before: Sequence[list[int]], ids: list[int]) -> Captured:
-        return self.lab.capture_all(self.parts.head, [*before, ids])[-1]
+        return self.lab.capture_unobserved(self.parts.head, before, ids)
 
     def _chosen(self, trial: Trial, choose: Choose, share: float) -> Sequence[range]:
         return choose(trial, share_to_tokens(share, trial.context_tokens))
@@ -154,7 +157,7 @@ class _Asked:
     ) -> None:
         assert trial.full is not None
         answer = trial.answer_with(runs, shifts=shifts, decodes=decodes)
-        self._add(figures, trial.full, answer, trial.share(runs), runs, decodes=decodes)
+        self._add(figures, trial.full, answer, trial.share(runs), decodes=decodes)
 
     def _add(
         self,
@@ -162,18 +165,13 @@ class _Asked:
         full: Answer,
         answer: Answer,
         share: float,
-        runs: Sequence[range],
         *,
         decodes: bool = True,
     ) -> None:
-        nats = divergence(full, answer)
-        figures.kl.append(nats[0])
-        figures.mean_kl.append(sum(nats) / len(nats))
-        figures.recomputed.append(share)
-        figures.runs.append(len(runs))
+        figures.add(**difference(full, answer), recomputed=share)
         if decodes:
             said = self.decode(answer.token_ids)
-            figures.rouge.append(rouge_l(words(said), words(self.decode(full.token_ids))))
-            figures.same.append(float(answer.token_ids == full.token_ids))
+            same = float(answer.token_ids == full.token_ids)
+            figures.add(rouge=rouge_l(words(said), words(self.decode(full.token_ids))), same=same)
             if self.question.right:
-                figures.f1.append(answer_f1(said, self.question.right))
+                figures.add(f1=answer_f1(said, self.question.right))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -32,37 +31,20 @@ def _f1(said: Counter[str], right: Counter[str]) -> float:
     return 2 * common / (said.total() + right.total()) if common else 0.0
 
 
-@dataclass(slots=True)
 class Figures:
-    """Figures of one method, one entry for each question.
+    """Figures of one method, by name: one for each question that has it."""
 
-    Attributes:
-        kl: KL of the first token's distribution from full computation, in nats.
-        mean_kl: The same as the mean over the tokens of full computation's answer.
-        recomputed: Share of the reused tokens that were recomputed.
-        rouge: ROUGE-L F1 with the answer of full computation.
-        same: Whether all tokens are those of that answer.
-        f1: F1 with a right answer.
-        right: Whether the answer is right; in a run whose questions have one wording of it.
-        runs: Number of runs of consecutive recomputed tokens.
-    """
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
 
-    kl: list[float] = field(default_factory=list)
-    mean_kl: list[float] = field(default_factory=list)
-    recomputed: list[float] = field(default_factory=list)
-    rouge: list[float] = field(default_factory=list)
-    same: list[float] = field(default_factory=list)
-    f1: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
-    runs: list[float] = field(default_factory=list)
+    def add(self, **figures: float) -> None:
+        """Add the figures of a question."""
+        for name, value in figures.items():
+            self._values[name].append(value)
 
     def row(self) -> dict[str, float]:
-        """Return the means of the figures that were measured."""
-        return {
-            name: round(fmean(values), 4)
-            for name in self.__slots__
-            if (values := getattr(self, name))
-        }
+        """Return the means."""
+        return {name: round(fmean(values), 4) for name, values in self._values.items()}
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

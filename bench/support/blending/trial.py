@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 
-from bench.support.blending.context_attention import ContextAttention
-from bench.support.blending.focused_chunks import Cut, FocusedChunks
-from bench.support.blending.lab import Answer, Captured, Lab, key_of
-from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
+from bench.support.blending.lab import Answer, Captured, ContextAttention, Lab, key_of
+from bench.support.cache_craft import AttentionRankedChunk, FocusedChunks, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
@@ -21,70 +20,58 @@ from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 DEVIATION_LAYER = 1
 """Layer whose KV CacheBlend compares, the second one."""
 
+FOCUS_LAYERS = 2
+"""Number of layers, of five, over which the split of focused chunks must stay the same."""
+
 FULL_TABLE, REUSED_TABLE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """A prompt: the template's head, chunks, and what follows them. ``right``: right answers."""
+    """A prompt: the template's head, chunks, and what follows them."""
 
     head: list[int]
     chunks: list[list[int]]
     tail: list[int]
-    right: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
 class Trial:
     """One prompt with its chunks' captured KV, answered with several methods.
 
     Attributes:
         full: Answer of full computation, which ``answer_in_full`` sets.
+        spans: Positions of each chunk.
         exact_end: Position up to which all KV is exact.
         end: Position after the chunks.
     """
 
-    lab: Lab
-    parts: PromptParts
-    captured: Sequence[Captured]
-    rng: Random
-    most: int
-    full: Answer | None = None
-    exact_end: int = 0
-    end: int = 0
-    starts: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    _question_attention: list[float] | None = None
-    _context_attention: ContextAttention | None = None
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.parts.head)
+    def __init__(
+        self,
+        lab: Lab,
+        parts: PromptParts,
+        captured: Sequence[Captured],
+        rng: Random,
+        most: int,
+        full: Answer | None = None,
+    ) -> None:
+        self.lab, self.parts, self.captured = lab, parts, captured
+        self.rng, self.most, self.full = rng, most, full
+        self.spans: list[range] = []
+        self.token_ids = list(parts.head)
         self.exact_end = len(self.token_ids)
-        for captured, ids in zip(self.captured, self.parts.chunks, strict=True):
+        for one, ids in zip(captured, parts.chunks, strict=True):
             start = len(self.token_ids)
-            self.starts.append(start)
             self.token_ids += ids
-            if start == self.exact_end == captured.position and not captured.prefix:
+            self.spans.append(range(start, len(self.token_ids)))
+            if start == self.exact_end == one.position and not one.prefix:
                 self.exact_end = len(self.token_ids)
         self.end = len(self.token_ids)
-        self.token_ids += self.parts.tail
-
-    @property
-    def context_tokens(self) -> int:
+        self.token_ids += parts.tail
+        self.inexact_chunks = [span for span in self.spans if span.start >= self.exact_end]
+        self.context_tokens = self.end - self.exact_end
         """Tokens of all chunks that are not exact."""
-        return self.end - self.exact_end
-
-    @property
-    def inexact_chunks(self) -> list[range]:
-        """Positions of the chunks that are not exact."""
-        return [
-            range(start, start + len(ids))
-            for start, ids in zip(self.starts, self.parts.chunks, strict=True)
-            if start >= self.exact_end
-        ]
 
     def share(self, runs: Sequence[range]) -> float:
-        """Return a share of all chunks' tokens."""
         return sum(len(run) for run in runs) / self.context_tokens
 
     def answer_in_full(self, pass_tokens: int | None = None) -> Answer:
@@ -125,8 +112,8 @@ class Trial:
         """Compute the head, write the chunks, and return their block table."""
         table = self.lab.table(REUSED_TABLE)
         self.lab.compute(self.token_ids, table, [range(len(self.parts.head))])
-        for captured, start in zip(self.captured, self.starts, strict=True):
-            self.lab.write(table, captured, start)
+        for captured, span in zip(self.captured, self.spans, strict=True):
+            self.lab.write(table, captured, span.start)
         return table
 
     def _answer(self, table: Sequence[int], *, decodes: bool = True) -> Answer:
@@ -137,78 +124,66 @@ class Trial:
     # How methods choose tokens.
 
     def ours(self, budget: int) -> Sequence[range]:
-        """Select tokens as the engine does."""
-        return select_tokens(self._order(), budget).runs
+        """Select tokens as the engine does: influence on the first chunk is unknown."""
+        chunks = [
+            InfluencedChunk(
+                span.start,
+                captured.influence if captured.prefix else (1.0,) * len(captured.influence),
+            )
+            for captured, span in zip(self.captured, self.spans, strict=True)
+            if span.start >= self.exact_end
+        ]
+        return select_tokens(rank_tokens(chunks, self.question_attention), budget).runs
 
     def unobserved(self, budget: int) -> Sequence[range]:
         """Select tokens as the engine does in chunks that it has not observed."""
-        taken = dict(enumerate(self.question_attention))
-        return self._highest(taken, budget)
-
-    def _order(self) -> list[int]:
-        return rank_tokens(self._chunks(), self.question_attention)
+        return self._highest(dict(enumerate(self.question_attention)), budget)
 
     def influenced(self, budget: int) -> Sequence[range]:
         """Select tokens by the influence of other chunks at capture."""
         influence = {
-            start + i: amount
-            for captured, start in zip(self.captured, self.starts, strict=True)
-            for i, amount in enumerate(captured.influence)
+            position: amount
+            for captured, span in zip(self.captured, self.spans, strict=True)
+            for position, amount in zip(span, captured.influence, strict=True)
         }
         return self._highest(influence, budget)
 
-    def focused(self, budget: int, cut: Cut, window: int) -> Sequence[range]:
+    def focused(self, budget: int) -> Sequence[range]:
         """Select those of ours in the chunks that Algorithm 1 keeps."""
-        spans = [
-            range(start, start + len(ids))
-            for start, ids in zip(self.starts, self.parts.chunks, strict=True)
-        ]
-        state = FocusedChunks.at_start(len(spans), window=window, cut=cut)
-        for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), spans):
+        state = FocusedChunks.at_start(len(self.spans), window=FOCUS_LAYERS)
+        for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), self.spans):
             state = state.after_layer(layer)
-        kept = [p for run in self.ours(budget) for p in run]
-        kept = [p for p in kept if any(p in spans[chunk] for chunk in state.focused)]
+        kept = [
+            position
+            for run in self.ours(budget)
+            for position in run
+            if any(position in self.spans[chunk] for chunk in state.focused)
+        ]
         return select_tokens(kept, budget).runs
 
     def cache_craft(self, budget: int) -> Sequence[range]:
         """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
         chunks: list[AttentionRankedChunk] = []
         before: list[PrefixChunk] = []
-        for captured, start, ids in zip(self.captured, self.starts, self.parts.chunks, strict=True):
+        for captured, span, ids in zip(self.captured, self.spans, self.parts.chunks, strict=True):
             overlap = prefix_overlap(captured.prefix, before).adjusted
             fit = VariantFit(VariantKey(key_of(ids), bytes(KEY_BYTES)), captured.cci, overlap)
-            limit = len(captured.ranking)
-            chunks.append(
-                AttentionRankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit)
-            )
+            overhead = fit.fix_overhead(1.0)
+            chunks.append(AttentionRankedChunk(span.start, captured.ranking, overhead))
             before.append(PrefixChunk(key_of(ids), len(ids)))
         return select_by_fix_overhead(chunks, budget, exact_head=self.exact_end).runs
 
     def random(self, budget: int) -> Sequence[range]:
-        """Select random positions."""
         order = list(range(self.exact_end, self.end))
         self.rng.shuffle(order)
         return select_tokens(order, budget).runs
-
-    def heavy(self, budget: int) -> Sequence[range]:
-        """Select tokens that received most attention from their own chunk, as in H2O."""
-        received = {
-            start + i: weight
-            for captured, start in zip(self.captured, self.starts, strict=True)
-            for i, weight in enumerate(captured.received)
-        }
-        return self._highest(received, budget)
 
     def epic(self, budget: int) -> Sequence[range]:
         """Select the first tokens of each chunk, equally many of each.
 
         Source: EPIC (arXiv 2410.15332), LegoLink.
         """
-        order = sorted(
-            (index, start + index)
-            for captured, start in zip(self.captured, self.starts, strict=True)
-            for index in range(captured.value.shape[2])
-        )
+        order = sorted((p - span.start, p) for span in self.spans for p in span)
         return self._first([position for _, position in order], budget)
 
     def cache_blend(self, budget: int) -> Sequence[range]:
@@ -230,33 +205,15 @@ class Trial:
         """Select by attention times the length of the value, over all layers, as InfoFlow KV."""
         return self._highest(dict(enumerate(self.context_attention.norm)), budget)
 
-    @property
+    @cached_property
     def question_attention(self) -> list[float]:
         """What the engine measures of the question."""
-        if self._question_attention is None:
-            self._question_attention = self.lab.question_attention(
-                self.token_ids, self.placed(), self.end
-            )
-        return self._question_attention
+        return self.lab.question_attention(self.token_ids, self.placed(), self.end)
 
-    @property
+    @cached_property
     def context_attention(self) -> ContextAttention:
         """What other methods measure of the question."""
-        if self._context_attention is None:
-            self._context_attention = self.lab.context_attention(
-                self.token_ids, self.placed(), self.end
-            )
-        return self._context_attention
-
-    def _chunks(self) -> list[InfluencedChunk]:
-        """Return the chunks as the engine sees them: influence on the first chunk is unknown."""
-        return [
-            InfluencedChunk(
-                start, captured.influence if captured.prefix else (1.0,) * len(captured.influence)
-            )
-            for captured, start in zip(self.captured, self.starts, strict=True)
-            if start >= self.exact_end
-        ]
+        return self.lab.context_attention(self.token_ids, self.placed(), self.end)
 
     def _highest(self, scores: Mapping[int, float], budget: int) -> Sequence[range]:
         return self._first(sorted(scores, key=lambda p: -scores[p]), budget)

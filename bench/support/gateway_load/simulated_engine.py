@@ -53,7 +53,6 @@ class TokenClock:
         self._streams[stream] = None
 
     def remove(self, stream: EngineConnection) -> None:
-        """Remove a stream, if it is there."""
         self._streams.pop(stream, None)
 
     def _tick(self) -> None:
@@ -65,8 +64,6 @@ class TokenClock:
 
 
 class EngineConnection(asyncio.Protocol):
-    """One client's connection."""
-
     def __init__(self, clock: TokenClock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -80,28 +77,22 @@ class EngineConnection(asyncio.Protocol):
         self._write: Callable[[bytes], None]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._write = self._transport.write
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._clock.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        """See httptools."""
         self._path = url
 
     def on_body(self, part: bytes) -> None:
-        """See httptools."""
         self._body.append(part)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         body = b"".join(self._body)
         self._body.clear()
         if self._path == b"/rate":
@@ -138,7 +129,6 @@ class EngineConnection(asyncio.Protocol):
             self._clock.add(self)
 
     def _write_whole(self, is_chat: bool) -> None:
-        """Write an answer in one piece."""
         text = b"word " * self._num_tokens
         said = b'"message":{"role":"assistant","content":"%b"}' if is_chat else b'"text":"%b"'
         rest = b',"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{%b}}'
@@ -148,43 +138,38 @@ class EngineConnection(asyncio.Protocol):
         self._write(head % len(answer) + answer)
 
     def _usage(self) -> bytes:
-        return b'"prompt_tokens":100,"total_tokens":%d,"completion_tokens":%d' % (
-            100 + self._num_tokens,
-            self._num_tokens,
-        )
+        counts = (100 + self._num_tokens, self._num_tokens)
+        return b'"prompt_tokens":100,"total_tokens":%d,"completion_tokens":%d' % counts
 
     def write_token(self) -> None:
         """Write the next token, and the end after the last one."""
         self._left -= 1
         stamp = b"%016d" % time.monotonic_ns()
-        event = self._before + stamp + (self._after if self._left else self._after_last)
-        self._write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._chunk(self._before + stamp + (self._after if self._left else self._after_last))
         if self._left <= 0:
             self._clock.remove(self)
             self._event(b'"choices":[],"usage":{%b}' % self._usage())
-            done = b"data: [DONE]\n\n"
-            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done))
+            self._chunk(b"data: [DONE]\n\n", end=b"0\r\n\r\n")
 
     def _begin_events(self, is_chat: bool) -> None:
-        kind = b"chat.completion.chunk" if is_chat else b"text_completion"
-        name = b"chatcmpl" if is_chat else b"cmpl"
-        self._start = b'data: {"id":"%b-%032x","object":"%b","created":%d,"model":"tiny",' % (
-            name,
-            id(self),
-            kind,
-            int(time.time()),
+        kind, name, opening, closing, ids = (
+            (b"chat.completion.chunk", b"chatcmpl", b'"delta":{"content":"', b'"}', b"")
+            if is_chat
+            else (b"text_completion", b"cmpl", b'"text":"', b'"', b',"prompt_token_ids":null')
         )
-        opening = b'"delta":{"content":"' if is_chat else b'"text":"'
-        closing = b'"}' if is_chat else b'"'
+        self._start = b'data: {"id":"%b-%032x","object":"%b","created":%d,"model":"tiny",' % (
+            *(name, id(self), kind, int(time.time())),
+        )
         self._before = self._start + b'"choices":[{"index":0,' + opening
-        rest = b'%b,"logprobs":null,"finish_reason":%b,"stop_reason":null%b}]}\n\n'
-        ids = b',"token_ids":null' if is_chat else b',"prompt_token_ids":null,"token_ids":null'
+        rest = b'%b,"logprobs":null,"finish_reason":%b,"stop_reason":null%b,"token_ids":null}]}\n\n'
         self._after = rest % (closing, b"null", ids)
         self._after_last = rest % (closing, b'"length"', ids)
 
     def _event(self, fields: bytes) -> None:
-        event = self._start + fields + b"}\n\n"
-        self._write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._chunk(self._start + fields + b"}\n\n")
+
+    def _chunk(self, event: bytes, end: bytes = b"") -> None:
+        self._write(b"%x\r\n%b\r\n%b" % (len(event), event, end))
 
 
 async def serve(port: int) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
+import re
 import sys
+import time
+from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
-import psutil
 
-from bench.support.processes import Service, free_port
-from tests.helpers.tiny_model import make_tiny_model
+from bench.support.gateway_load.simulated_engine import STAMP_DIGITS
+from harness.processes import Service, answers, free_port
+from harness.tiny_model import make_tiny_model
 
 HOST: Final = "127.0.0.1"
 GATEWAY: Final = ("-m", "ragcache_gateway")
@@ -42,25 +47,24 @@ class SimulatedParts:
 
     def start(self) -> None:
         """Start the processes and wait until they serve."""
-        engine = self._start("engine", ["-m", f"{_PROGRAMS}.simulated_engine", self.engine_port])
-        command = ["-m", f"{_PROGRAMS}.stand_ins", self.grpc_port, self.model]
-        stand_ins = self._start("stand_ins", command)
+        programs = {
+            "engine": [f"{_PROGRAMS}.simulated_engine", f"{self.engine_port}"],
+            "stand_ins": [f"{_PROGRAMS}.stand_ins", f"{self.grpc_port}", f"{self.model}"],
+        }
+        for name, words in programs.items():
+            self.services[name] = _launch(self.folder, name, ["-m", *words], {})
+        engine, stand_ins = self.services.values()
         engine.wait_until("serving", lambda: answers(f"http://{HOST}:{self.engine_port}/health"))
         stand_ins.wait_until("serving", lambda: "serving" in stand_ins.log.read_text())
 
     def start_gateway(
         self, name: str, port: int, program: Sequence[str] = GATEWAY, **settings: str
     ) -> Service:
-        """Start a gateway in front of the parts; ``wait_for_gateway`` waits for it.
-
-        Args:
-            program: Arguments of Python.
-            settings: More variables of its environment.
-        """
-        return self._start(
+        self.services[name] = launch_gateway(
+            self.folder,
             name,
+            port,
             program,
-            RAGCACHE_LISTEN=f"{HOST}:{port}",
             RAGCACHE_RETRIEVER=f"{HOST}:{self.grpc_port}",
             RAGCACHE_ENGINES=f"http://{HOST}:{self.engine_port};records={self.grpc_port}",
             RAGCACHE_CACHESTORE=f"{HOST}:9",
@@ -70,9 +74,9 @@ class SimulatedParts:
             RAGCACHE_MAX_QUESTIONS="4096",
             **settings,
         )
+        return self.services[name]
 
     async def set_rate(self, tokens_per_s: int) -> None:
-        """Set the token rate of the simulated engine."""
         await self._set("rate", tokens_per_s)
 
     async def set_first_token(self, first_token_s: float) -> None:
@@ -83,15 +87,6 @@ class SimulatedParts:
         async with httpx.AsyncClient(trust_env=False) as client:
             url = f"http://{HOST}:{self.engine_port}/{name}"
             (await client.post(url, content=str(value))).raise_for_status()
-
-    def _start(self, name: str, arguments: Sequence[object], **settings: str) -> Service:
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT))))
-        command = [sys.executable, *map(str, arguments)]
-        service = Service(
-            name, command, {"PYTHONPATH": path} | settings, self.folder / f"{name}.log"
-        )
-        self.services[name] = service
-        return service
 
 
 @contextlib.contextmanager
@@ -106,27 +101,30 @@ def simulated_parts(folder: Path) -> Generator[SimulatedParts, None, None]:
             service.stop()
 
 
+def launch_gateway(
+    folder: Path, name: str, port: int, program: Sequence[str] = GATEWAY, **settings: str
+) -> Service:
+    """Start a gateway process; ``wait_for_gateway`` waits for it.
+
+    Args:
+        folder: Has its log.
+        program: Arguments of Python.
+        settings: Its environment.
+    """
+    return _launch(folder, name, program, {"RAGCACHE_LISTEN": f"{HOST}:{port}", **settings})
+
+
+def _launch(
+    folder: Path, name: str, arguments: Sequence[str], settings: Mapping[str, str]
+) -> Service:
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT))))
+    command = [sys.executable, *arguments]
+    return Service(name, command, {"PYTHONPATH": path, **settings}, folder / f"{name}.log")
+
+
 def wait_for_gateway(gateway: Service, port: int) -> None:
     """Wait until a gateway serves. Raises RuntimeError if it ends."""
     gateway.wait_until("serving", lambda: answers(f"http://{HOST}:{port}/v1/status"))
-
-
-def answers(url: str) -> bool:
-    """Whether a server answers with the status 200."""
-    try:
-        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU time that a process and its children have used, in seconds."""
-    process = psutil.Process(pid)
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        used = one.cpu_times()
-        total += used.user + used.system
-    return total
 
 
 def chat_request(port: int, **fields: Any) -> bytes:
@@ -140,10 +138,150 @@ def chat_request(port: int, **fields: Any) -> bytes:
 
 
 def http_request(port: int, path: str, body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a POST request."""
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+_TOKEN = re.compile(rb'(?:"text"|"content"): ?"(\d{%d})"' % STAMP_DIGITS)
+_DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class StreamTimes:
+    """What the client saw of many streams. Times are in seconds.
+
+    Attributes:
+        first: From each request to its first token.
+        delays: From the engine's write of each later token to its arrival.
+        gaps: From one token of a stream to its next.
+        errors: Streams that ended early or with another status than 200.
+    """
+
+    first: array[float] = field(default_factory=lambda: array("d"))
+    delays: array[float] = field(default_factory=lambda: array("d"))
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    errors: int = 0
+
+
+class StreamClient(asyncio.Protocol):
+    """Sends one request and notes when its tokens arrive.
+
+    Args:
+        done: Set when the stream has ended or failed.
+    """
+
+    def __init__(self, request: bytes, times: StreamTimes, done: asyncio.Future[None]) -> None:
+        self._request = request
+        self._times = times
+        self._done = done
+        self._last_s = 0.0
+        self._has_status = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._sent_s = time.monotonic()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        if not self._has_status:
+            self._has_status = True
+            if not data.startswith(b"HTTP/1.1 200"):
+                self._end(failed=True)
+                return
+        for found in _TOKEN.finditer(data):
+            if self._last_s:
+                self._times.delays.append(now_s - int(found[1]) / 1e9)
+                self._times.gaps.append(now_s - self._last_s)
+            else:
+                self._times.first.append(now_s - self._sent_s)
+            self._last_s = now_s
+        if _DONE in data:
+            self._end(failed=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        self._times.errors += failed
+        if not self._done.done():
+            self._done.set_result(None)
+        self._transport.close()
+
+
+class AnswerClient(asyncio.Protocol):
+    """Asks for complete answers, one after the other on one connection."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._received = bytearray()
+        self._answered: asyncio.Future[bool]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    async def ask(self) -> bool:
+        """Ask once. Return whether the answer has the status 200."""
+        self._answered = asyncio.get_running_loop().create_future()
+        self._received.clear()
+        self._transport.write(self._request)
+        return await self._answered
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, separator, body = self._received.partition(b"\r\n\r\n")
+        if separator:
+            found = re.search(rb"(?i)content-length: ?(\d+)", head)
+            if found and len(body) >= int(found[1]) and not self._answered.done():
+                self._answered.set_result(head.startswith(b"HTTP/1.1 200"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._answered.done():
+            self._answered.set_result(False)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+async def run_streams(
+    host: str, port: int, request: bytes, num_streams: int, times: StreamTimes, spread_s: float
+) -> None:
+    """Hold a number of streams at once, and wait for their ends.
+
+    Args:
+        spread_s: Time over which the streams begin.
+    """
+    loop = asyncio.get_running_loop()
+    ends = []
+    for _ in range(num_streams):
+        done: asyncio.Future[None] = loop.create_future()
+        ends.append(done)
+        new_client = functools.partial(StreamClient, request, times, done)
+        await loop.create_connection(new_client, host, port)
+        await asyncio.sleep(spread_s / num_streams)
+    await asyncio.gather(*ends)
+
+
+async def run_answers(
+    host: str, port: int, request: bytes, num_requests: int, num_connections: int
+) -> int:
+    """Ask for complete answers over some connections. Return the number of failed ones."""
+    loop = asyncio.get_running_loop()
+    left = num_requests
+    failed = 0
+
+    async def one_connection() -> None:
+        nonlocal left, failed
+        _, client = await loop.create_connection(lambda: AnswerClient(request), host, port)
+        while left > 0:
+            left -= 1
+            failed += not await client.ask()
+        client.close()
+
+    await asyncio.gather(*(one_connection() for _ in range(num_connections)))
+    return failed

@@ -58,7 +58,6 @@ class FixedRetriever(retriever_pb2_grpc.RetrieverServicer):
         )
 
     async def Search(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """See the proto."""
         num_tokens = int(request.collection.rpartition("-")[2])
         first = random.randrange(NUM_CHUNKS)
         numbers = [(first + i) % NUM_CHUNKS for i in range(request.top_k)]
@@ -73,11 +72,9 @@ class FixedRetriever(retriever_pb2_grpc.RetrieverServicer):
         )
 
     async def ListRemovals(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See the proto."""
         return retriever_pb2.ListRemovalsReply()
 
     async def ClaimDeletes(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See the proto."""
         return retriever_pb2.ClaimDeletesReply()
 
 
@@ -85,21 +82,16 @@ class FixedRecords(engine_pb2_grpc.EngineServicer):
     """Returns the same record of every request."""
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See the proto."""
         return engine_pb2.RequestRecord(
             request=request.request, queue_s=0.001, load_s=0.002, prefill_s=0.003, prompt_tokens=100
         )
 
     async def GetCosts(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See the proto."""
         return engine_pb2.Costs()
 
 
-async def serve(port: int, model: Path) -> None:
-    """Serve until the process is stopped."""
-    # gRPC answers the calls that it lacks.
-    retriever = FixedRetriever(load_tokenizer(model))  # type: ignore[abstract]
-    records = FixedRecords()  # type: ignore[abstract]
+async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
+    records = FixedRecords()  # type: ignore[abstract]  # gRPC answers the calls that it lacks
 
     def register(server: Any) -> None:
         retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server)
@@ -109,8 +101,17 @@ async def serve(port: int, model: Path) -> None:
     server = GrpcServer(f"127.0.0.1:{port}", names, register)
     await server.start()
     await server.set_ready()
+    return server
+
+
+async def serve(port: int, model: Path) -> None:
+    """Serve until the process is stopped."""
+    server = await serve_parts(port, FixedRetriever(load_tokenizer(model)))  # type: ignore[abstract]
     print("serving", flush=True)
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()  # a server that nothing refers to would end at once
 
 
 if __name__ == "__main__":

@@ -12,18 +12,7 @@ import random
 from bench.support.retrieval.test_collections import TestCollection
 
 NUM_SERVICES = 60
-_NAMES = (
-    "billing",
-    "search",
-    "mail",
-    "login",
-    "backup",
-    "report",
-    "chat",
-    "audit",
-    "quota",
-    "sync",
-)
+_NAMES = "billing search mail login backup report chat audit quota sync".split()  # noqa: SIM905
 _SITES = ("Oslo", "Lima", "Cairo", "Perth", "Quito", "Turin", "Osaka", "Delhi", "Accra", "Minsk")
 _STORES = ("PostgreSQL", "Cassandra", "Redis", "SQLite", "Kafka", "etcd", "MinIO", "MySQL")
 _FAILURES = (
@@ -33,28 +22,17 @@ _FAILURES = (
     ("answers slowly", "Its latency is high for"),
     ("restarts again and again", "It crashes in a loop for"),
 )
-_FACTS = (
-    (
-        "The {name} service is deployed in the {site} data center.",
-        "Where is {name} hosted?",
+_FACTS = {
+    "Where is {name} hosted?": "The {name} service is deployed in the {site} data center.",
+    "Which database does {name} use?": "Its records are kept in {store} with {copies} copies.",
+    "Who has to be called when {name} has an outage?": (
+        "If it {failure}, page the team {team} at once."
     ),
-    (
-        "Its records are kept in {store} with {copies} copies.",
-        "Which database does {name} use?",
+    "How long does it take until {name} alerts?": (
+        "{symptom} {minutes} minutes before an alert is raised."
     ),
-    (
-        "If it {failure}, page the team {team} at once.",
-        "Who has to be called when {name} has an outage?",
-    ),
-    (
-        "{symptom} {minutes} minutes before an alert is raised.",
-        "How long does it take until {name} alerts?",
-    ),
-    (
-        "Every night at {hour} o'clock a snapshot is written.",
-        "{name} snapshot at {hour} o'clock",
-    ),
-)
+    "{name} snapshot at {hour} o'clock": "Every night at {hour} o'clock a snapshot is written.",
+}
 
 
 def made_collection(seed: int = 0) -> TestCollection:
@@ -75,10 +53,10 @@ def made_collection(seed: int = 0) -> TestCollection:
             "minutes": source.randint(1, 90),
             "hour": source.randint(0, 23),
         }
-        sentences = [sentence.format(**facts) for sentence, _ in _FACTS]
+        sentences = [sentence.format(**facts) for sentence in _FACTS.values()]
         source.shuffle(sentences)
         documents[str(i)] = f"Page {i}\n{' '.join(sentences)}"
-        for j, (_, question) in enumerate(source.sample(_FACTS, 2)):
+        for j, question in enumerate(source.sample(list(_FACTS), 2)):
             queries[f"{i}:{j}"] = question.format(**facts)
             grades[f"{i}:{j}"] = {str(i): 1}
     return TestCollection(documents, queries, grades)

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc.aio
 import psutil
 
-from bench.support.processes import Service, free_port, is_serving
+from harness.processes import Service, free_port, is_serving
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
-import psutil
 
-from bench.contestants.contestant import Absent
-from bench.support.completion import complete
+from bench.contestants.contestant import Absent, Server, lmcache_server
 from bench.support.number_type import fast_number_type
-from bench.support.processes import (
+from bench.support.sequences.figures import Measured
+from bench.support.sequences.requests import (
+    SequenceRequest,
+    plan_request,
+)
+from harness.completion import complete
+from harness.processes import (
     CacheStore,
     Engine,
     launch_cachestore,
@@ -26,15 +31,7 @@ from bench.support.processes import (
     wait_for_cachestore,
     wait_for_engine,
 )
-from bench.support.sequences.lmcache_server import lmcache_arguments, start_lmcache_server
-from bench.support.sequences.prompts import (
-    Part,
-    PromptPart,
-    SequenceRequest,
-    plan_request,
-)
-from bench.support.sequences.turn_figures import Measured
-from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
+from harness.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.store_client.client import StoreClient
@@ -49,6 +46,11 @@ OURS = frozenset({EXACT, BLEND, EXACT_AHEAD, BLEND_AHEAD})
 AHEAD = frozenset({EXACT_AHEAD, BLEND_AHEAD})
 PREFIX_ONLY = frozenset({PLAIN, PLAIN_AGAIN, LMCACHE, EXACT})
 """Contestants that only reuse prefixes."""
+
+RECOMPUTE_SHARE = 0.15
+ANSWER_TOKENS = 4
+KV_CACHE_GIB = 1
+"""Of each engine."""
 
 _IDLE_SHARE = 0.25
 """Of one core. vLLM polls for a second after its last step, and sleeps in between."""
@@ -67,9 +69,6 @@ class Setup:
     Attributes:
         model: Folder of the model.
         max_length: Longest prompt with its answer, in tokens.
-        kv_cache_gib: Size of each engine's own KV cache.
-        recompute_share: Of ``blend``.
-        answer_tokens: Tokens generated for each request.
         one_plain_engine: Whether the plain contestants share an engine and its KV cache, with a
             namespace each. It saves an engine's start.
     """
@@ -77,10 +76,7 @@ class Setup:
     model: Path
     space: KVSpace
     max_length: int
-    kv_cache_gib: int
-    recompute_share: float
-    answer_tokens: int
-    one_plain_engine: bool = False
+    one_plain_engine: bool
 
 
 def _new_client() -> httpx.Client:
@@ -109,12 +105,7 @@ class SequenceContestant:
     cpu_s: float = 0.0
     _client: httpx.Client = field(default_factory=_new_client)
 
-    @property
-    def blends(self) -> bool:
-        """Whether its plans allow other prefixes."""
-        return self.name in (BLEND, BLEND_AHEAD)
-
-    def ask(self, request: SequenceRequest, max_tokens: int) -> tuple[Measured, str]:
+    def ask(self, request: SequenceRequest) -> tuple[Measured, str]:
         """Ask for one answer, and return its time with the id of its record."""
         name, token_ids = uuid.uuid4().hex, request.token_ids
         plan = self._plan(request, name)
@@ -122,7 +113,7 @@ class SequenceContestant:
         answer = complete(
             self.engine.url,
             token_ids,
-            max_tokens=max_tokens,
+            max_tokens=ANSWER_TOKENS,
             plan=plan.encode() if plan else None,
             cache_salt=self.cache_salt,
             usage=True,
@@ -163,22 +154,13 @@ class SequenceContestant:
         if arrivals_s is None:
             asked = []
             for request in requests:
-                asked.append(self.ask(request, self.setup.answer_tokens))
+                asked.append(self.ask(request))
                 time.sleep(gap_s)
         else:
             asked = self._ask_at(requests, arrivals_s)
         self.wait_until_idle()
         self.cpu_s += self._used_cpu_s() - before_s
         return self._with_records(asked)
-
-    def probe_prefills(self, prompt: Sequence[int], new: Sequence[Sequence[int]]) -> list[Measured]:
-        """Measure prefills of new tokens after a prompt that the engine has just answered."""
-        found = []
-        for token_ids in new:
-            part = PromptPart("probe", Part.TAIL, (*prompt, *token_ids))
-            found.append(self.ask(SequenceRequest((part,)), 1)[0])
-        self.wait_until_idle()
-        return found
 
     def wait_until_idle(self) -> None:
         """Wait until engine and store use next to no CPU, so that the next turn has all of it."""
@@ -206,7 +188,8 @@ class SequenceContestant:
     def _plan(self, request: SequenceRequest, name: str) -> ReusePlan | None:
         if self.store is None:
             return None
-        share = self.setup.recompute_share if self.blends else None
+        blends = self.name in (BLEND, BLEND_AHEAD)
+        share = RECOMPUTE_SHARE if blends else None
         return plan_request(request, self.setup.space, DOMAIN, name, share)
 
     def _ask_at(
@@ -217,7 +200,7 @@ class SequenceContestant:
         def ask(request: SequenceRequest, arrival_s: float) -> tuple[Measured, str]:
             time.sleep(max(0.0, started + arrival_s - time.monotonic()))
             waited_s = time.monotonic() - started - arrival_s
-            measured, name = self.ask(request, self.setup.answer_tokens)
+            measured, name = self.ask(request)
             return measured.delayed(waited_s), name
 
         with ThreadPoolExecutor(len(requests)) as threads:
@@ -232,7 +215,7 @@ class SequenceContestant:
             client = EngineClient(self.engine.records)
             try:
                 return [
-                    measured.with_record(await client.request_record(name, _RECORD_TIMEOUT_S))
+                    replace(measured, record=await client.request_record(name, _RECORD_TIMEOUT_S))
                     for measured, name in asked
                 ]
             finally:
@@ -241,20 +224,8 @@ class SequenceContestant:
         return asyncio.run(fetch())
 
     def _used_cpu_s(self) -> float:
-        pids = [self.engine.service.pid]
-        if self.store is not None:
-            pids.append(self.store.service.pid)
-        return sum(map(_tree_cpu_s, pids))
-
-
-def _tree_cpu_s(pid: int) -> float:
-    used_s = 0.0
-    root = psutil.Process(pid)
-    for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            used_s += times.user + times.system
-    return used_s
+        used_s = self.engine.service.cpu_s()
+        return used_s if self.store is None else used_s + self.store.service.cpu_s()
 
 
 @contextlib.contextmanager
@@ -269,7 +240,7 @@ def running_contestants(
     contestants: dict[str, SequenceContestant] = {}
     skipped: dict[str, str] = {}
     usual = plugin_settings(folder / "plugin", WAITS_ASLEEP) | {
-        "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "RAGCACHE_LOAD_ALWAYS": "off",
     }
     with contextlib.ExitStack() as stack:
@@ -308,9 +279,12 @@ def _launch(
         )
         stack.callback(store.service.stop)
     elif name == LMCACHE:
-        server = start_lmcache_server()
+        server = _start_lmcache_server()
         stack.callback(server.end)
-        arguments = ["--kv-transfer-config", json.dumps(lmcache_arguments(server.port))]
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
+        connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+        connector_config = {**connector, "kv_connector_extra_config": extra}
+        arguments = ["--kv-transfer-config", json.dumps(connector_config)]
     engine = launch_engine(
         folder,
         setup.model,
@@ -322,3 +296,10 @@ def _launch(
     )
     stack.callback(engine.service.stop)
     return SequenceContestant(name, setup, engine, store)
+
+
+def _start_lmcache_server() -> Server:
+    """Start ``lmcache server``. Raises Absent if LMCache is not installed or does not start."""
+    if importlib.util.find_spec("lmcache") is None:
+        raise Absent("lmcache is not installed")
+    return lmcache_server(memory_gb=2, LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="WARNING")

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import free_port
-from bench.support.stored_values import corrupt
+from harness.processes import free_port
+from harness.stored_values import corrupt
 from ragcache_cachestore.deletes import DROP_BATCH
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey

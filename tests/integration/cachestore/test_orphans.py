@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.computed_profile import ComputedProfile
-from bench.support.processes import free_port, launch_cachestore, wait_for_cachestore
-from bench.support.traces import DATA, load_traces
+from bench.support.traces import DATA, ComputedProfile, load_traces
+from harness.processes import free_port, launch_cachestore, wait_for_cachestore
 from ragcache_cachestore.cluster.orphan_collector import MISSING_PARENT_S, OrphanCollector
 from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease

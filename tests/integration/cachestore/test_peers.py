@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replicator
 from ragcache_cachestore.state.tombstones import LIFETIME_MS

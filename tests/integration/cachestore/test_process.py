@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.store_api import Ack, Deletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient

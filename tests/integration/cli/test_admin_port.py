@@ -15,11 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from bench.support.processes import free_port
-from ragcache_cli.main import app
-from tests.helpers.api_keys import key, write_admin_key
-from tests.helpers.browser import needs_chromium
-from tests.helpers.console_view import (
+from harness.browser import needs_chromium
+from harness.console_view import (
     begin_to_ask,
     console_page,
     fill,
@@ -28,6 +25,9 @@ from tests.helpers.console_view import (
     texts,
     until_answered,
 )
+from harness.processes import free_port
+from ragcache_cli.main import app
+from tests.helpers.api_keys import key, write_admin_key
 from tests.helpers.cuttable_connection import CuttableConnection
 from tests.helpers.gateway_fakes import World, world
 

@@ -22,13 +22,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from harness import availability
+from harness.cluster.control_plane import ControlPlane, start_control_plane
+from harness.cluster.kubeconfig import User
 from ragcache_cli.kubernetes.pod_logs import follow_pods
 from ragcache_cli.main import app
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import NAMESPACES, PODS, RAG_CACHES, Resource
-from tests.cluster import availability
-from tests.cluster.control_plane import ControlPlane, start_control_plane
-from tests.cluster.kubeconfig import User
 
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 STRANGER = User("stranger")

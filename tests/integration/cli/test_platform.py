@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_cli.local import platform as local_platform
 from ragcache_cli.local import supervisor as supervisor_module
 from ragcache_cli.local.part import Check, Part

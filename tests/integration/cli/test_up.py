@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_cli.local.state_file import PlatformRecord, read_record
 
 ROOT = Path(__file__).parents[3]

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.completion import Completion, complete
-from bench.support.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
-from bench.support.stored_values import corrupt
+from harness.completion import Completion, complete
+from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from harness.stored_values import corrupt
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace, VariantKey

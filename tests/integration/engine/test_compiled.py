@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
-from bench.support.vllm_plugin import plugin_settings
+from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from harness.vllm_plugin import plugin_settings
 from ragcache_kv.model_folder import load_model_folder
 from tests.integration.engine.test_blend import LENGTHS, Blends, make_blend_prompt
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.support.processes import COMPUTES_PLAIN, running_cachestore, running_engine
+from harness.processes import COMPUTES_PLAIN, running_cachestore, running_engine
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.completion import Completion, complete, record_of
-from bench.support.processes import (
+from harness.completion import Completion, complete, record_of
+from harness.processes import (
     COMPUTES_PLAIN,
     CacheStore,
     Engine,

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.completion import complete
-from bench.support.processes import running_engine
+from harness.completion import complete
+from harness.processes import running_engine
 
 pytestmark = pytest.mark.timeout(300)
 

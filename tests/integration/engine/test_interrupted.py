@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bench.support.completion import complete
-from bench.support.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from harness.completion import complete
+from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.completion import complete
-from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from harness.completion import complete
+from harness.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
 from ragcache_core.plan.reuse_plan import NO_REUSE

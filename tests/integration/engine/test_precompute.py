@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from harness.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app

@@ -14,8 +14,8 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from bench.support.completion import complete, record_of
-from bench.support.processes import (
+from harness.completion import complete, record_of
+from harness.processes import (
     COMPUTES_PLAIN,
     Engine,
     launch_engine,

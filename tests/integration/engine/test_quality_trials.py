@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.processes import (
+from harness.processes import (
     CacheStore,
     Engine,
     launch_engine,

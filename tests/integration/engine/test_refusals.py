@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import launch_engine, wait_for_engine
+from harness.processes import launch_engine, wait_for_engine
 
 pytestmark = pytest.mark.timeout(300)
 

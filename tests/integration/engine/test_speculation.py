@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from harness.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.plan.prompt import Prompt
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.conversation import Conversation

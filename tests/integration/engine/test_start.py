@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import Engine, Service, free_port, wait_for_engine
+from harness.processes import Engine, Service, free_port, wait_for_engine
 from ragcache_core.cost.engine_memory import INSUFFICIENT_MEMORY_EXIT_CODE
 from ragcache_operator.status.component import WorkloadState, component_state
 

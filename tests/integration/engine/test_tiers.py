@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
-from bench.support.completion import Completion, complete
-from bench.support.processes import launch_engine, start_cachestore, wait_for_engine
+from harness.completion import Completion, complete
+from harness.processes import launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion, NewVariant

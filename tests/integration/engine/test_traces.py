@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.completion import complete
-from bench.support.processes import (
+from harness.completion import complete
+from harness.otlp import Collector, attributes_of, collector
+from harness.processes import (
     Service,
     free_port,
     launch_engine,
@@ -31,7 +32,6 @@ from ragcache_operator.builders.components.telemetry import (
     vllm_environment,
 )
 from tests.helpers.children_parts import make_cache
-from tests.helpers.otlp import Collector, attributes_of, collector
 from tests.helpers.trace_parts import orphans, traced_request
 from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.completion import Completion, complete, record_of
-from bench.support.processes import (
+from harness.completion import Completion, complete, record_of
+from harness.processes import (
     COMPUTES_PLAIN,
     CacheStore,
     Engine,
@@ -28,7 +28,7 @@ from bench.support.processes import (
     vllm_cache_root,
     wait_for_engine,
 )
-from bench.support.stored_values import corrupt
+from harness.stored_values import corrupt
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound
 from ragcache_core.identity.keys import KVSpace, VariantKey

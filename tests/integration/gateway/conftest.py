@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Page
-from tests.helpers.console_view import console_page, screenshots_folder
+from harness.browser import Page
+from harness.console_view import console_page, screenshots_folder
 from tests.helpers.gateway_fakes import World
 
 

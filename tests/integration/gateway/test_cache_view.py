@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import CacheStore, free_port, start_cachestore
+from harness.processes import CacheStore, free_port, start_cachestore
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_wire.watched.limits import GatewayLimits, limits_json
 from tests.helpers.api_keys import bearer, write_admin_key
 from tests.helpers.gateway_fakes import world

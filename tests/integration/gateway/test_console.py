@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_wire.v1 import cachestore_pb2, engine_pb2
-from tests.helpers.browser import Page, needs_chromium
-from tests.helpers.console_view import (
+from harness.browser import Page, needs_chromium
+from harness.console_view import (
     FITS,
     QUESTION,
     begin_to_ask,
@@ -21,6 +20,7 @@ from tests.helpers.console_view import (
     texts,
     until_answered,
 )
+from ragcache_wire.v1 import cachestore_pb2, engine_pb2
 from tests.helpers.gateway_fakes import World, until_predicted, world
 
 pytestmark = needs_chromium

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_wire.v1 import cachestore_pb2
-from tests.helpers.browser import Page, needs_chromium
-from tests.helpers.console_view import (
+from harness.browser import Page, needs_chromium
+from harness.console_view import (
     FITS,
     begin_to_ask,
     console_page,
@@ -23,6 +22,7 @@ from tests.helpers.console_view import (
     texts,
     until_answered,
 )
+from ragcache_wire.v1 import cachestore_pb2
 from tests.helpers.gateway_fakes import HeldStage, World, until_predicted, world
 from tests.integration.gateway.test_speculation import hit, speculating
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from harness.otlp import attributes_of, collector
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.knowledge.stored_node import StoredNode
@@ -30,7 +31,6 @@ from tests.helpers.gateway_fakes import (
     data_of,
     serving,
 )
-from tests.helpers.otlp import attributes_of, collector
 from tests.helpers.trace_parts import TracedRequest, orphans, traced_request
 from tests.integration.gateway.test_speculation import hit, until
 

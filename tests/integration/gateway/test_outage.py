@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from tests.helpers.gateway_fakes import world
 from tests.integration.gateway.test_process import environment_with, until_it_answers
 from tests.integration.gateway.test_process import start as start_gateway

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.identity.keys import (
     PUBLIC_DOMAIN,
     VariantKey,

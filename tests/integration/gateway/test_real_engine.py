@@ -20,7 +20,7 @@ from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
-from bench.support.processes import (
+from harness.processes import (
     Engine,
     Service,
     free_port,

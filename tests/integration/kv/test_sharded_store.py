@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import CacheStore, free_port, launch_cachestore, wait_for_cachestore
+from harness.processes import CacheStore, free_port, launch_cachestore, wait_for_cachestore
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey

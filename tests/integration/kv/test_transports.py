@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_cachestore.api import data_connection, data_server
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService

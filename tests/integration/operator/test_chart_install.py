@@ -13,6 +13,9 @@ import helm_python
 import pytest
 import yaml
 
+from harness import availability
+from harness.cluster.control_plane import ControlPlane, start_control_plane
+from harness.cluster.kubeconfig import User
 from ragcache_cli.kubernetes import install as installing
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
 from ragcache_core.errors import InvalidInput, Unavailable
@@ -29,9 +32,6 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
-from tests.cluster import availability
-from tests.cluster.control_plane import ControlPlane, start_control_plane
-from tests.cluster.kubeconfig import User
 from tests.helpers.chart import CHART, NAMESPACE, RELEASE
 
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.

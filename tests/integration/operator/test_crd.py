@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.spec.crd import KINDS, ResourceKind
 from ragcache_operator.spec.manifest import parse
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.operator_manifests import (
     BAD,
     Bad,

@@ -11,11 +11,11 @@ from random import Random
 
 import pytest
 
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.lease import LeaseLost, LeaseTiming, run_while_leading
 from ragcache_operator.kube.resources import LEASES, Object
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.cuttable_connection import CuttableConnection
 
 NAMESPACE = "default"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from bench.support.processes import free_port
-from tests.cluster import packages
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane, start_control_plane
+from harness import packages
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane, start_control_plane
+from harness.processes import free_port
 
 pytestmark = pytest.mark.timeout(300)
 

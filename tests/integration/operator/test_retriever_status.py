@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane
+from harness.processes import free_port
 from ragcache_operator.kube.resources import PODS, RAG_CACHES, STATEFUL_SETS, Object
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.status_reporter import RETRIEVER_POLL_S, USAGE_POLL_S
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane
 from tests.helpers.operator_pass import (
     NAMESPACE,
     Operator,

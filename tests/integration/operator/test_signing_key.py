@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness.availability import Unavailable, skip
+from harness.cluster.control_plane import ControlPlane
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.kube.resources import DEPLOYMENTS, PODS, RAG_CACHES, SECRETS, Object
 from ragcache_operator.reconcile.child_writer import KEY_BYTES
 from ragcache_operator.reconcile.state import ReconcileState
-from tests.cluster.availability import Unavailable, skip
-from tests.cluster.control_plane import ControlPlane
 from tests.helpers.operator_pass import NAMESPACE, operator, plane_with_our_kinds
 
 pytestmark = pytest.mark.timeout(300)

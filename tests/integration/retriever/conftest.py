@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.availability import Unavailable, skip
+from harness.availability import Unavailable, skip
 from tests.helpers.postgres_server import PostgresServer
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_retriever import metrics as metrics_module
 from ragcache_retriever.metrics import Metrics
 from ragcache_retriever.store.records import DiskUse

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_retriever.__main__ import EXIT_MISCONFIGURED
 from ragcache_retriever.store.sqlite.schema import FILE_NAME

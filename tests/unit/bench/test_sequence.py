@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench.sequence import LEAST_WARM_UP, Replayed, load_sequence, parse
-from bench.support.sequences.prompts import Vocabulary
+from bench.support.sequences.requests import Vocabulary
 
 WORDS = Vocabulary(50_000, seed=1)
 
 
 def generated(warm_up: int) -> Replayed:
     arguments = parse(["--warm-up", str(warm_up), "--requests", "10"])
-    return load_sequence(arguments, arguments.model, WORDS)
+    return load_sequence(arguments, Path("unused"), WORDS)
 
 
 def test_plain_vllm_has_to_be_there() -> None:
@@ -25,7 +27,7 @@ def test_data_of_a_sequence_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> 
     arguments = parse(["--sequence", "ragpulse"])
     arguments.data = None
     with pytest.raises(SystemExit, match="RAGCACHE_BENCH_DATA"):
-        load_sequence(arguments, arguments.model, WORDS)
+        load_sequence(arguments, Path("unused"), WORDS)
 
 
 def test_a_sequence_has_warm_up_and_measured_requests() -> None:

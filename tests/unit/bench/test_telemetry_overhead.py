@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.gateway_load.simulated_engine import EngineConnection, TokenClock
-from bench.support.gateway_load.simulated_parts import HOST, http_request
-from bench.support.gateway_load.stream_client import StreamTimes, run_streams
+from bench.support.gateway_load.simulated_parts import HOST, StreamTimes, http_request, run_streams
 from bench.telemetry_overhead import Compared
 
 LIMIT_S = 60.0

@@ -5,32 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import httpx
-import yaml
-
-from bench.support.processes import free_port
+from harness.cluster.control_plane import start_control_plane
+from harness.cluster.operator_process import install, quickstart, running_operator_process
+from harness.processes import free_port
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.discovery import serves_our_kinds
-from tests.cluster.control_plane import start_control_plane
-from tools.dashboards.files import ROOT
 
-_LIMIT_S: Final = 60.0
 _STOP_LIMIT_S: Final = 30.0
 _CHANGE_S: Final = 2.0
 _NAMESPACE: Final = "default"
-_OPERATOR_NAMESPACE: Final = "ragcache-system"
-"""Of the operator. Its chart would create it."""
 
 
 @contextlib.contextmanager
@@ -42,48 +30,21 @@ def running_operator(folder: Path) -> Iterator[int]:
     """
     with start_control_plane(folder) as plane:
         port = free_port()
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(plane.kubeconfig),
-            "RAGCACHE_LISTEN_PORT": str(port),
-            "RAGCACHE_LOG_LEVEL": "warning",
-        }
         asyncio.run(_install(plane.kubeconfig))
-        process = subprocess.Popen([sys.executable, "-m", "ragcache_operator"], env=environment)
-        try:
-            _wait_until_alive(port)
+        with running_operator_process(folder, plane.kubeconfig, port):
             name = asyncio.run(_create(plane.kubeconfig))
             with _changing(plane.kubeconfig, name):
                 yield port
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 async def _install(kubeconfig: Path) -> None:
-    namespace = {
-        "apiVersion": resources.NAMESPACES.api_version,
-        "kind": resources.NAMESPACES.kind,
-        "metadata": {"name": _OPERATOR_NAMESPACE},
-    }
     async with await Api.connect(kubeconfig) as api:
-        await api.create(resources.NAMESPACES, namespace)
-        for path in sorted((ROOT / "crds").glob("*.yaml")):
-            await api.create(resources.CRDS, yaml.safe_load(path.read_text()))
-        deadline = time.monotonic() + _LIMIT_S
-        while not await serves_our_kinds(api):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the API server does not serve the CRDs")
-            await asyncio.sleep(0.2)
+        await install(api)
 
 
 async def _create(kubeconfig: Path) -> str:
     """Create a RagCache and return its name."""
-    manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
+    manifest = quickstart()
     manifest["metadata"]["namespace"] = _NAMESPACE
     async with await Api.connect(kubeconfig) as api:
         created = await api.create(resources.RAG_CACHES, manifest)
@@ -113,15 +74,3 @@ async def _change(kubeconfig: Path, name: str, stopping: threading.Event) -> Non
             changed = {"metadata": {"annotations": {"example.com/change": str(number)}}}
             await api.merge(resources.RAG_CACHES, name, _NAMESPACE, changed)
             await asyncio.sleep(_CHANGE_S)
-
-
-def _wait_until_alive(port: int) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    with httpx.Client(trust_env=False) as client:
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if client.get(f"http://127.0.0.1:{port}/healthz").is_success:
-                    return
-            if time.monotonic() > deadline:
-                raise RuntimeError("the operator does not answer")
-            time.sleep(0.2)

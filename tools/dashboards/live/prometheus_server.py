@@ -13,8 +13,8 @@ from typing import Any, Final
 import httpx
 import yaml
 
-from bench.support.processes import free_port
-from tests.cluster.packages import Package, command, require
+from harness.packages import Package, command, require
+from harness.processes import free_port
 
 PACKAGES: Final = (Package("prometheus", "prometheus"),)
 SCRAPE_INTERVAL: Final = "1s"

@@ -24,7 +24,10 @@ def test_f1_is_that_of_the_nearest_right_answer() -> None:
 
 
 def test_a_row_has_the_means_of_what_was_measured() -> None:
-    assert Figures(kl=[1.0, 2.0], same=[1.0, 0.0]).row() == {"kl": 1.5, "same": 0.5}
+    figures = Figures()
+    figures.add(kl=1.0, same=1.0)
+    figures.add(kl=2.0)
+    assert figures.row() == {"kl": 1.5, "same": 1.0}
 
 
 def test_a_ratio_needs_both_numbers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.blending.sequences import MAX_BEFORE, ahead_sequences
+from bench.support.blending.real_text import MAX_BEFORE, ahead_sequences
 from ragcache_core.scheduling.capture_sequence import CONTEXT_CHUNKS
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.sequences.cap import computed_tokens, useful_warm_up
-from bench.support.sequences.prompts import Part, PromptPart, SequenceRequest
+from bench.support.sequences.figures import computed_tokens, useful_warm_up
+from bench.support.sequences.requests import Part, PromptPart, SequenceRequest
 
 SHARE = 0.15
 
@@ -48,8 +48,8 @@ def test_blend_computes_a_share_of_known_passages_behind_a_changed_head() -> Non
     found = computed_tokens([request(0, "ab"), request(1, "bc")], 1, SHARE)
     assert found.plain == 230
     assert found.blend == pytest.approx(10 + 15 + 100 + 20)
-    assert found.blend_cap == pytest.approx(230 / 145)
-    assert found.exact_cap == 1
+    assert found.caps()["blend"] == pytest.approx(230 / 145)
+    assert found.caps()["exact"] == 1
 
 
 def test_a_known_prefix_costs_nothing() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.support.sequences.cap import ComputedTokens
-from bench.support.sequences.comparison import caps_of, compare
-from bench.support.sequences.turn_figures import Measured
+from bench.support.sequences.figures import ComputedTokens, Measured, compare
 
-CAPS = caps_of(ComputedTokens(1000, 900, 900, 450), ComputedTokens(1000, 900, 450, 300))
+CAPS = ComputedTokens(1000, 900, 900, 450).caps() | ComputedTokens(1000, 900, 450, 300).caps(
+    "_ahead"
+)
 
 
 def measured(*times_s: float) -> list[Measured]:

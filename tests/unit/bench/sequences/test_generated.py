@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bench.support.sequences.generated import ZipfShape, generate, topics
-from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
+from bench.support.sequences.requests import (
+    PASSAGES,
+    Part,
+    SequenceRequest,
+    Vocabulary,
+    generate,
+    topics,
+)
 
-SHAPE = ZipfShape(documents=20)
 WORDS = Vocabulary(50_000, seed=1)
 
 
 def sequence(count: int = 100, seed: int = 1) -> list[SequenceRequest]:
-    return generate(SHAPE, count, WORDS, seed)
+    return generate(count, WORDS, seed)
 
 
 def test_equal_seeds_generate_equal_sequences() -> None:
@@ -34,11 +39,11 @@ def test_heads_share_their_stable_part_alone() -> None:
 def test_no_request_has_a_passage_twice() -> None:
     for request in sequence():
         names = [passage.name for passage in request.passages]
-        assert len(set(names)) == len(names) == SHAPE.passages
+        assert len(set(names)) == len(names) == PASSAGES
 
 
 def test_few_passages_take_many_accesses() -> None:
     uses = Counter(passage.name for request in sequence() for passage in request.passages)
-    hottest = sum(count for _, count in uses.most_common(len(topics(SHAPE)) // 10))
+    hottest = sum(count for _, count in uses.most_common(len(topics()) // 10))
     assert hottest > 0.25 * uses.total()
-    assert set(uses) <= set(topics(SHAPE))
+    assert set(uses) <= set(topics())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.sequences.prompts import (
+from bench.support.sequences.requests import (
     Part,
     PromptPart,
     SequenceRequest,

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.ordering import parse, recorded_requests
-from bench.support.ordering.contestants import OURS, make_ordering, reordered
-from bench.support.sequences.prompts import Part, SequenceRequest, Vocabulary
-from bench.support.sequences.ragpulse import RagPulse
+from bench.support.document_orders import OURS, make_ordering, reordered
+from bench.support.sequences.requests import Part, RagPulse, SequenceRequest, Vocabulary
 
 WORDS = Vocabulary(10_000, seed=1)
 
@@ -74,32 +72,12 @@ def test_topics_are_the_passages_by_id(folder: Path) -> None:
     assert RagPulse(folder, WORDS, 1.0, 8000).topics() == ["component 10", "component 11"]
 
 
-def test_the_ordering_benchmark_takes_the_trace_in_every_order(
-    folder: Path, tiny_model: Path
-) -> None:
-    arguments = parse(
-        [
-            *("--sequences", "ragpulse", "--data", str(folder.parent)),
-            *("--first", "199", "--requests", "9", "--scale", "0.5"),
-        ]
-    )
-    requests = recorded_requests("ragpulse", tiny_model, arguments)
-    # The request without passages has no order.
-    assert [[part.name for part in one.passages] for one in requests] == [
-        ["component 11", "component 10"],
-        ["component 10", "component 11", "component 10"],
-    ]
-    limit = int(json.loads((tiny_model / "config.json").read_text())["vocab_size"])
-    assert all(0 <= token < limit for one in requests for token in one.token_ids)
+def test_our_order_puts_passages_first_that_were_computed(folder: Path) -> None:
+    computed, other = RagPulse(folder, WORDS, 0.5, 8000).requests(199, 3)[:3:2]
     ordering = make_ordering(OURS, 100_000, 1)
-    ordering.computed(requests[0], 0, 0.0)
-    same_head = SequenceRequest((*requests[0].parts[:3], *requests[1].parts[3:]))
+    ordering.computed(computed, 0, 0.0)
+    same_head = SequenceRequest((*computed.parts[:3], *other.parts[3:]))
     ordered = reordered(same_head, ordering.order(same_head))
+    assert [part.name for part in same_head.passages][:2] == ["component 10", "component 11"]
     assert [part.name for part in ordered.passages][:2] == ["component 11", "component 10"]
     assert sorted(ordered.token_ids) == sorted(same_head.token_ids)
-
-
-def test_a_recorded_trace_needs_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAGCACHE_BENCH_DATA", raising=False)
-    with pytest.raises(SystemExit):
-        parse(["--sequences", "ragpulse"])

@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from bench.support.processes import free_port
+from harness.otlp import collector
+from harness.processes import free_port
 from ragcache_cachestore.telemetry.exporter import RecordingTelemetry, StoreLevels, Telemetry
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
@@ -22,7 +23,6 @@ from ragcache_wire.telemetry import metric_registry
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Headers, Tracer
 from tests.helpers.cachestore_parts import ManualClock
-from tests.helpers.otlp import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

@@ -7,11 +7,9 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.clairvoyant import Intervals, clairvoyant
-from bench.support.computed_profile import ComputedProfile
-from bench.support.replay import Replay
-from bench.support.traces import BYTES_PER_TOKEN, Access, Request, Trace
+from bench.support.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.traces import BYTES_PER_TOKEN, Access, ComputedProfile, Replay, Request, Trace
 from ragcache_core.eviction.admission import make_admission
 
 UNIT_BYTES = 10 * BYTES_PER_TOKEN

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.comparison_policies import POLICY_NAMES, make_policy
 from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
 from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
@@ -344,27 +344,6 @@ def test_lfu_evicts_the_least_used() -> None:
     for key in "aab":
         policy.touch(key, 1.0)
     assert victims(policy) == ["c", "b", "a"]
-
-
-def test_fifo_ignores_uses() -> None:
-    policy: EvictionPolicy[str] = make_policy("fifo", leaves_only=False)
-    for key in "abc":
-        policy.add(key, candidate(), 0.0)
-    policy.touch("a", 1.0)
-    assert victims(policy) == ["a", "b", "c"]
-
-
-def test_s3fifo_resists_a_scan() -> None:
-    policy: EvictionPolicy[str] = make_policy("s3fifo", leaves_only=False)
-    policy.add("popular", candidate(), 0.0)
-    policy.touch("popular", 0.0)
-    policy.touch("popular", 0.0)
-    for number in range(20):
-        policy.add(f"scan {number}", candidate(), 1.0)
-    gone = [policy.evict(lambda _: True) for _ in range(15)]
-    assert gone == [f"scan {number}" for number in range(15)]
-    policy.add("scan 0", candidate(), 2.0)  # remembered: it goes straight into the main queue
-    assert policy.priority("scan 0", 2.0) > policy.priority("scan 19", 2.0)
 
 
 def test_cachecraft_ranks_by_the_savings_of_each_use() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey

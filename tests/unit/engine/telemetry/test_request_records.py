@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.cost.queue_time import HALF_LIFE_S

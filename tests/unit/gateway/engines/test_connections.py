@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.support.processes import free_port
+from harness.processes import free_port
 from ragcache_gateway.engines.connections import (
     READ_AHEAD_BYTES,
     AllConnectionsUsed,

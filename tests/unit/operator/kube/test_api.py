@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.cluster.certificates import make_certificates
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import PODS
-from tests.cluster.certificates import make_certificates
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.metrics.export import Histogram, Metric
 
-from bench.support.processes import free_port
+from harness.otlp import collector
+from harness.processes import free_port
 from ragcache_wire.telemetry import otlp_exporter
 from ragcache_wire.telemetry.catalogue import cachestore, gateway
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry, exemplar
 from ragcache_wire.telemetry.otlp_exporter import to_otlp
 from ragcache_wire.telemetry.semantic_conventions import SCHEMA_URL
-from tests.helpers.otlp import collector
 
 TRACE = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
 

@@ -1,1 +1,0 @@
-"""Traces and contestants for the order of documents in prompts."""

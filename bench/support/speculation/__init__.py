@@ -1,1 +1,0 @@
-"""A retriever that repeats recorded searches, and a gateway to ask questions of."""

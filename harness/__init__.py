@@ -1,0 +1,1 @@
+"""What tests, benchmarks and tools share: it starts services, engines, collectors and browsers."""
