@@ -181,7 +181,7 @@ def foreign(data: Path, count: int, seed: int) -> dict[str, object]:
     if not (data / MUSIQUE).is_file():
         return {"skipped": f"there is no {MUSIQUE.name}"}
     from bench.support.blending.handbook import work_on_foreign_text  # noqa: PLC0415
-    from tests.helpers.tiny_model import make_tiny_model  # noqa: PLC0415
+    from tests.kit.model import make_tiny_model  # noqa: PLC0415
 
     asked = json.loads((data / MUSIQUE).read_text())
     texts = sorted({p["paragraph_text"] for one in asked for p in one["paragraphs"]})

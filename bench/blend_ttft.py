@@ -67,7 +67,7 @@ from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
-from tests.helpers.tiny_model import make_tiny_model
+from tests.kit.model import make_tiny_model
 
 DOMAIN = "public"
 HEAD_TOKENS = 48

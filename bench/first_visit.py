@@ -52,7 +52,7 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.segments import checked_segments
 from ragcache_kv.model_folder import load_model_folder
-from tests.helpers.tiny_model import make_tiny_model
+from tests.kit.model import make_tiny_model
 
 DOMAIN = "public"
 HEAD_TOKENS = 48

@@ -31,7 +31,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
-from tests.helpers.tiny_model import make_tiny_model
+from tests.kit.model import make_tiny_model
 
 ROLES = {"as_layers_end": "kv_producer", "after_the_pass": "kv_both"}
 LENGTHS = (256, 2048)

@@ -49,7 +49,7 @@ from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import CONFIG, serving, serving_retriever
+from tests.kit.gateway import CONFIG, serving, serving_retriever
 
 OFF, AUTO = "off", "auto"
 SHARES = (0.125, 0.25, 0.5, 1.0)

@@ -53,7 +53,7 @@ from bench.support.gateway_load.simulated_parts import (
 from bench.support.gateway_load.stream_client import StreamTimes, run_streams
 from bench.support.processes import Service, free_port
 from bench.support.sequences.bootstrap import interval
-from tests.helpers.otlp import Collector, collector
+from tests.kit.telemetry import Collector, collector
 
 CHUNKS: Final = 8
 CHUNK_TOKENS: Final = 250

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cluster import availability
-from tests.helpers.browser import chromium_path
-from tests.helpers.tiny_model import make_tiny_model
+from tests.kit.browser import chromium_path
+from tests.kit.model import make_tiny_model
 
 # Timing never decides a test: a busy machine is no counterexample. Nor does chance: every run tries
 # the same examples. `--hypothesis-profile=other-examples` tries others.

@@ -39,8 +39,7 @@ from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_retriever.knowledge_base.fusion_tuner import INTERVAL_S
 from tests.cluster.availability import Unavailable
-from tests.helpers.browser import Page, chromium_path
-from tests.helpers.console_view import console_page, fill, select_tab, submit
+from tests.kit.browser import Page, chromium_path, console_page, fill, select_tab, submit
 
 Colors = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 

@@ -20,7 +20,7 @@ from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.timeline import step
-from tests.helpers.tinyrag_spec import TINYRAG
+from tests.kit.model import TINYRAG
 from tools.images import IMAGES, make_images
 
 ROOT = Path(__file__).resolve().parents[2]

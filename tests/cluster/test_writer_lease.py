@@ -20,7 +20,7 @@ from ragcache_retriever.replication.kubernetes_lease import KubernetesLease
 from ragcache_retriever.replication.lease_store import LeaseUnavailable
 from tests.cluster import packages
 from tests.cluster.control_plane import ControlPlane
-from tests.helpers.replica_node import cluster_of, names, put, writer_of
+from tests.kit.replica_node import cluster_of, names, put, writer_of
 
 NAMESPACE = "writer-lease"
 

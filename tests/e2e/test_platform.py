@@ -23,17 +23,17 @@ import yaml
 from bench.support.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_cli.local.state_file import PartRecord, read_record
-from tests.helpers.browser import needs_chromium
-from tests.helpers.console_view import (
+from tests.kit.browser import (
     begin_to_ask,
     compare_and_wait,
     console_page,
     fill,
+    needs_chromium,
     select_tab,
     texts,
     until_answered,
 )
-from tests.helpers.tinyrag_spec import TINYRAG
+from tests.kit.model import TINYRAG
 
 pytestmark = pytest.mark.timeout(900)
 

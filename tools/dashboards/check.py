@@ -16,7 +16,7 @@ from ragcache_wire.telemetry.catalogue import all_rows, gateway
 from ragcache_wire.telemetry.instrument import Label
 from tests.cluster.availability import Unavailable
 from tests.cluster.packages import require
-from tests.helpers.otlp import Collector, collector
+from tests.kit.telemetry import Collector, collector
 from tools.dashboards.content import DASHBOARDS
 from tools.dashboards.files import ROOT, RULES, stale
 from tools.dashboards.grafana_schema import schema_problems

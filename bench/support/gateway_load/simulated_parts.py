@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from bench.support.processes import Service, free_port
-from tests.helpers.tiny_model import make_tiny_model
+from tests.kit.model import make_tiny_model
 
 HOST: Final = "127.0.0.1"
 GATEWAY: Final = ("-m", "ragcache_gateway")

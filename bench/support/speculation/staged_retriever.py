@@ -12,7 +12,7 @@ from typing import Any
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_retriever.search.vector_index import IndexStage
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.gateway_fakes import FakeRetriever
+from tests.kit.gateway import FakeRetriever
 
 WORDS = """
 account answer archive budget build cable change client cloud copy cost data date device disk engine

@@ -30,7 +30,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from tests.helpers.cachestore_parts import whole
+from tests.kit.store import whole
 
 PUTTERS = 3
 OPERATIONS = 60

@@ -24,7 +24,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ManualTime,

@@ -18,7 +18,7 @@ from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.values.conversions import to_get_request
 from ragcache_wire.status import from_rpc_error
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     TIMEOUT_S,
     ServedStore,
     get_value,

@@ -41,7 +41,7 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.conversions import to_deletion, to_key, to_put_header
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ServedStore,

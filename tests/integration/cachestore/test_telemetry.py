@@ -18,8 +18,8 @@ from ragcache_core.store_api import Ack, Deletion
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from tests.helpers.cachestore_parts import TIMEOUT_S, key, value, variant, whole
-from tests.helpers.otlp import collector
+from tests.kit.store import TIMEOUT_S, key, value, variant, whole
+from tests.kit.telemetry import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACED = (("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),)

@@ -17,19 +17,18 @@ from typer.testing import CliRunner, Result
 
 from bench.support.processes import free_port
 from ragcache_cli.main import app
-from tests.helpers.api_keys import key, write_admin_key
-from tests.helpers.browser import needs_chromium
-from tests.helpers.console_view import (
+from tests.kit.browser import (
     begin_to_ask,
     console_page,
     fill,
+    needs_chromium,
     select_tab,
     submit,
     texts,
     until_answered,
 )
-from tests.helpers.cuttable_connection import CuttableConnection
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.connection import CuttableConnection
+from tests.kit.gateway import World, key, world, write_admin_key
 
 ADMIN_KEY = key("admin")
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from ragcache_cli.local.state_file import PlatformRecord, write_record
 from ragcache_cli.main import app
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
+from tests.kit.sources import HTML, pdf
 
 
 @pytest.fixture

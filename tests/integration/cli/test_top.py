@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 
 @pytest.fixture

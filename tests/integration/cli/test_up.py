@@ -25,7 +25,7 @@ SITE_CUSTOMIZE = """
 import sys
 if "ragcache_cli" in sys.orig_argv:
     from ragcache_cli.local import platform
-    from tests.helpers.cli_parts import stand_ins
+    from tests.integration.cli.stand_ins import stand_ins
     platform.build_children = stand_ins(engine=HABIT)
 """
 

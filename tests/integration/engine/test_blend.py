@@ -29,8 +29,8 @@ from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
-from tests.helpers.clear_answers import is_clear
 from tests.integration.engine.test_vllm import VOCABULARY, Platform
+from tests.kit.engine import is_clear
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -25,7 +25,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import (
+from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,
     World,

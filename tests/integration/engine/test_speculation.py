@@ -21,8 +21,8 @@ from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.gateway_fakes import (
+from tests.kit.engine import is_clear
+from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,
     HeldStage,

@@ -26,8 +26,8 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.engine_worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
+from tests.kit.worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 
 pytestmark = pytest.mark.timeout(900)
 

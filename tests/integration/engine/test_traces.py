@@ -30,12 +30,11 @@ from ragcache_operator.builders.components.telemetry import (
     vllm_arguments,
     vllm_environment,
 )
-from tests.helpers.children_parts import make_cache
-from tests.helpers.otlp import Collector, attributes_of, collector
-from tests.helpers.trace_parts import orphans, traced_request
 from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
 from tests.integration.gateway.test_real_engine import RetrieverThread, is_answering
+from tests.kit.operator import make_cache
+from tests.kit.telemetry import Collector, attributes_of, collector, orphans, traced_request
 
 pytestmark = pytest.mark.timeout(600)
 

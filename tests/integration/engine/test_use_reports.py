@@ -22,8 +22,8 @@ from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import TIMEOUT_S, ServedStore, serving, value, variant, whole
-from tests.helpers.engine_scheduler import BLOCKS, LENGTH, PROMPT, SPACE
+from tests.kit.scheduler import BLOCKS, LENGTH, PROMPT, SPACE
+from tests.kit.store import TIMEOUT_S, ServedStore, serving, value, variant, whole
 
 PAGE = 64 << 10
 PLAN = plan_exact(PROMPT, SPACE, "public", "r")

@@ -44,8 +44,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.miss_reasons import STORE_AWAY
+from tests.kit.engine import STORE_AWAY, is_clear
 
 pytestmark = pytest.mark.timeout(600)
 

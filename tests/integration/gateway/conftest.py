@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Page
-from tests.helpers.console_view import console_page, screenshots_folder
-from tests.helpers.gateway_fakes import World
+from tests.kit.browser import Page, console_page, screenshots_folder
+from tests.kit.gateway import World
 
 
 @pytest.fixture

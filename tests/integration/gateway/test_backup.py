@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_core.documents.backup_file import HEAD
 from ragcache_wire.channel import PART_BYTES
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 
 @pytest.fixture

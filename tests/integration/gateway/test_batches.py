@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from ragcache_gateway.http.batch import CONCURRENCY
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
+from tests.kit.sources import HTML, pdf
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 PATH = "/v1/documents:batch"

@@ -19,7 +19,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2, retriever_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
-from tests.helpers.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
+from tests.kit.gateway import MODEL, FakeEngine, World, chunk, data_of, serving, world
 
 CACHE = {
     "prompt_tokens": 100,

@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
-from tests.helpers.gateway_fakes import MODEL, World, world
+from tests.kit.gateway import MODEL, World, world
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
 TOOL: Any = {

@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 
 @pytest.fixture

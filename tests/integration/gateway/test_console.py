@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from ragcache_wire.v1 import cachestore_pb2, engine_pb2
-from tests.helpers.browser import Page, needs_chromium
-from tests.helpers.console_view import (
+from tests.kit.browser import (
     FITS,
     QUESTION,
+    Page,
     begin_to_ask,
     compare_and_wait,
     fill,
+    needs_chromium,
     select_tab,
     texts,
     until_answered,
 )
-from tests.helpers.gateway_fakes import World, until_predicted, world
+from tests.kit.gateway import World, until_predicted, world
 
 pytestmark = needs_chromium
 

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 
 from ragcache_wire.v1 import cachestore_pb2
-from tests.helpers.browser import Page, needs_chromium
-from tests.helpers.console_view import (
+from tests.integration.gateway.test_speculation import hit, speculating
+from tests.kit.browser import (
     FITS,
+    Page,
     begin_to_ask,
     console_page,
+    needs_chromium,
     select_tab,
     submit,
     texts,
     until_answered,
 )
-from tests.helpers.gateway_fakes import HeldStage, World, until_predicted, world
-from tests.integration.gateway.test_speculation import hit, speculating
+from tests.kit.gateway import HeldStage, World, until_predicted, world
 
 pytestmark = needs_chromium
 

@@ -19,7 +19,7 @@ from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
-from tests.helpers.gateway_fakes import (
+from tests.kit.gateway import (
     FakeEngine,
     FakeRecords,
     FakeRetriever,

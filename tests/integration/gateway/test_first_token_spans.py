@@ -21,7 +21,8 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.gateway_fakes import (
+from tests.integration.gateway.test_speculation import hit, until
+from tests.kit.gateway import (
     CONFIG,
     FakeEngine,
     FakeRetriever,
@@ -30,9 +31,7 @@ from tests.helpers.gateway_fakes import (
     data_of,
     serving,
 )
-from tests.helpers.otlp import attributes_of, collector
-from tests.helpers.trace_parts import TracedRequest, orphans, traced_request
-from tests.integration.gateway.test_speculation import hit, until
+from tests.kit.telemetry import TracedRequest, attributes_of, collector, orphans, traced_request
 
 SEARCH_S: Final = 0.1
 ENGINE_S: Final = 0.2

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.middleware.request_pools import QUESTION_PATHS, STATUS_PATHS
-from tests.helpers.gateway_fakes import CONFIG, World, world
+from tests.kit.gateway import CONFIG, World, world
 
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
 

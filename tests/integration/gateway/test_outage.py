@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from bench.support.processes import free_port
-from tests.helpers.gateway_fakes import world
 from tests.integration.gateway.test_process import environment_with, until_it_answers
 from tests.integration.gateway.test_process import start as start_gateway
 from tests.integration.retriever.test_process import START_TIMEOUT_S
 from tests.integration.retriever.test_process import environment as retriever_environment
 from tests.integration.retriever.test_process import start as start_retriever
+from tests.kit.gateway import world
 
 ASK = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}

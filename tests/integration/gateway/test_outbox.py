@@ -33,9 +33,9 @@ from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers import cachestore_parts
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 from tests.integration.gateway.test_process import environment, start, until_it_answers
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.store import ServedStore, get_value, put_value, serving
 
 GONE_WITHIN_S = 30.0
 TEXT = "\n\n".join(
@@ -80,7 +80,7 @@ class Platform:
     model: Path
     retriever: HeldService
     retriever_address: str
-    store: cachestore_parts.ServedStore
+    store: ServedStore
     port: int = field(default_factory=free_port)
     process: asyncio.subprocess.Process | None = None
     client: httpx.AsyncClient = field(init=False)
@@ -121,14 +121,14 @@ class Platform:
             digest = token_digest(prompts.encode_chunk(texts[ordinal]))
             key = VariantKey(chunk_key_of_digest(space, PUBLIC_DOMAIN, digest), bytes(16))
             origin = Origin(document=document_name("default", "d"), domain=PUBLIC_DOMAIN)
-            cachestore_parts.put_value(self.store.client, key, b"kv" * 512, origin=origin)
+            put_value(self.store.client, key, b"kv" * 512, origin=origin)
             keys.append(key)
         assert len(keys) > 2
         assert self.stored(keys) == keys
         return keys
 
     def stored(self, keys: Sequence[VariantKey]) -> list[VariantKey]:
-        get = cachestore_parts.get_value
+        get = get_value
         return [key for key in keys if get(self.store.client, key) is not None]
 
     async def kill_during(self, change: Any) -> None:
@@ -164,7 +164,7 @@ async def platform(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Platform]:
     await server.start()
     await knowledge_base.load()
     await server.set_ready()
-    with cachestore_parts.serving(tmp_path / "kv") as store:
+    with serving(tmp_path / "kv") as store:
         platform = Platform(tiny_model, service, f"127.0.0.1:{server.port}", store)
         url = f"http://127.0.0.1:{platform.port}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:

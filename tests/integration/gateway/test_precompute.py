@@ -21,7 +21,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.gateway_fakes import FakeEngine, World, serving, world
+from tests.kit.gateway import FakeEngine, World, serving, world
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from ragcache_core.quality.controller import (
 from ragcache_core.quality.report import MIN_QUESTIONS as MIN_REPORT_QUESTIONS
 from ragcache_gateway.background import quality_gate
 from ragcache_gateway.http.routes.chat_routes import QUALITY_HEADER, REUSE_HEADER
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 SHARE = 0.4
 TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}

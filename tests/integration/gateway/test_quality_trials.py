@@ -22,7 +22,7 @@ from ragcache_core.quality.controller import (
 from ragcache_gateway.background import quality_trials
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 RECOMPUTE_SHARE = 0.4
 REPLAYS = 1 + len(alpha_ladder(RECOMPUTE_SHARE))

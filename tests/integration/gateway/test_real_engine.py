@@ -29,7 +29,7 @@ from bench.support.processes import (
 )
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers.gateway_fakes import FakeRetriever
+from tests.kit.gateway import FakeRetriever
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -21,8 +21,8 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.gateway import CONFIG, FakeRetriever, World
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
 
 SHARE = 0.4
 TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 FILTER = {"must": [{"key": "team", "match": {"value": "core"}}]}
 

@@ -21,17 +21,18 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.engines import engine_load
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.api_keys import bearer, write_keys
-from tests.helpers.gateway_fakes import (
+from tests.integration.gateway.test_engines import Fleet, fleet
+from tests.kit.gateway import (
     CONFIG,
     FakeEngine,
     HeldStage,
     World,
+    bearer,
     chunk,
     data_of,
     until_predicted,
+    write_keys,
 )
-from tests.integration.gateway.test_engines import Fleet, fleet
 
 ANSWER = "It runs in eu-north."
 

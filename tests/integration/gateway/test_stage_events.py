@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.api_keys import BUILTIN, bearer, write_keys
-from tests.helpers.gateway_fakes import HeldStage, World, chunk, data_of, world
 from tests.integration.gateway.test_speculation import ANSWER, hit, speculating
+from tests.kit.gateway import BUILTIN, HeldStage, World, bearer, chunk, data_of, world, write_keys
 
 QUESTION = {"messages": [{"role": "user", "content": "Where does billing run?"}], "stream": True}
 STAGED = {**QUESTION, "ragcache": {"events": True}}

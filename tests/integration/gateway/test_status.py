@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import MODEL, World, serving, world
+from tests.kit.gateway import MODEL, World, serving, world
 
 
 @pytest.fixture

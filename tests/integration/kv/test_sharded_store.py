@@ -25,7 +25,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ServedStore,

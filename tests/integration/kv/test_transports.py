@@ -59,7 +59,7 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from tests.helpers.cachestore_parts import whole
+from tests.kit.store import whole
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20

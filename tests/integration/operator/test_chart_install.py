@@ -32,7 +32,7 @@ from ragcache_operator.kube.resources import (
 from tests.cluster import availability
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.kubeconfig import User
-from tests.helpers.chart import CHART, NAMESPACE, RELEASE
+from tests.kit.chart import CHART, NAMESPACE, RELEASE
 
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")

@@ -19,7 +19,7 @@ from ragcache_operator.spec.crd import KINDS, ResourceKind
 from ragcache_operator.spec.manifest import parse
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
-from tests.helpers.operator_manifests import (
+from tests.kit.manifests import (
     BAD,
     Bad,
     Object,

@@ -21,15 +21,15 @@ from ragcache_retriever.store.change_log import CommittedChange
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane
-from tests.helpers.operator_pass import (
+from tests.integration.operator.operator_pass import (
     NAMESPACE,
     Operator,
     eventually,
     operator,
     plane_with_our_kinds,
 )
-from tests.helpers.replica_node import ReplicaNode, cluster_of, put, until, writer_of
-from tests.helpers.retriever_parts import (
+from tests.kit.replica_node import ReplicaNode, cluster_of, put, until, writer_of
+from tests.kit.retriever import (
     HeldEmbedder,
     make_knowledge_base,
     serving,

@@ -14,7 +14,7 @@ from ragcache_operator.reconcile.child_writer import KEY_BYTES
 from ragcache_operator.reconcile.state import ReconcileState
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane
-from tests.helpers.operator_pass import NAMESPACE, operator, plane_with_our_kinds
+from tests.integration.operator.operator_pass import NAMESPACE, operator, plane_with_our_kinds
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.tuning import TuningSample
 from ragcache_retriever.store.records import Document
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
 
 
 def page(i: int) -> Document:

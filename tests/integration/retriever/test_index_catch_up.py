@@ -23,7 +23,7 @@ from ragcache_retriever.store.change_log import ChangeLog, CommittedChange
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     WordEmbedder,
     make_knowledge_base,
     serving,

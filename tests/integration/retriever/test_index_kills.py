@@ -13,7 +13,7 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import segmented_index
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
-from tests.helpers.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
+from tests.kit.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
 
 NUM_KILLS = 10
 NUM_VECTORS = 20_000

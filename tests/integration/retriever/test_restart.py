@@ -15,7 +15,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.ranking import hybrid
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     HeldEmbedder,
     WordEmbedder,
     digest_of,

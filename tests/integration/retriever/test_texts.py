@@ -13,7 +13,7 @@ from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED, RerankRequest
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     WordEmbedder,
     make_knowledge_base,
     serving,

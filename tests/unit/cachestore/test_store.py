@@ -33,7 +33,7 @@ from ragcache_core.store_api import (
     LookupKey,
     PutOutcome,
 )
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ManualClock,

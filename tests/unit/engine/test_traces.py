@@ -29,8 +29,8 @@ from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers import engine_scheduler  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from tests.kit import scheduler as engine_scheduler  # noqa: E402
+from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
     TIMEOUT_S,

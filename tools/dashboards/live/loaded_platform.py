@@ -22,7 +22,7 @@ from bench.support.processes import free_port
 from models.tinyrag.handbook import Handbook, make_handbook, sample_questions
 from ragcache_cli.local.state_file import read_record
 from ragcache_operator.builders.objects.pod_monitor import PORTS
-from tests.helpers.tinyrag_spec import TINYRAG
+from tests.kit.model import TINYRAG
 from tools.dashboards.files import ROOT
 from tools.dashboards.live.prometheus_server import Target
 

@@ -24,7 +24,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_retriever.readiness.monitor import PERIOD_S
 from ragcache_retriever.readiness.storage_probe import DEADLINE_S
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.frozen_disk import FreezableDisks
+from tests.kit.frozen_disk import FreezableDisks
 
 pytestmark = pytest.mark.timeout(600)
 

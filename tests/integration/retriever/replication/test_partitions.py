@@ -26,8 +26,8 @@ from bench.support.retriever_replicas import (
 )
 from ragcache_core.errors import Unavailable
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.cuttable_connection import CuttableConnection
-from tests.helpers.preloaded import preloaded_library
+from tests.kit.connection import CuttableConnection
+from tests.kit.preloaded import preloaded_library
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,7 +20,7 @@ from ragcache_retriever.replication import replica as replica_module
 from ragcache_retriever.replication.file_lease import FileLease
 from ragcache_retriever.store.change_log import CommittedChange
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
+from tests.kit.replica_node import ReplicaNode, cluster_of, names, put, until, writer_of
 
 
 def cluster(

@@ -50,7 +50,7 @@ from ragcache_core.tiering.precision_assignment import (
 from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
 from ragcache_kv.codecs import decode_part
 from ragcache_kv.values.layout import FORMAT, checksum
-from tests.helpers.cachestore_parts import ManualClock
+from tests.kit.store import ManualClock
 
 LIMIT_S = 120.0
 SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")

@@ -39,7 +39,7 @@ from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.engine_worker import (
+from tests.kit.worker import (
     BLOCK,
     BLOCKS,
     TIMEOUT_S,

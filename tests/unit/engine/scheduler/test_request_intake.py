@@ -21,7 +21,7 @@ from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.refused_plans import RefusalReason
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     BLOCKS,
     LENGTH,
     PLAIN,

@@ -47,7 +47,8 @@ from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from tests.kit.triton_program import as_a_program  # noqa: E402
+from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
     TIMEOUT_S,
@@ -59,7 +60,6 @@ from tests.helpers.engine_worker import (  # noqa: E402
     spans,
     wait_for_puts,
 )
-from tests.helpers.triton_program import as_a_program  # noqa: E402
 
 INT8 = Precision(Codec.INT8, Codec.INT8)
 ROTATION = KeyRotation(Rope(4, 4, Pairing.HALVES, (1.0, 0.01)), "bfloat16")

@@ -35,7 +35,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes
 from ragcache_kv.values.stored_value import StoredValue
-from tests.helpers.engine_worker import (
+from tests.kit.worker import (
     BLOCK,
     BLOCKS,
     SPACE,

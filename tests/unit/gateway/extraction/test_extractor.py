@@ -13,7 +13,7 @@ import pytest
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_gateway.extraction.extractor import ExtractionLimit, TextExtractor
-from tests.helpers.document_files import HTML, docx, pdf
+from tests.kit.sources import HTML, docx, pdf
 
 LIMIT_S = 60.0
 

@@ -16,7 +16,7 @@ from ragcache_operator.spec.manifest import (
     parse_collection,
     parse_manifest,
 )
-from tests.helpers.operator_manifests import collection, examples
+from tests.kit.manifests import collection, examples
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 

@@ -14,7 +14,7 @@ from ragcache_retriever.ranking.tuning import TuningSample
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.ranked_collection import ranked_collection, unit
+from tests.kit.ranked_collection import ranked_collection, unit
 
 NUM_PAGES = 80
 WORDS = [f"word{i}" for i in range(60)]

@@ -17,7 +17,7 @@ from ragcache_retriever.search.hnsw_graph import HnswGraph
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
 from ragcache_retriever.search.vector_index import Rows, Vectors
-from tests.helpers.vectors import (
+from tests.kit.vectors import (
     DIMENSION,
     NONE,
     add,

@@ -18,7 +18,7 @@ from ragcache_retriever.search.files.spool import SpooledSource
 from ragcache_retriever.search.index_view import IndexView, Tail
 from ragcache_retriever.search.scan_pool import ScanPool, StageQueue, scan_together
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
-from tests.helpers.vectors import DIMENSION, clustered, nearest, running_threads
+from tests.kit.vectors import DIMENSION, clustered, nearest, running_threads
 
 PROBING = Probing(exact_limit=800, min_share=1 / 8)
 

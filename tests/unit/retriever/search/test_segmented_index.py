@@ -21,7 +21,7 @@ from ragcache_retriever.search.files.spool import SpooledSource
 from ragcache_retriever.search.files.stored_vectors import Precision
 from ragcache_retriever.search.scan_pool import IndexThreads
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
-from tests.helpers.vectors import (
+from tests.kit.vectors import (
     DIMENSION,
     EVERYTHING,
     NONE,

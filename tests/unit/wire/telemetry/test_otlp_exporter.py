@@ -20,7 +20,7 @@ from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry, exemplar
 from ragcache_wire.telemetry.otlp_exporter import to_otlp
 from ragcache_wire.telemetry.semantic_conventions import SCHEMA_URL
-from tests.helpers.otlp import collector
+from tests.kit.telemetry import collector
 
 TRACE = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
 

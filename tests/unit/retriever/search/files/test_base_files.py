@@ -19,7 +19,7 @@ from ragcache_retriever.search.files.base_files import (
     verify,
 )
 from ragcache_retriever.search.segmented_index import IndexOptions, SegmentedIndex
-from tests.helpers.vectors import DIMENSION, clustered, running_threads, wait_until_built
+from tests.kit.vectors import DIMENSION, clustered, running_threads, wait_until_built
 
 
 def written(folder: Path, value: float = 1.0) -> base_files.OpenedBase:

@@ -16,8 +16,8 @@ from ragcache_retriever.store.change_log import AppliedChange, ChangedRows, Comm
 from ragcache_retriever.store.sqlite.change_log import MIN_KEPT_CHANGES, SqliteChangeLog
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.memory_database import MemoryDatabase
-from tests.helpers.stored_documents import (
+from tests.kit.memory_database import MemoryDatabase
+from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
     add_collection,

@@ -22,7 +22,7 @@ from ragcache_retriever.store.sqlite.files.recovery import (
 )
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
-from tests.helpers.stored_documents import NOW_MS, add_collection, delete, put
+from tests.kit.stored_documents import NOW_MS, add_collection, delete, put
 
 NUM_DOCUMENTS = 120
 PAGE_BYTES = 4096

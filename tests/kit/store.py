@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.feeds.feed_access import FeedGuard
@@ -286,3 +287,13 @@ def get_value(client: StoreClient, key: VariantKey) -> bytes | None:
     """Get one value through the client; None for a miss."""
     ((_, found),) = client.get([key], TIMEOUT_S)
     return None if isinstance(found, Miss) else bytes(found.value)
+
+
+def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
+    """Return whether sources, one after another, match the checksums of parts."""
+    verifier = Verifier(parts)
+    for source in sources:
+        verifier.add(source)
+        if not verifier.good:
+            return False
+    return verifier.complete and verifier.good

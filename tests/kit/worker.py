@@ -39,7 +39,7 @@ from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.value_checksums import matches_checksums
+from tests.kit.store import matches_checksums
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents

@@ -24,7 +24,7 @@ from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.status.gateway_client import GatewayClient
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
 KEYS = ComponentKeys(bytes(32))
 _LIMIT_S = 60

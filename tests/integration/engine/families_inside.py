@@ -1,6 +1,7 @@
 """Checks in a vLLM engine whether chunks of several model families can be blended.
 
-python -m tests.helpers.families_inside FOLDER makes small models there and prints one JSON object.
+``python -m tests.integration.engine.families_inside FOLDER`` makes small models there and prints
+one JSON object.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def make(folder: Path, family: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.helpers.tiny_model import write_tokenizer
+    from tests.kit.model import write_tokenizer
 
     folder.mkdir(parents=True)
     write_tokenizer(folder)
