@@ -49,6 +49,7 @@ from ragcache_wire.v1 import (
 from ragcache_wire.watched.members import FixedMembers
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.memory_database import MemoryDatabase
+from tests.kit.wait import until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
@@ -955,14 +956,6 @@ def tiers_of(tree: KnowledgeTree, source: str) -> dict[VariantKey, str]:
         for node in tree._by_source.get(source, ())
         if node.key is not None
     }
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    """Wait until a claim holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not claim():
-        assert time.monotonic() < deadline, "the claim never held"
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -244,13 +244,6 @@ class WorkerHarness:
         return outcome
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def wait_for_puts(store: FakeStoreClient, count: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while len(store.puts) < count:

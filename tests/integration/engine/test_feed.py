@@ -31,7 +31,8 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from tests.integration.engine.test_vllm import make_prompt
-from tests.kit.gateway import following, until
+from tests.kit.gateway import following
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
 from tests.kit.engine import is_clear
+from tests.kit.wait import wait_until
 
 HOST = "127.0.0.2"
 """Another address of this machine. A store names the port of its transport but no host.
@@ -196,13 +196,6 @@ class Interrupted(Platform):
 
     connection: StallingConnection
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait. Metrics appear one step after the step that counted."""
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never became true"
-            time.sleep(0.05)
-
     def failed(self, reason: str) -> float:
         """Return how many loads failed for a reason."""
         lines = self.metrics("ragcache_engine_load_failures_total")
@@ -304,9 +297,9 @@ def test_a_client_that_disconnects_during_a_load_ends_the_load(
     with platform.asking(prompt, left):
         platform.connection.wait_until_stalled()
     # The load ends and its blocks are free, although values are still missing.
-    platform.wait_until(lambda: platform.failed("cancelled") == cancelled + 1)
-    platform.wait_until(lambda: not platform.unfinished_requests())
-    platform.wait_until(platform.blocks_are_free)
+    wait_until(lambda: platform.failed("cancelled") == cancelled + 1)
+    wait_until(lambda: not platform.unfinished_requests())
+    wait_until(platform.blocks_are_free)
     assert platform.connection.stalled == 1
     assert platform.recomputations() == recomputations
     record = platform.record(left.request)
@@ -335,8 +328,8 @@ def test_clients_that_disconnect_during_their_recomputations_end_them(
                 clients.enter_context(platform.asking(prompt, plan))
             # When the first one has its answer, the others have thousands of steps to go.
             assert asked.getresponse().status == 200
-        platform.wait_until(lambda: not platform.unfinished_requests())
-        platform.wait_until(platform.blocks_are_free)
+        wait_until(lambda: not platform.unfinished_requests())
+        wait_until(platform.blocks_are_free)
         records = [platform.record(plan.request) for plan in left]
         ended = (
             platform.recomputations()
@@ -376,7 +369,7 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
         platform.connection.cut()
         assert {kind: one.result() for kind, one in asked.items()} == expected
     # A failed load, and two missing chunks of the blend.
-    platform.wait_until(lambda: platform.failed(STORE_UNAVAILABLE) == failed + 3)
+    wait_until(lambda: platform.failed(STORE_UNAVAILABLE) == failed + 3)
     exact, blend = (platform.record(plans[kind].request) for kind in ("exact", "blend"))
     assert exact.miss == STORE_UNAVAILABLE
     # Full blocks of what had arrived.
@@ -387,7 +380,7 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
     context = sum(LENGTHS[n] for n in (2, 0, 4))
     assert (blend.blended_tokens, blend.recomputed_tokens) == (context, context)
     assert list(blend.missing_chunks) == [2, 3], "indexes of the segments that did not arrive"
-    platform.wait_until(platform.blocks_are_free)
+    wait_until(platform.blocks_are_free)
     dead = platform.plan("blend", prompts["blend"])
     assert platform.answer(prompts["blend"], dead) == expected["blend"]
     record = platform.record(dead.request)

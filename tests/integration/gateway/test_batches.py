@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from ragcache_gateway.http.batch import CONCURRENCY
 from tests.kit.gateway import World, world
 from tests.kit.sources import HTML, pdf
+from tests.kit.wait import until
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 PATH = "/v1/documents:batch"
@@ -23,12 +24,6 @@ PATH = "/v1/documents:batch"
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model) as running:
         yield running
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def line(name: str, text: str = "Some text.", **fields: Any) -> bytes:

@@ -34,8 +34,9 @@ from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.connection import CuttableConnection
-from tests.kit.gateway import WAIT_S, following, tiers_of, until
+from tests.kit.gateway import WAIT_S, following, tiers_of
 from tests.kit.store import key, put_value, value
+from tests.kit.wait import until
 
 HTTP = "10.0.0.1:8000"
 """The engine's name for the gateway. No request is sent there."""

@@ -21,7 +21,7 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.v1 import retriever_pb2
-from tests.integration.gateway.test_speculation import hit, until
+from tests.integration.gateway.test_speculation import hit
 from tests.kit.gateway import (
     CONFIG,
     FakeEngine,
@@ -32,6 +32,7 @@ from tests.kit.gateway import (
     serving,
 )
 from tests.kit.telemetry import TracedRequest, attributes_of, collector, orphans, traced_request
+from tests.kit.wait import until
 
 SEARCH_S: Final = 0.1
 ENGINE_S: Final = 0.2

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_wire.watched import watched_file
 from tests.kit.gateway import BUILTIN, CONFIG, OPERATOR, World, bearer, key, write_keys
 from tests.kit.store import ServedStore, get_value, put_value, serving
+from tests.kit.wait import until
 
 ENTRIES = {
     "app": 'scopes = ["ask"]',
@@ -246,12 +246,6 @@ async def store_plain(gateway: KeyedWorld, name: str) -> list[VariantKey]:
 def stored(gateway: KeyedWorld, keys: Sequence[VariantKey]) -> list[VariantKey]:
     get = get_value
     return [one for one in keys if get(gateway.real_store.client, one) is not None]
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not happened():  # noqa: ASYNC110  the store tells no one
-            await asyncio.sleep(0.02)
 
 
 async def variants_of_all(gateway: KeyedWorld) -> dict[str, list[VariantKey]]:

@@ -24,17 +24,17 @@ from tests.cluster.control_plane import ControlPlane
 from tests.integration.operator.operator_pass import (
     NAMESPACE,
     Operator,
-    eventually,
     operator,
     plane_with_our_kinds,
 )
-from tests.kit.replica_node import ReplicaNode, cluster_of, put, until, writer_of
+from tests.kit.replica_node import ReplicaNode, cluster_of, put, writer_of
 from tests.kit.retriever import (
     HeldEmbedder,
     make_knowledge_base,
     serving,
     tokenizer_of,
 )
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -129,7 +129,7 @@ class Retrievers:
             return holds(last, await self.condition())
 
         try:
-            await eventually(is_reported, "a status")
+            await until(is_reported, "a status")
         except AssertionError as error:
             raise AssertionError(f"{last} {await self.condition()}") from error
         return last
@@ -213,7 +213,7 @@ async def test_roles_and_lag_of_replicas_are_in_the_status(
         async def changes_nothing() -> bool:
             return await retrievers.ask() == [] and it.wait_s == USAGE_POLL_S
 
-        await eventually(changes_nothing, "a pass without writes")
+        await until(changes_nothing, "a pass without writes")
 
         writer = await writer_of(nodes)
         behind = next(name for name, node in named.items() if node is not writer)

@@ -23,6 +23,7 @@ from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
+from tests.kit.wait import wait_until  # noqa: E402
 from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
@@ -31,7 +32,6 @@ from tests.kit.worker import (  # noqa: E402
     save_job,
     spans,
     wait_for_puts,
-    wait_until,
 )
 
 if TYPE_CHECKING:

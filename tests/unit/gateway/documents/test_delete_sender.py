@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
@@ -19,6 +19,7 @@ from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.kit.wait import until
 
 AWAY = Unavailable("cachestore", "gone")
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -93,12 +94,6 @@ class World:
 
     def metric(self, name: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"ragcache_gateway_{name}")
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not claim():  # noqa: ASYNC110  no event tells it
-            await asyncio.sleep(0.002)
 
 
 @pytest_asyncio.fixture
