@@ -42,38 +42,6 @@ MIB = 1 << 20
 TIMEOUT_S = 60.0
 
 
-class ManualClock:
-    """A clock that a test sets."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class ManualTime:
-    """The time as a store reads it, which a test lets pass. The wall clock can be set.
-
-    Attributes:
-        now_ms: What the wall clock says.
-    """
-
-    def __init__(self, now_ms: int = 1_700_000_000_000, started_s: float = 0.0) -> None:
-        self.now_ms = now_ms
-        self._monotonic_s = started_s
-
-    def pass_ms(self, milliseconds: int) -> None:
-        """Let time pass."""
-        self.now_ms += milliseconds
-        self._monotonic_s += milliseconds / 1000
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of a store."""
-        return {"clock": lambda: self._monotonic_s, "wall_ms": lambda: self.now_ms}
-
-
 def key(chunk: int, prefix: int = 0) -> VariantKey:
     """A variant key by two small numbers."""
     return VariantKey(chunk.to_bytes(16), prefix.to_bytes(16))

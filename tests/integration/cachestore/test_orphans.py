@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,17 +30,9 @@ from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import Ack, LookupKey, NewVariant, PutCompletion, ReportedUses
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.store import (
-    TIMEOUT_S,
-    ManualClock,
-    ServedStore,
-    completion,
-    fill,
-    serving,
-    value,
-    variant,
-    whole,
-)
+from tests.kit.clock import ManualClock
+from tests.kit.store import TIMEOUT_S, ServedStore, completion, fill, serving, value, variant, whole
+from tests.kit.wait import wait_until
 
 NUM_SHARDS = 3
 SCAN_EVERY_S = 10.0
@@ -481,7 +472,4 @@ def test_three_processes_drop_orphans(tmp_path: Path) -> None:
             return num
 
         assert num_orphans() > 0
-        deadline = time.monotonic() + 120
-        while num_orphans():
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        wait_until(lambda: not num_orphans())

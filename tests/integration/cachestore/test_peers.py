@@ -24,17 +24,8 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.store import (
-    MIB,
-    TIMEOUT_S,
-    ManualTime,
-    ServedStore,
-    get,
-    key,
-    put,
-    serving,
-    value,
-)
+from tests.kit.clock import ManualTime
+from tests.kit.store import MIB, TIMEOUT_S, ServedStore, get, key, put, serving, value
 from tests.kit.wait import wait_until
 
 KEY = key(1)

@@ -36,6 +36,7 @@ from ragcache_wire.v1 import retriever_pb2_grpc
 from tests.integration.gateway.test_process import environment, start, until_it_answers
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.store import ServedStore, get_value, put_value, serving
+from tests.kit.wait import until
 
 GONE_WITHIN_S = 30.0
 TEXT = "\n\n".join(
@@ -144,9 +145,7 @@ class Platform:
     async def until_gone(self, keys: Sequence[VariantKey]) -> float:
         """Wait until no variant is stored, and return the seconds that it took."""
         began = time.monotonic()
-        async with asyncio.timeout(GONE_WITHIN_S):
-            while self.stored(keys):  # noqa: ASYNC110  another process changes it
-                await asyncio.sleep(0.05)
+        await until(lambda: not self.stored(keys), timeout_s=GONE_WITHIN_S)
         return time.monotonic() - began
 
 

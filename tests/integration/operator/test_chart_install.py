@@ -33,6 +33,7 @@ from tests.cluster import availability
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cluster.kubeconfig import User
 from tests.kit.chart import CHART, NAMESPACE, RELEASE
+from tests.kit.wait import wait_until
 
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
@@ -375,10 +376,7 @@ def test_the_default_cluster_roles_include_the_kinds(cluster: ChartCluster) -> N
 
     cluster.ask(bind)
     # The controller aggregates these roles after a short delay.
-    deadline = time.monotonic() + 30
-    while cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")))
     assert cluster.denies(VIEWER, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
     assert not cluster.denies(EDITOR, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
     scale = {"spec": {"replicas": 2}}

@@ -33,11 +33,10 @@ from ragcache_core.store_api import (
     LookupKey,
     PutOutcome,
 )
+from tests.kit.clock import ManualClock, ManualTime
 from tests.kit.store import (
     MIB,
     TIMEOUT_S,
-    ManualClock,
-    ManualTime,
     checksum,
     checksummed_parts,
     completion,

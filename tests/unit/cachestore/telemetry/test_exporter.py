@@ -21,7 +21,7 @@ from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry import metric_registry
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Headers, Tracer
-from tests.kit.store import ManualClock
+from tests.kit.clock import ManualClock
 from tests.kit.telemetry import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

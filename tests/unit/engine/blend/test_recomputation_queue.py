@@ -112,15 +112,7 @@ class BlendWorkerHarness:
         return self.outcome_of(job, busy=busy)
 
     def outcome_of(self, job: LoadJob, *, busy: bool = False) -> LoadOutcome:
-        deadline = time.monotonic() + TIMEOUT_S
-        while job.request_id not in self.worker.connector.take_received():
-            assert time.monotonic() < deadline, "the load never ended"
-            time.sleep(0.001)
-            self.worker.connector.advance((), busy=busy)
-        report = self.worker.connector.take_report()
-        assert report is not None
-        (outcome,) = report.outcomes
-        return outcome
+        return self.worker.wait_for_outcome(job.request_id, busy=busy)
 
 
 def make_blend(settings: EngineSettings | None = None) -> BlendWorkerHarness:

@@ -35,6 +35,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes
 from ragcache_kv.values.stored_value import StoredValue
+from tests.kit.wait import wait_until
 from tests.kit.worker import (
     BLOCK,
     BLOCKS,
@@ -338,7 +339,7 @@ def test_a_cancelled_load_is_reported_so_that_its_blocks_are_freed(
     worker.connector.advance({"r"}, busy=False)
     assert worker.connector.take_received() == {"r"}
     worker.store.get_gate.set()
-    time.sleep(0.05)
+    wait_until(lambda: worker.store.ended_gets == 1)
     worker.connector.advance((), busy=False)
     assert worker.cache.slots_written == {}
 
