@@ -872,6 +872,19 @@ async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
         yield await World(CONFIG.replace(**changes)).start(stack, model)
 
 
+async def until_status(client: httpx.AsyncClient, *wanted: int) -> httpx.Response:
+    """Wait until the gateway's status has one of these HTTP status codes."""
+
+    async def is_wanted() -> bool:
+        nonlocal response
+        response = await client.get("/v1/status")
+        return response.status_code in wanted
+
+    response = await client.get("/v1/status")
+    await until(is_wanted, f"a status in {wanted}")
+    return response
+
+
 async def until_predicted(client: httpx.AsyncClient) -> None:
     """Wait until the gateway predicts the caches of all its engines: the fakes have no feed."""
     async with asyncio.timeout(60):

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from bench.support.processes import free_port
@@ -33,7 +32,7 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.site import Address
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import parse_manifest
-from tests.integration.cli.stand_ins import stand_ins
+from tests.integration.cli.stand_ins import living, stand_ins
 
 QUICK = RestartPolicy(first_wait_s=0.01, longest_wait_s=0.1)
 
@@ -75,14 +74,6 @@ def record_of(data: Path) -> PlatformRecord:
     record = read_record(data)
     assert record is not None
     return record
-
-
-def living(pids: list[int]) -> list[int]:
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 @pytest.mark.usefixtures("habits")
@@ -292,7 +283,7 @@ import asyncio
 from pathlib import Path
 from ragcache_cli.local import platform
 from ragcache_operator.spec import RagCache
-from tests.integration.cli.stand_ins import stand_ins
+from tests.integration.cli.stand_ins import living, stand_ins
 platform.build_children = stand_ins(engine="has-child")
 cache = RagCache.model_validate_json({cache.model_dump_json(by_alias=True)!r})
 async def main():

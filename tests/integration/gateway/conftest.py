@@ -1,4 +1,4 @@
-"""Fixtures of the console's tests. Their module has a gateway."""
+"""Fixtures of the gateway's tests. A module may have a gateway of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.kit.browser import Page, console_page, screenshots_folder
-from tests.kit.gateway import World
+from tests.kit.gateway import World, world
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        yield running
 
 
 @pytest.fixture

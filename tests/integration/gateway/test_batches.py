@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
 
 from ragcache_gateway.http.batch import CONCURRENCY
-from tests.kit.gateway import World, world
+from tests.kit.gateway import World
 from tests.kit.sources import HTML, pdf
 from tests.kit.wait import until
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 PATH = "/v1/documents:batch"
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 def line(name: str, text: str = "Some text.", **fields: Any) -> bytes:

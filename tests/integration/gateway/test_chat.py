@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ CACHE = {
     "recomputed_tokens": 5,
     "miss": "",
 }
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: World) -> None:

@@ -37,12 +37,6 @@ CALL: dict[str, Any] = {
 
 
 @pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
-
-
-@pytest.fixture
 async def client(gateway: World) -> AsyncGenerator[openai.AsyncOpenAI, None]:
     base_url = f"{gateway.base_url}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from tests.kit.browser import (
 from tests.kit.gateway import World, until_predicted, world
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def explained(gateway: World) -> list[dict[str, Any]]:

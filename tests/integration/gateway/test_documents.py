@@ -20,12 +20,6 @@ from tests.kit.gateway import World, world
 MIB = 1 << 20
 
 
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
-
-
 async def put(gateway: World, **fields: Any) -> httpx.Response:
     body = {"id": "a/b.md", "text": "# A\n\nText.", **fields}
     return await gateway.client.post("/v1/documents", json=body)

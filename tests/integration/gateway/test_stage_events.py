@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,6 @@ from tests.kit.gateway import BUILTIN, HeldStage, World, bearer, chunk, data_of,
 
 QUESTION = {"messages": [{"role": "user", "content": "Where does billing run?"}], "stream": True}
 STAGED = {**QUESTION, "ragcache": {"events": True}}
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 class Events:

@@ -19,6 +19,7 @@ from bench.support.processes import free_port
 from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
+from tests.kit.manifests import cache
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,15 +101,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
         assert "Traceback" not in (folder / "operator.log").read_text()
     finally:
         running.__exit__(None, None, None)
-
-
-def cache(name: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "ragcache.dev/v1alpha1",
-        "kind": "RagCache",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": spec,
-    }
 
 
 def observed(server: KubectlServer, name: str) -> Callable[[], bool]:

@@ -6,7 +6,7 @@ Nothing runs pods here. So each test runs retrievers, and writes pods that have 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ from ragcache_operator.reconcile.status_reporter import RETRIEVER_POLL_S, USAGE_
 from ragcache_retriever.replication.file_lease import FileLease
 from ragcache_retriever.store.change_log import CommittedChange
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane
 from tests.integration.operator.operator_pass import (
     NAMESPACE,
     Operator,
     operator,
-    plane_with_our_kinds,
 )
 from tests.kit.replica_node import ReplicaNode, cluster_of, put, writer_of
 from tests.kit.retriever import (
@@ -37,19 +35,6 @@ from tests.kit.retriever import (
 from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    try:
-        starting = plane_with_our_kinds(tmp_path_factory.mktemp("plane"))
-        plane = starting.__enter__()
-    except Unavailable as reason:
-        skip(reason)
-    try:
-        yield plane
-    finally:
-        starting.__exit__(None, None, None)
 
 
 class Retrievers:

@@ -336,6 +336,7 @@ def test_a_cancelled_load_is_reported_so_that_its_blocks_are_freed(
     worker.store.fill(wanted)
     worker.store.get_gate.clear()
     worker.connector.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"),)))
+    wait_until(lambda: worker.store.requested)
     worker.connector.advance({"r"}, busy=False)
     assert worker.connector.take_received() == {"r"}
     worker.store.get_gate.set()
