@@ -17,10 +17,10 @@ def wait_until(
     condition: Callable[[], T], what: str = "a condition", *, timeout_s: float = TIMEOUT_S
 ) -> T:
     """Block the thread until a condition is true. Return its value."""
-    for pause_s in _pauses(what, timeout_s):
+    for interval_s in _intervals(what, timeout_s):
         if found := condition():
             return found
-        time.sleep(pause_s)
+        time.sleep(interval_s)
     raise AssertionError
 
 
@@ -45,21 +45,21 @@ async def until(
     Args:
         condition: A function or a coroutine function.
     """
-    for pause_s in _pauses(what, timeout_s):
+    for interval_s in _intervals(what, timeout_s):
         found = condition()
         if inspect.isawaitable(found):
             found = await found
         if found:
             return found
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(interval_s)
     raise AssertionError
 
 
-def _pauses(what: str, timeout_s: float) -> Iterator[float]:
+def _intervals(what: str, timeout_s: float) -> Iterator[float]:
     """Yield the seconds before each next try, up to the timeout."""
     deadline_s = time.monotonic() + timeout_s
-    pause_s = 0.001
+    interval_s = 0.001
     while True:
-        yield pause_s
+        yield interval_s
         assert time.monotonic() < deadline_s, f"waited {timeout_s:.0f} s for {what}"
-        pause_s = min(1.5 * pause_s, 0.05)
+        interval_s = min(1.5 * interval_s, 0.05)

@@ -128,11 +128,11 @@ def test_a_decoding_engine_waits_while_another_one_computes() -> None:
     decoder = SchedulerHarness(role=EngineRole.DECODE)
     decoder.arrive("r", handoff=True)
 
-    def has_looked_up_again() -> bool:
+    def has_asked_again() -> bool:
         assert decoder.scheduler.loadable_tokens("r", 0) is None
         return decoder.store.num_lookups == 3
 
-    wait_until(has_looked_up_again)
+    wait_until(has_asked_again)
     prefiller = SchedulerHarness(role=EngineRole.PREFILL, store=decoder.store)
     prefiller.arrive("r", handoff=True)
     assert prefiller.loaded("r") == 0
