@@ -874,13 +874,13 @@ async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
 
 async def until_status(client: httpx.AsyncClient, *wanted: int) -> httpx.Response:
     """Wait until the gateway's status has one of these HTTP status codes."""
+    response = await client.get("/v1/status")
 
     async def is_wanted() -> bool:
         nonlocal response
         response = await client.get("/v1/status")
         return response.status_code in wanted
 
-    response = await client.get("/v1/status")
     await until(is_wanted, f"a status in {wanted}")
     return response
 
