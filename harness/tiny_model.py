@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
@@ -108,3 +108,10 @@ def write_tokenizer(folder: Path) -> int:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return int(tokenizer.get_vocab_size())
+
+
+TINYRAG: Final[dict[str, Any]] = {
+    "model": {"source": "bundled:tinyrag"},
+    # Chunk sizes of its training: short chunks, and a hit includes its whole page.
+    "retriever": {"chunking": {"size": 96, "overlap": 16, "window": 2}},
+}

@@ -24,8 +24,7 @@ from PIL import Image
 
 from examples.demo import FEW_TOKENS, MAX_TOKENS, WARM_UP, until_saved
 from harness.availability import Unavailable
-from harness.browser import Page, chromium_path
-from harness.console_view import console_page, fill, select_tab, submit
+from harness.browser import Page, chromium_path, console_page, fill, select_tab, submit
 from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
 from ragcache_cli.commands.ask import Sampling
 from ragcache_cli.commands.ask import ask as send

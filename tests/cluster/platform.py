@@ -17,7 +17,7 @@ import yaml
 from harness import packages
 from harness.availability import Unavailable, skip
 from harness.cluster.timeline import step
-from harness.tinyrag_spec import TINYRAG
+from harness.tiny_model import TINYRAG
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_core.errors import InvalidInput
 from tests.cluster.cluster import Cluster

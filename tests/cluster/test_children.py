@@ -18,7 +18,7 @@ from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.drift import difference
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
-from tests.helpers.children_parts import Object, children_of, make_cache, of
+from tests.kit.operator import Object, children_of, make_cache, of
 
 LIMIT_RANGES = Resource("", "v1", "limitranges", "LimitRange")
 

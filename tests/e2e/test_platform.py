@@ -20,20 +20,21 @@ import openai
 import pytest
 import yaml
 
-from harness.browser import needs_chromium
-from harness.console_view import (
+from harness.browser import (
     begin_to_ask,
     compare_and_wait,
     console_page,
     fill,
+    needs_chromium,
     select_tab,
     texts,
     until_answered,
 )
 from harness.processes import free_port
-from harness.tinyrag_spec import TINYRAG
+from harness.tiny_model import TINYRAG
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_cli.local.state_file import PartRecord, read_record
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -344,10 +345,11 @@ def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
         replies.append(platform.post(question.text))
     killer.join()
     assert [reply.status_code for reply in replies] == [200] * len(questions)
-    deadline = time.monotonic() + 300
-    while platform.ask(questions[0].text)["ragcache"]["cache"]["miss"]:
-        assert time.monotonic() < deadline, "the store did not come back"
-        time.sleep(0.5)
+    wait_until(
+        lambda: not platform.ask(questions[0].text)["ragcache"]["cache"]["miss"],
+        "the store did not come back",
+        timeout_s=300,
+    )
 
 
 def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> None:

@@ -30,7 +30,8 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from tests.helpers.cachestore_parts import whole
+from tests.kit.store import whole
+from tests.kit.wait import wait_until
 
 PUTTERS = 3
 OPERATIONS = 60
@@ -171,10 +172,7 @@ class StoreRun:
 
     def wait_for(self, operations: int) -> None:
         """Wait until so many puts and deletes are acknowledged."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self._operations < operations:
-            assert time.monotonic() < deadline, "the store does not get on"
-            time.sleep(0.001)
+        wait_until(lambda: self._operations >= operations, "the store does not get on")
 
     def _until_it_dies(self, job: Callable[[random.Random], None], rng: random.Random) -> None:
         try:

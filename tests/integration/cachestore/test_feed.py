@@ -18,7 +18,7 @@ from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 from ragcache_wire.feeds.node_messages import from_message
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.cachestore_parts import TIMEOUT_S, key, put_value, serving, value
+from tests.kit.store import TIMEOUT_S, key, put_value, serving, value
 
 Messages = AsyncGenerator[pb.NodeChanges, None]
 

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,9 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import (
-    MIB,
-    TIMEOUT_S,
-    ManualTime,
-    ServedStore,
-    get,
-    key,
-    put,
-    serving,
-    value,
-)
+from tests.kit.clock import ManualTime
+from tests.kit.store import MIB, TIMEOUT_S, ServedStore, get, key, put, serving, value
+from tests.kit.wait import wait_until
 
 KEY = key(1)
 RAW = value(MIB)
@@ -59,13 +51,6 @@ def peer_ports(address: str) -> frozenset[int]:
 def pulled_to(puller: ServedStore, peer: ServedStore, sequence: int) -> bool:
     """Return whether a shard has pulled the deletes of a peer up to a sequence."""
     return puller.store.pull_positions().get(peer.store.store_id) == sequence
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -130,7 +115,7 @@ def test_a_silent_peer_does_not_block_the_start_and_is_asked_again(
         assert get(one.store, KEY) == RAW
         with serving(tmp_path / "second", port=port) as second:
             second.store.delete(deletion())
-            eventually(lambda: get(one.store, KEY) is Miss.DELETED)
+            wait_until(lambda: get(one.store, KEY) is Miss.DELETED)
             # Logged once, although many pulls fail.
             assert caplog.text.count("peer is silent") == 1
 
@@ -146,7 +131,7 @@ def test_shards_that_start_together_exchange_their_deletes(
     catch_up = CatchUp(one.store, members, one.address, progress=progress.append)
     starting = threading.Thread(target=catch_up.start)
     starting.start()
-    eventually(lambda: len(progress) >= 2)
+    wait_until(lambda: len(progress) >= 2)
     assert "0 of 1 have answered" in progress[-1]
     with serving(tmp_path / "second") as before:
         before.store.delete(deletion())
@@ -177,7 +162,7 @@ def test_a_shard_that_cannot_apply_deletes_does_not_serve(
     )
     starting = threading.Thread(target=catch_up.start)
     starting.start()
-    eventually(lambda: "cannot apply deletes" in caplog.text)
+    wait_until(lambda: "cannot apply deletes" in caplog.text)
     assert starting.is_alive(), "a failure of its own disk does not count as a silent peer"
     broken.set()
     starting.join(TIMEOUT_S)
@@ -338,7 +323,7 @@ def test_one_connection_to_a_peer_serves_all_pulls(volumes: TwoVolumes) -> None:
         ports = {peer_ports(second.address)}
         for number in range(1, 6):
             second.store.delete(Deletion(b"", (key(number).chunk,)))
-            eventually(partial(pulled_to, volumes.first, second, number))
+            wait_until(partial(pulled_to, volumes.first, second, number))
             ports.add(peer_ports(second.address))
     assert len(ports) == 1
 
@@ -474,5 +459,5 @@ def test_a_failed_copy_does_not_end_the_replicator(
         lonely.start()
         stack.callback(lonely.close)
         get(pair.owner.store, wanted)
-        eventually(lambda: caplog.text.count("shard=127.0.0.1:9") > 1)
+        wait_until(lambda: caplog.text.count("shard=127.0.0.1:9") > 1)
     assert get(pair.owner.store, wanted) == RAW

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.values.conversions import to_get_request
 from ragcache_wire.status import from_rpc_error
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     TIMEOUT_S,
     ServedStore,
     get_value,
@@ -27,6 +26,7 @@ from tests.helpers.cachestore_parts import (
     serving,
     value,
 )
+from tests.kit.wait import wait_until
 
 PAGE = 64 << 10
 TRANSPORTS = ((), ("socket",), ("shared",))
@@ -42,13 +42,6 @@ def small_store(folder: Path, policy: str, transports: Sequence[str] = ()) -> It
         yield served
 
 
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def use(served: ServedStore, used: VariantKey, fix_overhead: float, times: int = 1) -> None:
     """Read a value, as a blend of this CFO does."""
     for _ in range(times):
@@ -58,7 +51,7 @@ def use(served: ServedStore, used: VariantKey, fix_overhead: float, times: int =
 
 def wait_for_uses(served: ServedStore, count: int) -> None:
     """Wait until the store has counted all uses. It learns a little later of rereads."""
-    eventually(lambda: served.store.stats().hits_memory == count)
+    wait_until(lambda: served.store.stats().hits_memory == count)
 
 
 def fill(served: ServedStore, numbers: range, token_s: float = 0.0) -> None:

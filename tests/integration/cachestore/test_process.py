@@ -19,7 +19,7 @@ from harness.processes import free_port
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.store_api import Ack, Deletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from tests.helpers.cachestore_parts import TIMEOUT_S, get_value, key, put_value, value
+from tests.kit.store import TIMEOUT_S, get_value, key, put_value, value
 
 
 def environment(folder: Path, port: int) -> dict[str, str]:

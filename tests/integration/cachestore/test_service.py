@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.conversions import to_deletion, to_key, to_put_header
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ServedStore,
@@ -55,6 +54,7 @@ from tests.helpers.cachestore_parts import (
     value,
     variant,
 )
+from tests.kit.wait import wait_until
 
 TRANSPORTS = (("grpc",), ("socket",), ("shared",))
 
@@ -71,14 +71,6 @@ def header(raw: bytes, number: int = 1, **changes: Any) -> pb.PutPart:
     for name, changed in changes.items():
         setattr(message.info, name, changed)
     return pb.PutPart(header=message)
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    """Wait until claim holds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def refusal(call: Callable[[], object]) -> InvalidInput:
@@ -115,7 +107,7 @@ def test_a_value_that_was_put_is_returned(
             1,
             Tier.MEMORY,
         )
-        eventually(
+        wait_until(
             lambda: served.store.stats().bytes_by_transport.get(transport[0]) == 2 * num_bytes
         )
 
@@ -206,7 +198,7 @@ def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10))
     with served.store._state.delete_lock:  # as while a delete is written to a hung disk
         pulls = [served.stub.Tombstones(pb.TombstonesRequest()) for _ in range(2 * SLOW_THREADS)]
-        eventually(lambda: served.service._busy == len(pulls))
+        wait_until(lambda: served.service._busy == len(pulls))
         assert served.client.report_uses([ReportedUses(key(1))], TIMEOUT_S) == 1
         assert served.client.find_misses([key(1)], TIMEOUT_S) == [None]
     assert all(list(pull) for pull in pulls)
@@ -223,7 +215,7 @@ def test_a_lookup_does_not_wait_for_deletes(served: ServedStore) -> None:
             )
             for _ in range(2 * CONTROL_THREADS)
         ]
-        eventually(lambda: served.service._busy == len(deletes))
+        wait_until(lambda: served.service._busy == len(deletes))
         found = served.client.lookup(wants, TIMEOUT_S).variants
         assert [len(one.stored) for one in found] == [1, *[0] * INLINE_KEYS]
     assert all(delete.result().removed == 0 for delete in deletes)
@@ -239,7 +231,7 @@ def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> Non
         served.store.note_opened(opened)
         assert isinstance(lease, ReadLease)
         wants = [LookupKey.for_variant(key(1))]
-        eventually(lambda: served.store.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY)
+        wait_until(lambda: served.store.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY)
         served.store.release([lease.id])
         os.pwrite(served.store.disk_tier.fd, b"rot", lease.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
@@ -247,7 +239,7 @@ def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> Non
         served.store.flush()
         got = served.client.get([key(n) for n in (1, 2)], TIMEOUT_S)
         assert [getattr(found, "value", found) for _, found in got] == [Miss.CORRUPT, raw]
-        eventually(lambda: served.client.stats().corrupt == 1)
+        wait_until(lambda: served.client.stats().corrupt == 1)
         assert get_value(served.client, key(1)) is None
         assert put_value(served.client, key(1), raw) is PutOutcome.STORED
         assert get_value(served.client, key(1)) == raw
@@ -291,7 +283,7 @@ def test_a_client_that_disconnects_during_a_put_leaves_nothing(served: ServedSto
     assert sent.wait(TIMEOUT_S)
     call.cancel()
     never.set()
-    eventually(lambda: served.store.stats().memory_bytes == 0)
+    wait_until(lambda: served.store.stats().memory_bytes == 0)
     assert get_value(served.client, key(1)) is None
     assert put_value(served.client, key(1), raw) is PutOutcome.STORED
 
@@ -302,9 +294,9 @@ def test_a_client_that_stops_reading_loses_its_leases(served: ServedStore) -> No
     request = pb.GetRequest(keys=[to_key(key(number)) for number in range(4)])
     call = served.stub.Get(request, timeout=TIMEOUT_S)
     next(call)
-    eventually(lambda: served.store.stats().leases == 1)
+    wait_until(lambda: served.store.stats().leases == 1)
     call.cancel()
-    eventually(lambda: served.store.stats().leases == 0)
+    wait_until(lambda: served.store.stats().leases == 0)
     assert get_value(served.client, key(3)) == value(4 * MIB, 3)
 
 
@@ -336,7 +328,7 @@ def test_stalled_readers_do_not_block_others(
     next(stopped)
     assert get_value(served.client, key(2)) == value(10)
     stopped.cancel()
-    eventually(lambda: not served.store.stats().leases)
+    wait_until(lambda: not served.store.stats().leases)
     assert "ExecuteBatchError" not in caplog.text
 
 
@@ -427,7 +419,7 @@ def test_an_invalid_completion_names_the_field(served: ServedStore) -> None:
 def test_data_of_the_wrong_length_is_refused(served: ServedStore) -> None:
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"ab")).field == "data"
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"abcd")).field == "data"
-    eventually(lambda: served.store.stats().memory_bytes == 0)
+    wait_until(lambda: served.store.stats().memory_bytes == 0)
 
 
 def test_messages_out_of_order_are_refused(served: ServedStore) -> None:
@@ -479,7 +471,7 @@ def test_concurrent_puts_store_one_value(served: ServedStore) -> None:
         thread.join(TIMEOUT_S)
     client.close()
     assert sorted(outcomes) == [PutOutcome.ALREADY_STORED] * 5 + [PutOutcome.STORED]
-    eventually(lambda: served.store.stats().memory_bytes == len(raw))
+    wait_until(lambda: served.store.stats().memory_bytes == len(raw))
     assert checksum(get_value(served.client, key(1)) or b"") == checksum(raw)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,12 @@ from ragcache_core.store_api import Ack, Deletion
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from tests.helpers.cachestore_parts import TIMEOUT_S, key, value, variant, whole
+from tests.kit.store import TIMEOUT_S, key, value, variant, whole
+from tests.kit.wait import wait_until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACED = (("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),)
 NUM_BYTES = 100_000
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def answers(client: StoreClient) -> bool:

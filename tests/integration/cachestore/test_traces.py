@@ -37,7 +37,7 @@ from ragcache_kv.transport.shared_memory_transport import KEYS_PER_CALL
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     TIMEOUT_S,
     ServedStore,
     key,

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from harness.browser import needs_chromium
-from harness.console_view import (
+from harness.browser import (
     begin_to_ask,
     console_page,
     fill,
+    needs_chromium,
     select_tab,
     submit,
     texts,
@@ -27,9 +27,8 @@ from harness.console_view import (
 )
 from harness.processes import free_port
 from ragcache_cli.main import app
-from tests.helpers.api_keys import key, write_admin_key
-from tests.helpers.cuttable_connection import CuttableConnection
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.connection import CuttableConnection
+from tests.kit.gateway import World, key, world, write_admin_key
 
 ADMIN_KEY = key("admin")
 

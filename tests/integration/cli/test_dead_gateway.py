@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from ragcache_cli.main import app
 from ragcache_core.documents.backup_file import BackupWriter
-from tests.helpers.cli_commands import cli_commands
-from tests.helpers.sync_parts import Page, serving_web
+from tests.kit.documentation import cli_commands
+from tests.kit.sources import Page, serving_web
 
 DEAD = "http://127.0.0.1:9"
 ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -14,9 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
-from tests.helpers.documentation import Command
-from tests.helpers.documented_commands import RunBy, all_commands, run_by, write_reader_folder
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.documentation import Command, RunBy, all_commands, run_by, write_reader_folder
+from tests.kit.gateway import World, world
 
 _ADDRESS: Final = re.compile(r"\b(?:localhost|127\.0\.0\.1|[a-z]+-gateway):80[89]0\b")
 _REQUEST: Final = re.compile(r"chatcmpl-(\.\.\.|ID|1)")

@@ -5,28 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.local.state_file import PlatformRecord, write_record
 from ragcache_cli.main import app
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import World, world
-
-
-@pytest.fixture
-async def platform(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        monkeypatch.setenv("RAGCACHE_GATEWAY", running.base_url)
-        yield running
+from tests.kit.gateway import World
+from tests.kit.sources import HTML, pdf
 
 
 def names_in(folder: Path) -> list[str]:

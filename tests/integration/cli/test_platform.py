@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from harness.processes import free_port
@@ -32,8 +32,7 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.site import Address
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import parse_manifest
-from tests.helpers import cli_parts
-from tests.helpers.cli_parts import stand_ins
+from tests.integration.cli.stand_ins import living, stand_ins
 
 QUICK = RestartPolicy(first_wait_s=0.01, longest_wait_s=0.1)
 
@@ -75,14 +74,6 @@ def record_of(data: Path) -> PlatformRecord:
     record = read_record(data)
     assert record is not None
     return record
-
-
-def living(pids: list[int]) -> list[int]:
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 @pytest.mark.usefixtures("habits")
@@ -292,7 +283,7 @@ import asyncio
 from pathlib import Path
 from ragcache_cli.local import platform
 from ragcache_operator.spec import RagCache
-from tests.helpers.cli_parts import stand_ins
+from tests.integration.cli.stand_ins import living, stand_ins
 platform.build_children = stand_ins(engine="has-child")
 cache = RagCache.model_validate_json({cache.model_dump_json(by_alias=True)!r})
 async def main():
@@ -318,7 +309,7 @@ asyncio.run(main())
 def part(tmp_path: Path, habit: str = "") -> Part:
     """A part whose probes lose patience soon."""
     address = Address("127.0.0.1", free_port())
-    script = Path(cli_parts.__file__)
+    script = Path(inspect.getfile(stand_ins))
     check = Check(address, "/", period_s=0.05, timeout_s=1.5, failures=2)
     return Part(
         name="part",

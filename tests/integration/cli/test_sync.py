@@ -24,10 +24,9 @@ from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import CONFIG, World
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
-from tests.helpers.sync_parts import Page, Repository, Web, serving_web, tar_gz
+from tests.kit.gateway import CONFIG, World
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.sources import HTML, Page, Repository, Web, pdf, serving_web, tar_gz
 
 MIB = 1 << 20
 

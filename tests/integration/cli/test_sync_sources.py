@@ -20,7 +20,7 @@ from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_operator.collections.mounts import token_variable
 from ragcache_operator.spec import SourceSpec
-from tests.helpers.sync_parts import Page, Repository, Web, serving_web, tar_gz
+from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
 

@@ -8,23 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
-from tests.helpers.gateway_fakes import World, world
-
-
-@pytest.fixture
-async def platform(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        monkeypatch.setenv("RAGCACHE_GATEWAY", running.base_url)
-        yield running
+from tests.kit.gateway import World
 
 
 async def top(*words: str) -> Result:

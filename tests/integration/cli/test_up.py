@@ -17,6 +17,7 @@ import pytest
 
 from harness.processes import free_port
 from ragcache_cli.local.state_file import PlatformRecord, read_record
+from tests.integration.cli.stand_ins import living
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +26,7 @@ SITE_CUSTOMIZE = """
 import sys
 if "ragcache_cli" in sys.orig_argv:
     from ragcache_cli.local import platform
-    from tests.helpers.cli_parts import stand_ins
+    from tests.integration.cli.stand_ins import stand_ins
     platform.build_children = stand_ins(engine=HABIT)
 """
 
@@ -102,14 +103,6 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     yield desk
     if read_record(desk.data) is not None:
         desk.run("down")
-
-
-def living(pids: list[int]) -> list[int]:
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

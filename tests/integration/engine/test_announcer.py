@@ -16,7 +16,7 @@ from ragcache_engine.protocol.messages import TierChange
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.vllm_interface.block_salting import salt_block_hashes
 from ragcache_kv.values.layout import value_bytes
-from tests.helpers.engine_scheduler import PROFILE, SPACE
+from tests.kit.scheduler import PROFILE, SPACE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch warn while they are imported

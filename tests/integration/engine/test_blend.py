@@ -29,8 +29,9 @@ from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
-from tests.helpers.clear_answers import is_clear
 from tests.integration.engine.test_vllm import VOCABULARY, Platform
+from tests.kit.engine import is_clear
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -112,10 +113,10 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             wants = [
                 LookupKey.for_variant(observation_key(key)) for key in blends.chunk_variants(prompt)
             ]
-            deadline = time.monotonic() + 60
-            while not all(found.stored for found in client.lookup(wants, 60).variants):
-                assert time.monotonic() < deadline, "chunks are not observed"
-                time.sleep(0.05)
+            wait_until(
+                lambda: all(found.stored for found in client.lookup(wants, 60).variants),  # noqa: B023
+                "chunks are not observed",
+            )
         client.close()
         yield blends
     finally:
@@ -262,10 +263,10 @@ def test_metrics_count_the_tokens_of_a_load(blends: Blends) -> None:
     recomputations = metric(blends, "ragcache_engine_recompute_seconds_count")
     _, record = blends.blend(make_blend_prompt(2, 4, question="counted"), 0.25)
     assert record.recomputed_tokens == int(0.25 * (LENGTHS[2] + LENGTHS[4]))
-    deadline = time.monotonic() + 60
-    while metric(blends, "ragcache_engine_recompute_seconds_count") == recomputations:
-        assert time.monotonic() < deadline, "the recomputation is not counted"
-        time.sleep(0.1)
+    wait_until(
+        lambda: metric(blends, "ragcache_engine_recompute_seconds_count") != recomputations,
+        "the recomputation is not counted",
+    )
     found = {kind: counted(kind) - before[kind] for kind in before}
     assert found == {
         "exact": record.loaded_tokens - record.blended_tokens,
@@ -320,10 +321,7 @@ def test_clients_that_disconnect_at_any_time_leave_no_blocks(blends: Blends) -> 
     while busy := blends.unfinished_requests():
         assert time.monotonic() < deadline, busy
         time.sleep(0.1)
-    deadline = time.monotonic() + 60
-    while blends_usage(blends) > 0:
-        assert time.monotonic() < deadline, "blocks are not free"
-        time.sleep(0.1)
+    wait_until(lambda: blends_usage(blends) <= 0, "blocks are not free")
 
 
 def blends_usage(blends: Blends) -> float:

@@ -20,9 +20,9 @@ from harness.processes import COMPUTES_PLAIN, running_cachestore, running_engine
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.families_inside import FAMILIES, make
+from tests.integration.engine.families_inside import FAMILIES, make
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, VOCABULARY, Platform
+from tests.kit.engine import is_clear
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,9 +37,9 @@ REFUSED = "mistral, sliding window"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The output of ``tests.helpers.families_inside``, by family."""
+    """The output of ``families_inside``, by family."""
     folder = tmp_path_factory.mktemp("families")
-    argv = [sys.executable, "-m", "tests.helpers.families_inside", str(folder)]
+    argv = [sys.executable, "-m", "tests.integration.engine.families_inside", str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

@@ -30,9 +30,10 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
 from ragcache_wire.v1 import node_feed_pb2 as pb
-from tests.helpers.followed_source import following, until
-from tests.helpers.stored_prefix import stored_tokens
 from tests.integration.engine.test_vllm import make_prompt
+from tests.kit.gateway import following
+from tests.kit.stored_prefix import stored_tokens
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,8 +14,8 @@ import pytest
 
 from ragcache_operator.spec.components.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
 from ragcache_operator.spec.rules import find_problems
-from tests.helpers.children_parts import build, container_of
-from tests.helpers.operator_manifests import cache
+from tests.kit.manifests import cache
+from tests.kit.operator import build, container_of
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -25,7 +25,7 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
-from tests.helpers.miss_reasons import STORE_AWAY
+from tests.kit.engine import STORE_AWAY
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

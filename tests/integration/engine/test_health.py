@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ import pytest
 
 from harness.completion import complete
 from harness.processes import running_engine
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,13 +41,6 @@ def worker_of(server: int) -> int:
         pid for pid, name in names.items() if name.startswith("VLLM::Wor") and is_below(pid)
     ]
     return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

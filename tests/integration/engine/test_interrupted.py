@@ -9,7 +9,8 @@ import contextlib
 import http.client
 import itertools
 import json
-import time
+import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,154 @@ from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, w
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.stalling_connection import StallingConnection
+from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
+from tests.kit.engine import is_clear
+from tests.kit.wait import wait_until
+
+HOST = "127.0.0.2"
+"""Another address of this machine. A store names the port of its transport but no host.
+
+A relay of the same ports at this address therefore carries the whole traffic.
+"""
+
+READ_BYTES = 1 << 16
+
+
+class StallingConnection:
+    """A relay of a store's ports at HOST, on its own threads.
+
+    The store must offer no transport but TCP.
+    """
+
+    def __init__(self, store: str) -> None:
+        """Connect to the store at address "host:port"."""
+        host, port = store.rsplit(":", 1)
+        client = StoreClient(store)
+        client.connect(30)
+        assert client.hello is not None
+        assert client.transport == "socket"
+        data_port = client.hello.data_port
+        client.close()
+        self.address = f"{HOST}:{port}"
+        self._changed = threading.Condition()
+        self._may_pass: int | None = None
+        self._stalls = 0
+        self._stalled: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
+        self._listeners = [
+            self._listen((host, int(port)), self._pass),
+            self._listen((host, data_port), self._pass_or_stall),
+        ]
+
+    @classmethod
+    @contextlib.contextmanager
+    def to(cls, store: str) -> Iterator[StallingConnection]:
+        """Yield a relay that at first lets everything through."""
+        relay = cls(store)
+        try:
+            yield relay
+        finally:
+            relay.resume()
+            relay.cut()
+            for listener in relay._listeners:
+                listener.close()
+
+    def stall(self, after_bytes: int) -> None:
+        """Let only after_bytes more bytes of values pass on each connection."""
+        with self._changed:
+            self._stalls += 1
+            self._may_pass = after_bytes
+
+    def wait_until_stalled(self, connections: int = 1, timeout_s: float = 60.0) -> None:
+        """Wait until the store has sent more than may pass on so many connections."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._stalled) >= connections, timeout_s)
+
+    @property
+    def stalled(self) -> int:
+        """Return the number of stalled connections."""
+        with self._changed:
+            return len(self._stalled)
+
+    def resume(self) -> None:
+        """Let everything pass."""
+        with self._changed:
+            self._may_pass = None
+            self._changed.notify_all()
+
+    def cut(self) -> None:
+        """Close every connection, as the end of the store would. Stalled bytes are lost."""
+        with self._changed:
+            connections, self._connections = self._connections, set()
+            self._changed.notify_all()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _listen(
+        self,
+        target: tuple[str, int],
+        down: Callable[[socket.socket, socket.socket], None],
+    ) -> socket.socket:
+        listener = socket.create_server((HOST, target[1]), backlog=64)
+
+        def relay(here: socket.socket) -> None:
+            with here, contextlib.suppress(OSError), socket.create_connection(target) as there:
+                with self._changed:
+                    self._connections |= {here, there}
+                up = threading.Thread(target=self._pass, args=[here, there], daemon=True)
+                up.start()
+                down(there, here)
+                up.join()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    here, _ = listener.accept()
+                    threading.Thread(target=relay, args=[here], daemon=True).start()
+
+        threading.Thread(target=accept, name="relay", daemon=True).start()
+        return listener
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(READ_BYTES):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _pass_or_stall(self, source: socket.socket, target: socket.socket) -> None:
+        stall = passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(READ_BYTES):
+                with self._changed:
+                    if self._stalls != stall:
+                        stall, passed = self._stalls, 0
+                    room = len(data) if self._may_pass is None else self._may_pass - passed
+                passed += len(data)
+                target.sendall(data[:room])
+                if room < len(data) and not self._wait_for_resume(target):
+                    break
+                target.sendall(data[room:])
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _wait_for_resume(self, target: socket.socket) -> bool:
+        """Wait until the relay resumes. Return False if the connection was closed."""
+        with self._changed:
+            self._stalled.add(target)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._may_pass is None or target not in self._connections
+            )
+            self._stalled.discard(target)
+            return target in self._connections
+
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -50,13 +195,6 @@ class Interrupted(Platform):
     """Next to a decoding request, a recomputation gets one token per step."""
 
     connection: StallingConnection
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait. Metrics appear one step after the step that counted."""
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never became true"
-            time.sleep(0.05)
 
     def failed(self, reason: str) -> float:
         """Return how many loads failed for a reason."""
@@ -159,9 +297,9 @@ def test_a_client_that_disconnects_during_a_load_ends_the_load(
     with platform.asking(prompt, left):
         platform.connection.wait_until_stalled()
     # The load ends and its blocks are free, although values are still missing.
-    platform.wait_until(lambda: platform.failed("cancelled") == cancelled + 1)
-    platform.wait_until(lambda: not platform.unfinished_requests())
-    platform.wait_until(platform.blocks_are_free)
+    wait_until(lambda: platform.failed("cancelled") == cancelled + 1)
+    wait_until(lambda: not platform.unfinished_requests())
+    wait_until(platform.blocks_are_free)
     assert platform.connection.stalled == 1
     assert platform.recomputations() == recomputations
     record = platform.record(left.request)
@@ -190,8 +328,8 @@ def test_clients_that_disconnect_during_their_recomputations_end_them(
                 clients.enter_context(platform.asking(prompt, plan))
             # When the first one has its answer, the others have thousands of steps to go.
             assert asked.getresponse().status == 200
-        platform.wait_until(lambda: not platform.unfinished_requests())
-        platform.wait_until(platform.blocks_are_free)
+        wait_until(lambda: not platform.unfinished_requests())
+        wait_until(platform.blocks_are_free)
         records = [platform.record(plan.request) for plan in left]
         ended = (
             platform.recomputations()
@@ -231,7 +369,7 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
         platform.connection.cut()
         assert {kind: one.result() for kind, one in asked.items()} == expected
     # A failed load, and two missing chunks of the blend.
-    platform.wait_until(lambda: platform.failed(STORE_UNAVAILABLE) == failed + 3)
+    wait_until(lambda: platform.failed(STORE_UNAVAILABLE) == failed + 3)
     exact, blend = (platform.record(plans[kind].request) for kind in ("exact", "blend"))
     assert exact.miss == STORE_UNAVAILABLE
     # Full blocks of what had arrived.
@@ -242,7 +380,7 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
     context = sum(LENGTHS[n] for n in (2, 0, 4))
     assert (blend.blended_tokens, blend.recomputed_tokens) == (context, context)
     assert list(blend.missing_chunks) == [2, 3], "indexes of the segments that did not arrive"
-    platform.wait_until(platform.blocks_are_free)
+    wait_until(platform.blocks_are_free)
     dead = platform.plan("blend", prompts["blend"])
     assert platform.answer(prompts["blend"], dead) == expected["blend"]
     record = platform.record(dead.request)

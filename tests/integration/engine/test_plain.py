@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ragcache_core.plan.reuse_plan import NO_REUSE
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -64,10 +64,7 @@ class Plain:
 
     def wait_until_stored(self, prompt: Sequence[int], salt: str | None = None) -> None:
         """Wait: values are saved after the answer."""
-        deadline = time.monotonic() + 60
-        while not self.is_stored(prompt, salt):
-            assert time.monotonic() < deadline, "not saved"
-            time.sleep(0.05)
+        wait_until(lambda: self.is_stored(prompt, salt), "not saved")
 
     def wait_for_saves(self, name: str) -> None:
         """Wait until a new prompt is saved. Saves are in order, so earlier ones have ended."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import (
+from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,
     World,
@@ -33,6 +33,7 @@ from tests.helpers.gateway_fakes import (
     serving,
     serving_retriever,
 )
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -114,13 +115,6 @@ async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
         yield world
 
 
-async def wait_until(happened: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 120
-    while not await happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def write(gateway: World, name: str, text: str) -> None:
     reply = await gateway.client.post("/v1/documents", json={"id": name, "text": text})
     assert reply.status_code == 200
@@ -140,7 +134,7 @@ async def wait_until_computed(gateway: World) -> None:
     async def is_over() -> bool:
         return bool(await outcomes(gateway))
 
-    await wait_until(is_over)
+    await until(is_over)
     assert await outcomes(gateway) == {"computed": 1}
 
 
@@ -160,7 +154,7 @@ async def wait_until_stored(site: Site, gateway: World, text: str) -> StoredVari
     async def is_held() -> bool:
         return bool(held(site, gateway, text))
 
-    await wait_until(is_held)
+    await until(is_held)
     [one] = held(site, gateway, text)
     return one
 
@@ -216,7 +210,7 @@ async def test_a_context_that_was_blended_twice_is_exact_afterwards(
     first, second = await ask(1), await ask(2)
     for answer in (first, second):
         assert answer["ragcache"]["cache"]["recomputed_tokens"] > 0
-    await wait_until(is_exact_now)
+    await until(is_exact_now)
     third = await ask(3)
     cache = third["ragcache"]["cache"]
     assert cache["recomputed_tokens"] == cache["blended_tokens"] == 0
@@ -233,7 +227,7 @@ async def test_a_stored_chunk_is_not_computed_again(site: Site, gateway: World) 
     async def is_over() -> bool:
         return "stored" in await outcomes(gateway)
 
-    await wait_until(is_over)
+    await until(is_over)
     assert await outcomes(gateway) == {"computed": 1, "stored": 1}
     assert await site.counted("vllm:request_success_total") == [before]
 
@@ -249,7 +243,7 @@ async def test_another_gateways_question_is_answered_before_a_running_prefill(
         [ended] = await site.counted("vllm:request_success_total")
         return ended > before
 
-    await wait_until(is_under_way)
+    await until(is_under_way)
     # A question of another gateway.
     question = {"model": "model", "prompt": list(range(20, 320)), "max_tokens": 2}
     assert (await site.client.post("/v1/completions", json=question)).status_code == 200
@@ -283,7 +277,7 @@ async def test_a_chunk_that_questions_miss_twice_is_precomputed(site: Site, gate
     async def is_asked_for() -> bool:
         return await asked_for(gateway) == 2  # and the context that was recomputed with it
 
-    await wait_until(is_asked_for)
+    await until(is_asked_for)
 
 
 async def asked_for(gateway: World) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
+from tests.kit.wait import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -113,11 +113,11 @@ class Pressed:
             )
         ]
         client = StoreClient(self.store)
-        deadline = time.monotonic() + TIMEOUT_S
         wants = [LookupKey.for_variant(key) for key in keys]
-        while not all(found.stored for found in client.lookup(wants, TIMEOUT_S).variants):
-            assert time.monotonic() < deadline, "not saved"
-            time.sleep(0.05)
+        wait_until(
+            lambda: all(found.stored for found in client.lookup(wants, TIMEOUT_S).variants),
+            "not saved",
+        )
         client.close()
 
 
@@ -193,11 +193,8 @@ def test_preempted_blends_get_vllms_answers(pressed: Pressed) -> None:
 
 
 def test_no_blocks_or_requests_are_left(pressed: Pressed) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
     gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while any(map(pressed.counted, gauges)):
-        assert time.monotonic() < deadline, "blocks or requests are left"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(pressed.counted, gauges)), "blocks or requests are left")
     prompt = PROMPTS[0]
     tokens, loaded = pressed.reuse(prompt)
     assert loaded > 600

@@ -40,7 +40,7 @@ from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving, serving_retriever
+from tests.kit.gateway import CONFIG, FakeRetriever, serving, serving_retriever
 
 pytestmark = pytest.mark.timeout(900)
 

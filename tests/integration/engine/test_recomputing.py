@@ -23,8 +23,8 @@ ROUNDING_FLOAT32 = 1e-5
 
 
 def run_inside(model: Path, dtype: str) -> dict[str, Any]:
-    """Return the output of ``tests.helpers.engine_inside``, which runs vLLM in its own process."""
-    argv = [sys.executable, "-m", "tests.helpers.engine_inside", str(model), dtype]
+    """Return the output of ``engine_inside``, which runs vLLM in its own process."""
+    argv = [sys.executable, "-m", "tests.integration.engine.engine_inside", str(model), dtype]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

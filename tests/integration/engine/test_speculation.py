@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.gateway_fakes import (
+from tests.kit.engine import is_clear
+from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,
     HeldStage,
@@ -31,6 +30,7 @@ from tests.helpers.gateway_fakes import (
     serving,
     serving_retriever,
 )
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -121,13 +121,6 @@ async def site(running: tuple[CacheStore, Engine], tiny_model: Path) -> AsyncGen
         yield Site(world, retriever, engine, vllm)
 
 
-async def wait_until(happened: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not await happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 def hit(name: str, num_items: int) -> retriever_pb2.Hit:
     text = " ".join(f"item {number} of {name}" for number in range(num_items))
     return retriever_pb2.Hit(chunk=chunk(name, 0, text), score=0.9)
@@ -163,7 +156,7 @@ async def test_the_answer_after_a_confirmed_guess_equals_the_plain_answer(site: 
         computed = await site.counted("vllm:iteration_tokens_total_sum") - tokens
         return computed >= num_tokens and await site.in_flight() == 0
 
-    await wait_until(is_computed)
+    await until(is_computed)
     # The engine has computed the prompt, and the client has nothing.
     assert not asking.done()
     stage.go_on.set()
@@ -190,7 +183,7 @@ async def test_a_wrong_guess_is_aborted_and_what_it_computed_is_kept(site: Site)
             is_running = await site.counted("vllm:num_requests_running") > 0
             return is_running or await site.counted("vllm:request_success_total") > ended
 
-        await wait_until(has_begun)
+        await until(has_begun)
         stage.go_on.set()
         assert (await text_of(asking))[0] == plain
         assert await site.guesses("wrong") == before + 1

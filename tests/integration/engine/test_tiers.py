@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +26,9 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.engine_worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
+from tests.kit.wait import wait_until
+from tests.kit.worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -59,13 +60,6 @@ class Tiered(Platform):
 
     def values_by_tier(self, tier: str) -> float:
         return self.metric("loaded_values_total", tier=tier)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait. Metrics appear one step after the step that counted."""
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never became true"
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +93,12 @@ def test_computed_values_are_loaded_from_the_tiers(tiered: Tiered) -> None:
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert record.loaded_bytes == sum(map(len, tiered.values(prompt)))
     assert loaded.token_ids == computed.token_ids == tiered.compute(prompt).token_ids
-    tiered.wait_until(lambda: tiered.values_by_tier("device") + tiered.values_by_tier("host") == 5)
+    wait_until(lambda: tiered.values_by_tier("device") + tiered.values_by_tier("host") == 5)
     assert tiered.values_by_tier("store") == 0
     held = tiered.metric("tier_bytes", tier="host") + tiered.metric("tier_bytes", tier="device")
     assert held >= record.loaded_bytes
     # The engine reports these uses to the store, which served none of them.
-    tiered.wait_until(lambda: client.stats(WAIT_S).reported_uses >= uses + 5)
+    wait_until(lambda: client.stats(WAIT_S).reported_uses >= uses + 5)
     client.close()
 
 

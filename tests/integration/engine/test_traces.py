@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from harness.completion import complete
-from harness.otlp import Collector, attributes_of, collector
+from harness.otlp import Collector, attributes_of, collector, orphans, traced_request
 from harness.processes import (
     Service,
     free_port,
@@ -31,11 +30,11 @@ from ragcache_operator.builders.components.telemetry import (
     vllm_arguments,
     vllm_environment,
 )
-from tests.helpers.children_parts import make_cache
-from tests.helpers.trace_parts import orphans, traced_request
 from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
 from tests.integration.gateway.test_real_engine import RetrieverThread, is_answering
+from tests.kit.operator import make_cache
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -75,12 +74,6 @@ class Traced:
 
     def spans(self, part: str, trace_id: str) -> list[Any]:
         return [s for s in self.receiver.spans_of(part) if s.trace_id.hex() == trace_id]
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not holds():
-            assert time.monotonic() < deadline, [span.name for span in self.receiver.spans()]
-            time.sleep(0.05)
 
     def names(self, part: str, trace_id: str) -> Counter[str]:
         return Counter(span.name for span in self.spans(part, trace_id) if span.name != TIER)
@@ -126,9 +119,9 @@ def test_a_computed_prompt_has_spans_of_its_lookup_and_saves(traced: Traced) -> 
     traced.ask(PROMPT, traced.blend(PROMPT, 0.0), trace(1))
     expected = {"llm_request": 1, "lookup": 1, "save": SEGMENTS, "observe": 3}
     expected["save observation"] = 3
-    traced.wait_until(lambda: traced.names("engine", trace(1)) == expected)
+    wait_until(lambda: traced.names("engine", trace(1)) == expected)
     puts = [span for span in traced.spans("engine", trace(1)) if span.name.startswith("save")]
-    traced.wait_until(lambda: traced.names("cachestore", trace(1))["Put"] == len(puts))
+    wait_until(lambda: traced.names("cachestore", trace(1))["Put"] == len(puts))
     assert parents(traced.spans("engine", trace(1))) == {CALLER}
     below = [span for span in traced.spans("cachestore", trace(1)) if span.name == "Put"]
     assert parents(below) == {span.span_id.hex() for span in puts}
@@ -139,8 +132,8 @@ def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) ->
     traced.platform.wait_until_stored(PROMPT)
     traced.ask(PROMPT, traced.exact(PROMPT), trace(2))
     expected = {"llm_request": 1, "lookup": 1, "load": 1}
-    traced.wait_until(lambda: traced.names("engine", trace(2)) == expected)
-    traced.wait_until(lambda: TIER in {s.name for s in traced.spans("engine", trace(2))})
+    wait_until(lambda: traced.names("engine", trace(2)) == expected)
+    wait_until(lambda: TIER in {s.name for s in traced.spans("engine", trace(2))})
     by_name = {span.name: span for span in traced.spans("engine", trace(2))}
     tier = by_name.pop(TIER)
     assert tier.parent_span_id == by_name["load"].span_id
@@ -155,7 +148,7 @@ def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) ->
     assert attributes_of(by_name["load"])["tokens"] == PROMPT.chunk_ends[-1]
     assert attributes_of(by_name["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
     assert "miss" not in attributes_of(by_name["load"])
-    traced.wait_until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
+    wait_until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
     for span in traced.spans("cachestore", trace(2)):
         above = by_name["load" if span.name == "Get" else "lookup"]
         assert span.parent_span_id == above.span_id
@@ -164,7 +157,7 @@ def test_a_loads_span_is_below_its_caller_and_above_the_store(traced: Traced) ->
 def test_a_recomputation_has_its_own_span(traced: Traced) -> None:
     prompt = make_blend_prompt(2, 0)
     traced.ask(prompt, traced.blend(prompt, 0.5), trace(3))
-    traced.wait_until(lambda: {"load", "recompute"} <= set(traced.names("engine", trace(3))))
+    wait_until(lambda: {"load", "recompute"} <= set(traced.names("engine", trace(3))))
     [recompute] = [span for span in traced.spans("engine", trace(3)) if span.name == "recompute"]
     assert parents([recompute]) == {CALLER}
     attributes = attributes_of(recompute)
@@ -176,8 +169,8 @@ def test_unsampled_and_malformed_traces_make_no_spans(traced: Traced) -> None:
     traced.ask(PROMPT, traced.exact(PROMPT), trace(4), flags="00")
     traced.ask(PROMPT, traced.exact(PROMPT), "nonsense")
     traced.ask(PROMPT, traced.exact(PROMPT), trace(5))
-    traced.wait_until(lambda: traced.names("engine", trace(5))["llm_request"] == 1)
-    traced.wait_until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
+    wait_until(lambda: traced.names("engine", trace(5))["llm_request"] == 1)
+    wait_until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
     new = traced.receiver.spans()[before:]
     # Spans of the tests before this one may have been late.
     assert {span.trace_id.hex() for span in new} <= {trace(n) for n in (1, 2, 3, 5)}
@@ -241,8 +234,8 @@ def test_the_parts_of_20_questions_add_up_and_no_span_is_an_orphan(traced: Trace
         "save",
         "Put",
     }
-    traced.wait_until(lambda: wanted <= {span.name for span in traced.all_of(traces)})
-    traced.wait_until(lambda: not orphans(traced.all_of(traces), [CALLER]))
+    wait_until(lambda: wanted <= {span.name for span in traced.all_of(traces)})
+    wait_until(lambda: not orphans(traced.all_of(traces), [CALLER]))
     requests = [traced_request(traced.all_of(traces), one, route) for one in traces]
     # A tiny model answers in milliseconds, so a pause of one question may be longer than its time.
     # The three longest gaps do not count. Of each kind of question there are more.

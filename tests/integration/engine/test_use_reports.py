@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,19 +20,13 @@ from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import TIMEOUT_S, ServedStore, serving, value, variant, whole
-from tests.helpers.engine_scheduler import BLOCKS, LENGTH, PROMPT, SPACE
+from tests.kit.scheduler import BLOCKS, LENGTH, PROMPT, SPACE
+from tests.kit.store import TIMEOUT_S, ServedStore, serving, value, variant, whole
+from tests.kit.wait import wait_until
 
 PAGE = 64 << 10
 PLAN = plan_exact(PROMPT, SPACE, "public", "r")
 SEGMENTS = checked_segments(PLAN, PROMPT.token_ids, SPACE)
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def settings_for(served: ServedStore, min_load_tokens: int) -> EngineSettings:
@@ -57,7 +49,7 @@ def put(served: ServedStore, key: VariantKey, num_tokens: int) -> None:
 def run(scheduler: ConnectorScheduler, num_local: int) -> None:
     """Run the prompt, of which vLLM's own prefix cache has num_local tokens."""
     scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
-    eventually(lambda: scheduler.loadable_tokens("r", num_local) is not None)
+    wait_until(lambda: scheduler.loadable_tokens("r", num_local) is not None)
     scheduler.on_allocated("r", BLOCKS, 0)
     scheduler.step([("r", num_local, LENGTH - num_local)], lambda _: BLOCKS)
     scheduler.step([("r", LENGTH, 1)], lambda _: BLOCKS)
@@ -78,7 +70,7 @@ def test_a_variant_hit_only_in_vllms_prefix_cache_survives_pressure(tmp_path: Pa
         run(scheduler, num_local=PROMPT.chunk_ends[-1])
         assert served.store.stats().hits_memory == 0
         assert scheduler.take_counts().uses == {PREFIX_CACHE: len(hot)}
-        eventually(lambda: served.store.stats().reported_uses == len(hot))
+        wait_until(lambda: served.store.stats().reported_uses == len(hot))
         for number in range(100, 109):
             put(served, VariantKey(bytes([number]) * 16, bytes(16)), 256)
         wants = [LookupKey.for_variant(key) for key in (*hot, *cold)]
@@ -98,7 +90,7 @@ def test_a_variant_that_is_computed_although_it_is_stored_is_a_use(tmp_path: Pat
             put(served, named.variant, named.segment.end - named.segment.start)
         run(scheduler, num_local=0)
         assert scheduler.take_counts().uses == {COMPUTED: len(SEGMENTS)}
-        eventually(lambda: served.store.stats().reported_uses == len(SEGMENTS))
+        wait_until(lambda: served.store.stats().reported_uses == len(SEGMENTS))
         scheduler.close()
 
 
@@ -120,7 +112,7 @@ def test_a_request_reports_only_what_it_has_computed_until_it_ends(
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
         scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
-        eventually(lambda: scheduler.loadable_tokens("r", 0) is not None)
+        wait_until(lambda: scheduler.loadable_tokens("r", 0) is not None)
         scheduler.on_allocated("r", BLOCKS, 0)
         for start, end in pairwise([0, *steps]):
             scheduler.step([("r", start, end - start)], lambda _: BLOCKS)

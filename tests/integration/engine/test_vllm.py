@@ -44,8 +44,8 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.clear_answers import is_clear
-from tests.helpers.miss_reasons import STORE_AWAY
+from tests.kit.engine import STORE_AWAY, is_clear
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -268,10 +268,7 @@ def test_a_shared_prefix_comes_from_vllms_cache_and_the_rest_from_the_store(
     # The store learns of the chunks that it did not serve.
     assert platform.counted("ragcache_engine_reported_uses") > 0
     client = StoreClient(platform.store.address)
-    deadline = time.monotonic() + WAIT_S
-    while not client.stats(WAIT_S).reported_uses:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: client.stats(WAIT_S).reported_uses)
     client.close()
 
 
@@ -417,10 +414,7 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
             with pytest.raises(NotFound):
                 platform.record(request)
             forgeries += 1
-    deadline = time.monotonic() + WAIT_S
-    while platform.counted(names[1]) < refused + forgeries:
-        assert time.monotonic() < deadline, "not counted"
-        time.sleep(0.05)
+    wait_until(lambda: platform.counted(names[1]) >= refused + forgeries, "not counted")
     assert [platform.counted(name) for name in names] == [loaded, refused + forgeries]
     # Saves are in order, so the refused prompts would have been saved before this one.
     later = make_prompt(501, shared=51)
@@ -457,11 +451,8 @@ def test_shards_can_join_while_an_engine_runs(platform: Platform) -> None:
         client = ShardedStore(FixedMembers((platform.store.address, joining.address)))
         for prompt in prompts:
             several.ask(prompt, max_tokens=1)
-        deadline = time.monotonic() + WAIT_S
         wants = [LookupKey.for_variant(key) for key in keys]
-        while client.lookup(wants, WAIT_S).by_key().keys() != set(keys):
-            assert time.monotonic() < deadline, "not saved"
-            time.sleep(0.05)
+        wait_until(lambda: client.lookup(wants, WAIT_S).by_key().keys() == set(keys), "not saved")
         client.close()
         with_both = StoreClient(joining.address)
         found = with_both.lookup(wants, WAIT_S).variants

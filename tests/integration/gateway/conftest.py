@@ -1,4 +1,4 @@
-"""Fixtures of the console's tests. Their module has a gateway."""
+"""Fixtures of the gateway's tests. A module may have a gateway of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.browser import Page
-from harness.console_view import console_page, screenshots_folder
-from tests.helpers.gateway_fakes import World
+from harness.browser import Page, console_page, screenshots_folder
+from tests.kit.gateway import World, world
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        yield running
 
 
 @pytest.fixture

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
-
-import pytest
+from collections.abc import AsyncIterator
 
 from ragcache_core.documents.backup_file import HEAD
 from ragcache_wire.channel import PART_BYTES
-from tests.helpers.gateway_fakes import World, world
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
+from tests.kit.gateway import World
 
 
 async def test_a_backup_has_the_copy_and_its_checksum(gateway: World) -> None:

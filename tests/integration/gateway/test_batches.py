@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
 
 from ragcache_gateway.http.batch import CONCURRENCY
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World
+from tests.kit.sources import HTML, pdf
+from tests.kit.wait import until
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 PATH = "/v1/documents:batch"
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def line(name: str, text: str = "Some text.", **fields: Any) -> bytes:
@@ -177,5 +164,6 @@ async def test_an_unavailable_retriever_fails_documents_with_its_error(gateway: 
         await gateway.client.post(PATH, content=body(), headers=JSON_LINES)
     )
     assert ends(documents) == {"a": "done", "b": "failed"}
-    assert documents[-1]["error"]["type"] == "service_unavailable_error"
+    [failed] = [one for one in documents if one["state"] == "failed"]
+    assert failed["error"]["type"] == "service_unavailable_error"
     assert summary["failed"] == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 APP = "https://app.example.com"
 PREFLIGHT = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.api_keys import BUILTIN, bearer, write_keys
-from tests.helpers.gateway_fakes import World, until_predicted, world
+from tests.kit.gateway import BUILTIN, World, bearer, until_predicted, world, write_keys
 
 
 @pytest.fixture

@@ -33,10 +33,11 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.cachestore_parts import key, put_value, value
-from tests.helpers.cuttable_connection import CuttableConnection
-from tests.helpers.followed_source import WAIT_S, following, tiers_of, until
-from tests.helpers.stored_prefix import stored_tokens
+from tests.kit.connection import CuttableConnection
+from tests.kit.gateway import WAIT_S, following, tiers_of
+from tests.kit.store import key, put_value, value
+from tests.kit.stored_prefix import stored_tokens
+from tests.kit.wait import until
 
 HTTP = "10.0.0.1:8000"
 """The engine's name for the gateway. No request is sent there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2, retriever_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
-from tests.helpers.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
+from tests.kit.gateway import MODEL, FakeEngine, World, chunk, data_of, serving, world
 
 CACHE = {
     "prompt_tokens": 100,
@@ -30,12 +29,6 @@ CACHE = {
     "recomputed_tokens": 5,
     "miss": "",
 }
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: World) -> None:

@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
-from tests.helpers.gateway_fakes import MODEL, World, world
+from tests.kit.gateway import MODEL, World, world
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
 TOOL: Any = {
@@ -34,12 +34,6 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look", "arguments": '{"at": "north"}'},
 }
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 @pytest.fixture

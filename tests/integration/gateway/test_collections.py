@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.gateway_fakes import World, world
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
+from tests.kit.gateway import World
 
 
 async def test_settings_of_a_collection_reach_the_retriever(gateway: World) -> None:

@@ -18,8 +18,6 @@ import pytest
 
 from harness.processes import free_port
 from ragcache_wire.watched.limits import GatewayLimits, limits_json
-from tests.helpers.api_keys import bearer, write_admin_key
-from tests.helpers.gateway_fakes import world
 from tests.integration.gateway.test_process import (
     environment,
     environment_with,
@@ -27,6 +25,7 @@ from tests.integration.gateway.test_process import (
     until_it_answers,
     until_it_refuses_connections,
 )
+from tests.kit.gateway import bearer, world, write_admin_key
 
 HEADER_TIMEOUT_S = 1.0
 

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.browser import Page, needs_chromium
-from harness.console_view import (
+from harness.browser import (
     FITS,
     QUESTION,
+    Page,
     begin_to_ask,
     compare_and_wait,
     fill,
+    needs_chromium,
     select_tab,
     texts,
     until_answered,
 )
 from ragcache_wire.v1 import cachestore_pb2, engine_pb2
-from tests.helpers.gateway_fakes import World, until_predicted, world
+from tests.kit.gateway import World, until_predicted, world
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def explained(gateway: World) -> list[dict[str, Any]]:

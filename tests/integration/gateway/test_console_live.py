@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from harness.browser import Page, needs_chromium
-from harness.console_view import (
+from harness.browser import (
     FITS,
+    Page,
     begin_to_ask,
     console_page,
+    needs_chromium,
     select_tab,
     submit,
     texts,
     until_answered,
 )
 from ragcache_wire.v1 import cachestore_pb2
-from tests.helpers.gateway_fakes import HeldStage, World, until_predicted, world
 from tests.integration.gateway.test_speculation import hit, speculating
+from tests.kit.gateway import HeldStage, World, until_predicted, world
 
 pytestmark = needs_chromium
 

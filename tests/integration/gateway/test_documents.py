@@ -15,15 +15,9 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def put(gateway: World, **fields: Any) -> httpx.Response:

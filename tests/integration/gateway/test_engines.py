@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
-from tests.helpers.gateway_fakes import (
+from tests.kit.gateway import (
     FakeEngine,
     FakeRecords,
     FakeRetriever,
@@ -29,6 +29,7 @@ from tests.helpers.gateway_fakes import (
     until_predicted,
     world,
 )
+from tests.kit.wait import until
 
 NAME = "engines.test"
 NO_REUSE = {"reuse": "off"}
@@ -64,18 +65,12 @@ class Fleet:
             for endpoint in parts["engine"]["endpoints"]
         }
 
-    async def until(self, claim: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(60):
-            # A client can only poll.
-            while not await claim():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
     async def until_ready(self, *addresses: str) -> None:
         async def ready() -> bool:
             endpoints = await self.endpoints()
             return {a for a, state in endpoints.items() if state["ready"]} == {*addresses}
 
-        await self.until(ready)
+        await until(ready)
 
 
 @asynccontextmanager
@@ -306,7 +301,7 @@ async def test_a_request_stays_at_the_only_engine_when_a_health_check_fails(
             _, found, count = text.partition(name)
             return bool(found) and float(count.split()[0]) >= 2
 
-        await one.until(has_failed_twice)
+        await until(has_failed_twice)
         engine.pause.set()
         assert (await asyncio.wait_for(asking, 10)).status_code == 200
         assert len(engine.requests) == 1

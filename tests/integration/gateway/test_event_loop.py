@@ -13,7 +13,7 @@ import pytest
 from ragcache_gateway.engines import client
 from ragcache_gateway.pipeline import captures, plan
 from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
-from tests.helpers.gateway_fakes import world
+from tests.kit.gateway import world
 
 WAIT_S = 60.0
 """No test waits as long, unless the event loop is blocked."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from harness.otlp import attributes_of, collector
+from harness.otlp import TracedRequest, attributes_of, collector, orphans, traced_request
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.knowledge.stored_node import StoredNode
@@ -22,7 +22,8 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.gateway_fakes import (
+from tests.integration.gateway.test_speculation import hit
+from tests.kit.gateway import (
     CONFIG,
     FakeEngine,
     FakeRetriever,
@@ -31,8 +32,7 @@ from tests.helpers.gateway_fakes import (
     data_of,
     serving,
 )
-from tests.helpers.trace_parts import TracedRequest, orphans, traced_request
-from tests.integration.gateway.test_speculation import hit, until
+from tests.kit.wait import until
 
 SEARCH_S: Final = 0.1
 ENGINE_S: Final = 0.2

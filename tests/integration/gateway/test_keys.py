@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_
 from ragcache_core.plan.reuse_plan import ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_wire.watched import watched_file
-from tests.helpers import cachestore_parts
-from tests.helpers.api_keys import BUILTIN, OPERATOR, bearer, key, write_keys
-from tests.helpers.gateway_fakes import CONFIG, World
+from tests.kit.gateway import BUILTIN, CONFIG, OPERATOR, World, bearer, key, write_keys
+from tests.kit.store import ServedStore, get_value, put_value, serving
+from tests.kit.wait import until
 
 ENTRIES = {
     "app": 'scopes = ["ask"]',
@@ -46,10 +45,10 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 class KeyedWorld(World):
     """A gateway with keys, and a real cache store."""
 
-    real_store: cachestore_parts.ServedStore
+    real_store: ServedStore
 
 
-def keyed_world(store: cachestore_parts.ServedStore, file: Path) -> KeyedWorld:
+def keyed_world(store: ServedStore, file: Path) -> KeyedWorld:
     settings = CONFIG.replace(api_keys_file=file, builtin_keys=BUILTIN)
     world = KeyedWorld(settings, shards=(store.address,))
     world.real_store = store
@@ -59,7 +58,7 @@ def keyed_world(store: cachestore_parts.ServedStore, file: Path) -> KeyedWorld:
 @pytest_asyncio.fixture
 async def gateway(tmp_path: Path, tiny_model: Path) -> AsyncIterator[KeyedWorld]:
     file = write_keys(tmp_path / "keys.toml", ENTRIES)
-    with cachestore_parts.serving(tmp_path / "kv") as store:
+    with serving(tmp_path / "kv") as store:
         async with AsyncExitStack() as stack:
             world = keyed_world(store, file)
             await world.start(stack, tiny_model)
@@ -223,7 +222,7 @@ def store_prompt(gateway: KeyedWorld, body: dict[str, Any]) -> list[VariantKey]:
     keys = []
     for named in checked_segments(plan, body["prompt"], gateway.space()):
         origin = Origin(document=named.segment.document, domain=plan.domain)
-        cachestore_parts.put_value(client, named.variant, b"kv" * 512, origin=origin)
+        put_value(client, named.variant, b"kv" * 512, origin=origin)
         keys.append(named.variant)
     assert stored(gateway, keys) == keys
     return keys
@@ -239,22 +238,14 @@ async def store_plain(gateway: KeyedWorld, name: str) -> list[VariantKey]:
     domain = plain_domain(body.get("cache_salt"))
     keys = [one.variant for one in prefix_pieces(gateway.space(), domain, range(3 * PIECE_TOKENS))]
     for key_ in keys:
-        cachestore_parts.put_value(
-            gateway.real_store.client, key_, b"kv" * 512, origin=Origin(domain=domain)
-        )
+        put_value(gateway.real_store.client, key_, b"kv" * 512, origin=Origin(domain=domain))
     assert stored(gateway, keys) == keys
     return keys
 
 
 def stored(gateway: KeyedWorld, keys: Sequence[VariantKey]) -> list[VariantKey]:
-    get = cachestore_parts.get_value
+    get = get_value
     return [one for one in keys if get(gateway.real_store.client, one) is not None]
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not happened():  # noqa: ASYNC110  the store tells no one
-            await asyncio.sleep(0.02)
 
 
 async def variants_of_all(gateway: KeyedWorld) -> dict[str, list[VariantKey]]:
@@ -348,7 +339,7 @@ async def test_a_tenant_whose_keys_disappear_while_no_gateway_runs_is_deleted_at
     tmp_path: Path, tiny_model: Path
 ) -> None:
     file = write_keys(tmp_path / "keys.toml", ENTRIES)
-    with cachestore_parts.serving(tmp_path / "kv") as store:
+    with serving(tmp_path / "kv") as store:
         first = keyed_world(store, file)
         reports = first.retriever.reports
         async with AsyncExitStack() as stack:

@@ -8,13 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.middleware.request_pools import QUESTION_PATHS, STATUS_PATHS
-from tests.helpers.gateway_fakes import CONFIG, World, world
+from tests.kit.gateway import CONFIG, World, until_status, world
 
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
 
@@ -41,14 +40,6 @@ async def hanging_questions(gateway: World, count: int, **more: Any) -> AsyncGen
     await until_pool_has(gateway, "question", 0)
 
 
-async def until_answering(gateway: World) -> httpx.Response:
-    """Return the state of the gateway's components once a check of the retriever was in time."""
-    async with asyncio.timeout(60):
-        while (response := await gateway.client.get("/v1/status")).status_code == 503:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return response
-
-
 async def everything_but_questions(gateway: World) -> dict[str, int]:
     """Return the status of a request for everything that needs no engine, but /v1/status."""
     client = gateway.client
@@ -71,7 +62,7 @@ async def test_questions_that_hang_refuse_only_questions(tiny_model: Path) -> No
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert int(refused.headers["Retry-After"]) >= 1
-            assert (await until_answering(gateway)).status_code == 200
+            assert (await until_status(gateway.client, 200)).status_code == 200
             statuses = await everything_but_questions(gateway)
             assert set(statuses.values()) == {200}, statuses
         assert (await gateway.ask()).status_code == 200

@@ -13,12 +13,11 @@ import httpx
 import pytest
 
 from harness.processes import free_port
-from tests.helpers.gateway_fakes import world
 from tests.integration.gateway.test_process import environment_with, until_it_answers
 from tests.integration.gateway.test_process import start as start_gateway
-from tests.integration.retriever.test_process import START_TIMEOUT_S
 from tests.integration.retriever.test_process import environment as retriever_environment
 from tests.integration.retriever.test_process import start as start_retriever
+from tests.kit.gateway import until_status, world
 
 ASK = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
@@ -45,13 +44,6 @@ class Processes:
         assert self.retriever is not None
         self.retriever.terminate()
         await self.retriever.wait()
-
-    async def until(self, path: str, status: int) -> httpx.Response:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            # A client can only poll.
-            while (response := await self.client.get(path)).status_code != status:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        return response
 
     async def ask(self) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=ASK)
@@ -91,13 +83,13 @@ async def test_a_stopped_retriever_is_a_503_that_says_when_to_come_again(
 ) -> None:
     client = processes.client
     await processes.start_retriever()
-    await processes.until("/v1/status", 200)
+    await until_status(processes.client, 200)
     assert (await client.post("/v1/documents", json=DOCUMENT)).status_code == 200
     assert (await processes.ask()).status_code == 200
 
     await processes.stop_retriever()
     stopped = time.monotonic()
-    status = await processes.until("/v1/status", 503)
+    status = await until_status(processes.client, 503)
     assert "the retriever is not ready" in status.json()["error"]["message"]
     for path in ("/readyz", "/healthz", "/metrics", "/v1/cache", "/v1/models"):
         assert (await client.get(path)).status_code == 200, path
@@ -116,5 +108,5 @@ async def test_a_stopped_retriever_is_a_503_that_says_when_to_come_again(
     assert int(refused.headers["Retry-After-Ms"]) >= 0.8 * lasted_ms, "a long outage lasts on"
 
     await processes.start_retriever()
-    await processes.until("/v1/status", 200)
+    await until_status(processes.client, 200)
     assert (await processes.ask()).status_code == 200

@@ -33,9 +33,10 @@ from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers import cachestore_parts
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 from tests.integration.gateway.test_process import environment, start, until_it_answers
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.store import ServedStore, get_value, put_value, serving
+from tests.kit.wait import until
 
 GONE_WITHIN_S = 30.0
 TEXT = "\n\n".join(
@@ -80,7 +81,7 @@ class Platform:
     model: Path
     retriever: HeldService
     retriever_address: str
-    store: cachestore_parts.ServedStore
+    store: ServedStore
     port: int = field(default_factory=free_port)
     process: asyncio.subprocess.Process | None = None
     client: httpx.AsyncClient = field(init=False)
@@ -121,14 +122,14 @@ class Platform:
             digest = token_digest(prompts.encode_chunk(texts[ordinal]))
             key = VariantKey(chunk_key_of_digest(space, PUBLIC_DOMAIN, digest), bytes(16))
             origin = Origin(document=document_name("default", "d"), domain=PUBLIC_DOMAIN)
-            cachestore_parts.put_value(self.store.client, key, b"kv" * 512, origin=origin)
+            put_value(self.store.client, key, b"kv" * 512, origin=origin)
             keys.append(key)
         assert len(keys) > 2
         assert self.stored(keys) == keys
         return keys
 
     def stored(self, keys: Sequence[VariantKey]) -> list[VariantKey]:
-        get = cachestore_parts.get_value
+        get = get_value
         return [key for key in keys if get(self.store.client, key) is not None]
 
     async def kill_during(self, change: Any) -> None:
@@ -144,9 +145,7 @@ class Platform:
     async def until_gone(self, keys: Sequence[VariantKey]) -> float:
         """Wait until no variant is stored, and return the seconds that it took."""
         began = time.monotonic()
-        async with asyncio.timeout(GONE_WITHIN_S):
-            while self.stored(keys):  # noqa: ASYNC110  another process changes it
-                await asyncio.sleep(0.05)
+        await until(lambda: not self.stored(keys), timeout_s=GONE_WITHIN_S)
         return time.monotonic() - began
 
 
@@ -164,7 +163,7 @@ async def platform(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Platform]:
     await server.start()
     await knowledge_base.load()
     await server.set_ready()
-    with cachestore_parts.serving(tmp_path / "kv") as store:
+    with serving(tmp_path / "kv") as store:
         platform = Platform(tiny_model, service, f"127.0.0.1:{server.port}", store)
         url = f"http://127.0.0.1:{platform.port}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.api_keys import bearer, write_keys
-from tests.helpers.gateway_fakes import World, chunk, until_predicted, world
+from tests.kit.gateway import World, bearer, chunk, until_predicted, world, write_keys
 
 NAMES = ("one.md", "two.md", "three.md")
 

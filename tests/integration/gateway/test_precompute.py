@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.gateway_fakes import FakeEngine, World, serving, world
+from tests.kit.gateway import FakeEngine, World, serving, world
+from tests.kit.wait import until
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +47,6 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
 async def put(gateway: World, name: str, text: str = "") -> None:
     body = {"id": name, "text": text or f"Text of {name}."}
     assert (await gateway.client.post("/v1/documents", json=body)).status_code == 200
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def counted(gateway: World, name: str) -> dict[str, float]:

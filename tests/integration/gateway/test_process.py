@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from harness.processes import free_port
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
 
 
 def environment(model: Path, listen: str) -> dict[str, str]:

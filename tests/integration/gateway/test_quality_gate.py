@@ -20,7 +20,8 @@ from ragcache_core.quality.controller import (
 from ragcache_core.quality.report import MIN_QUESTIONS as MIN_REPORT_QUESTIONS
 from ragcache_gateway.background import quality_gate
 from ragcache_gateway.http.routes.chat_routes import QUALITY_HEADER, REUSE_HEADER
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
+from tests.kit.wait import until
 
 SHARE = 0.4
 TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}
@@ -175,10 +176,7 @@ async def test_a_decision_of_trials_holds_after_a_restart(gateway: World, tiny_m
     for number in range(MIN_QUESTIONS):
         await gateway.ask(f"Question {number}?")
         await asyncio.sleep(0.2)
-    deadline = time.monotonic() + 60
-    while quality_gate.TRIALS_NAME not in gateway.retriever.reports:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await until(lambda: quality_gate.TRIALS_NAME in gateway.retriever.reports)
     trials = {quality_gate.TRIALS_NAME: gateway.retriever.reports[quality_gate.TRIALS_NAME]}
     async with world(tiny_model, **TARGET) as other:
         other.retriever.reports = trials

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from ragcache_core.quality.controller import (
 from ragcache_gateway.background import quality_trials
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World, world
+from tests.kit.wait import until
 
 RECOMPUTE_SHARE = 0.4
 REPLAYS = 1 + len(alpha_ladder(RECOMPUTE_SHARE))
@@ -39,13 +40,6 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
         # Without a report nothing is blended until the trials decide.
         assert (await running.put_report(0.95, RECOMPUTE_SHARE)).status_code == 200
         yield running
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:

@@ -6,8 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from tests.helpers.documentation import ROOT, blocks
-from tests.helpers.gateway_fakes import MODEL, world
+from tests.kit.documentation import ROOT, blocks
+from tests.kit.gateway import MODEL, world
 
 PAGE = ROOT / "docs" / "quickstart-laptop.md"
 ADDRESS, SERVED = "http://127.0.0.1:8080", "smollm2"

@@ -29,7 +29,8 @@ from harness.processes import (
 )
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers.gateway_fakes import FakeRetriever
+from tests.kit.gateway import FakeRetriever
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -89,10 +90,7 @@ class Platform:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def wait_for_unfinished(self, wanted: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.num_unfinished() != wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: self.num_unfinished() == wanted)
 
 
 class RetrieverThread:

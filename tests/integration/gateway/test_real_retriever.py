@@ -15,9 +15,9 @@ import pytest
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
-from tests.helpers.document_files import HTML, pdf
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.gateway import CONFIG, FakeRetriever, World
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.sources import HTML, pdf
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 

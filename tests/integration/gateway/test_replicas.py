@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.gateway import CONFIG, FakeRetriever, World
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.wait import until
 
 SHARE = 0.4
 TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}
@@ -76,13 +77,6 @@ async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
     await knowledge_base.load()
     yield Replicas(RetrieverService(knowledge_base), knowledge_base, tiny_model)
     await knowledge_base.close()
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def until_verdict(gateway: World, verdict: str) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.api_keys import key, write_admin_key
-from tests.helpers.gateway_fakes import world
+from tests.kit.gateway import key, world, write_admin_key
 
 SEED = 7
 CONFIG = Path(__file__).with_name("schemathesis.toml")

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
-
 import pytest
 
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.gateway_fakes import World, world
+from tests.kit.gateway import World
 
 FILTER = {"must": [{"key": "team", "match": {"value": "core"}}]}
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 async def test_the_options_of_a_search_reach_the_retriever(gateway: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,19 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.engines import engine_load
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.api_keys import bearer, write_keys
-from tests.helpers.gateway_fakes import (
+from tests.integration.gateway.test_engines import Fleet, fleet
+from tests.kit.gateway import (
     CONFIG,
     FakeEngine,
     HeldStage,
     World,
+    bearer,
     chunk,
     data_of,
     until_predicted,
+    write_keys,
 )
-from tests.integration.gateway.test_engines import Fleet, fleet
+from tests.kit.wait import until
 
 ANSWER = "It runs in eu-north."
 
@@ -67,12 +69,6 @@ def hit(document: str) -> retriever_pb2.Hit:
     """Return a chunk that takes longer to compute than what an engine computes twice."""
     text = " ".join(f"Line {number} is all about {document}." for number in range(8))
     return retriever_pb2.Hit(chunk=chunk(document, 0, text), score=0.9)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait; the test's own time limit ends it."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
 
 
 async def arrival(gateway: World, number: int) -> dict[str, Any]:
@@ -508,4 +504,4 @@ async def until_idle(two: Fleet) -> None:
     async def is_idle() -> bool:
         return not any(one["in_flight"] for one in (await two.endpoints()).values())
 
-    await two.until(is_idle)
+    await until(is_idle)

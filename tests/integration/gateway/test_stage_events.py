@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,11 @@ import httpx
 import pytest
 
 from ragcache_wire.v1 import retriever_pb2
-from tests.helpers.api_keys import BUILTIN, bearer, write_keys
-from tests.helpers.gateway_fakes import HeldStage, World, chunk, data_of, world
 from tests.integration.gateway.test_speculation import ANSWER, hit, speculating
+from tests.kit.gateway import BUILTIN, HeldStage, World, bearer, chunk, data_of, world, write_keys
 
 QUESTION = {"messages": [{"role": "user", "content": "Where does billing run?"}], "stream": True}
 STAGED = {**QUESTION, "ragcache": {"events": True}}
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
 
 
 class Events:

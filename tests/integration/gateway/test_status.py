@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.gateway_fakes import MODEL, World, serving, world
-
-
-@pytest.fixture
-async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
-    async with world(tiny_model) as running:
-        yield running
-
-
-async def until(gateway: World, status: int) -> httpx.Response:
-    async with asyncio.timeout(60):
-        # A client can only poll.
-        while (response := await gateway.client.get("/v1/status")).status_code != status:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return response
+from tests.kit.gateway import MODEL, World, serving, until_status, world
 
 
 async def test_the_status_says_whether_an_engine_has_answered(gateway: World) -> None:
-    response = await until(gateway, 200)
+    response = await until_status(gateway.client, 200)
     engine = response.json()["parts"]["engine"]
     assert (engine["ready"], engine["problem"]) == (True, None)
     (endpoint,) = engine["endpoints"]
@@ -44,7 +27,7 @@ async def test_the_status_says_whether_an_engine_has_answered(gateway: World) ->
 
     gateway.engine.refuse = (500, {"error": {"message": "out of blocks"}})
     await gateway.ask()
-    response = await until(gateway, 503)
+    response = await until_status(gateway.client, 503)
     assert "the engine is not ready" in response.json()["error"]["message"]
     assert response.json()["parts"]["retriever"]["ready"] is True
     assert int(response.headers["Retry-After"]) >= 1
@@ -52,13 +35,13 @@ async def test_the_status_says_whether_an_engine_has_answered(gateway: World) ->
         assert (await gateway.client.get(path)).status_code == 200
 
     gateway.engine.refuse = None
-    await until(gateway, 200)
+    await until_status(gateway.client, 200)
 
 
 async def test_an_unavailable_retriever_is_named(gateway: World) -> None:
-    await until(gateway, 200)
+    await until_status(gateway.client, 200)
     await gateway.servers["retriever"].stop()
-    response = await until(gateway, 503)
+    response = await until_status(gateway.client, 503)
     assert "the retriever is not ready" in response.json()["error"]["message"]
     assert response.json()["parts"]["engine"]["ready"] is True
 

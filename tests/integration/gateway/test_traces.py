@@ -18,8 +18,8 @@ from ragcache_retriever.service import RetrieverService
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.tracing import tracer
-from tests.helpers.gateway_fakes import CONFIG, MODEL, FakeEngine, World, serving, world
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.gateway import CONFIG, MODEL, FakeEngine, World, serving, world
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"

@@ -17,7 +17,7 @@ from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant, whole
+from tests.kit.store import TIMEOUT_S, key, put_value, serving, value, variant, whole
 
 RAW = value(300_000)
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
     ServedStore,
@@ -36,6 +36,7 @@ from tests.helpers.cachestore_parts import (
     variant,
     whole,
 )
+from tests.kit.wait import wait_until
 
 TIMES_OUT_S = 0.9
 
@@ -88,13 +89,6 @@ def deletion(*chunks: bytes, **named: object) -> Deletion:
     """Return a new deletion."""
     made = Deletion(os.urandom(16), chunks, made_at_ms=time.time_ns() // 1_000_000)
     return replace(made, **named)  # type: ignore[arg-type]
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -169,7 +163,7 @@ def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[ServedSt
         next(reading)
         reading.close()  # type: ignore[attr-defined]
         del reading
-        eventually(lambda: all(not shard.store.stats().leases for shard in shards))
+        wait_until(lambda: all(not shard.store.stats().leases for shard in shards))
 
 
 def lost_among(shards: list[ServedStore], lost: str) -> tuple[list[str], set[VariantKey]]:
@@ -233,7 +227,7 @@ def test_a_lost_shard_that_answers_again_is_used_again(
         assert store.lookup(WANTS, TIMES_OUT_S).by_key() == {}
         with caplog.at_level("INFO"), serving(tmp_path / "again", port=port) as restarted:
             # No caller needs to fail for that.
-            eventually(lambda: "available again" in caplog.text)
+            wait_until(lambda: "available again" in caplog.text)
             assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
             assert restarted.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
 
@@ -267,7 +261,7 @@ def test_a_report_that_takes_too_long_makes_no_shard_lost(
         assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
         assert "lost, its chunks" not in caplog.text
         resume.set()
-        eventually(lambda: store.report_uses(reports) == len(KEYS))
+        wait_until(lambda: store.report_uses(reports) == len(KEYS))
 
 
 def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[ServedStore]) -> None:
@@ -414,7 +408,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[ServedStore]) -> Non
             assert bytes(stored.value) == raw
         # Counted a moment after the value is there.
         both = (owner, second)
-        eventually(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
+        wait_until(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
 
 
 def test_the_owner_serves_a_variant_whose_copy_is_gone(shards: list[ServedStore]) -> None:
@@ -514,7 +508,7 @@ def test_a_shard_that_was_down_during_a_delete_never_serves_the_deleted_variants
         owners = RendezvousHash(shards.addresses).owners([wanted.chunk for wanted in KEYS])
         dead = owners[0]
         own = [k for k, owner in zip(KEYS, owners, strict=True) if owner == dead]
-        eventually(lambda: all_on_disk(dead, own))
+        wait_until(lambda: all_on_disk(dead, own))
         shards.kill(dead)
         doomed = own[: len(own) // 2]
         result = store.delete(deletion(*(wanted.chunk for wanted in doomed)))
@@ -583,7 +577,7 @@ def test_a_shard_that_was_frozen_during_a_delete_learns_of_it_without_a_restart(
         assert put_value(client, KEYS[0], raw_of(KEYS[0])) is PutOutcome.STORED
         alone = StoreClient(one)
         alone.delete(deletion(KEYS[0].chunk))
-        eventually(lambda: get_value(client, KEYS[0]) is None)
+        wait_until(lambda: get_value(client, KEYS[0]) is None)
         # And a copy that is planned on what was known before is refused there, too.
         raw = raw_of(KEYS[0])
         outdated = variant(KEYS[0], raw)
@@ -605,12 +599,12 @@ def test_a_hot_variant_gets_a_copy_that_serves_for_its_owner(tmp_path: Path) -> 
                 assert values(store, [hot]) == [raw]
         assert store.lookup(wants, TIMEOUT_S).by_key()[hot].copies == (second,)
         shards.kill(owner)
-        eventually(lambda: values(store, [hot], 5.0) == [raw])
+        wait_until(lambda: values(store, [hot], 5.0) == [raw])
         assert hot in store.lookup(wants, TIMEOUT_S).by_key()
         assert values(store, [hot]) == [raw]
         result = store.delete(deletion(hot.chunk))
         assert owner in result.unacknowledged
         assert values(store, [hot]) == [Miss.LOST]
         shards.restart(owner)
-        eventually(lambda: owner in store.lookup(wants, TIMEOUT_S).as_of)
+        wait_until(lambda: owner in store.lookup(wants, TIMEOUT_S).as_of)
         assert values(store, [hot]) == [Miss.DELETED]

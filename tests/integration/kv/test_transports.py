@@ -59,7 +59,8 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from tests.helpers.cachestore_parts import whole
+from tests.kit.store import whole
+from tests.kit.wait import wait_until
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -171,13 +172,6 @@ def only(client: StoreClient, number: int, **options: object) -> StoredValue | M
     [(found_key, found)] = client.get([key(number)], TIMEOUT_S, **options)  # type: ignore[arg-type]
     assert found_key == key(number)
     return found
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 SIZES = [
@@ -350,7 +344,7 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
     seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
     # Over gRPC the first layer comes when all have.
     assert seen == [[client.transport == "grpc", False], [True, False]]
-    eventually(lambda: served.store.stats().corrupt == 1)
+    wait_until(lambda: served.store.stats().corrupt == 1)
     found = only(client, 1)  # from disk, if it was there already
     assert isinstance(found, Miss) or found.value == new(1, [100_000, 100_000])[1]
     assert isinstance(only(client, 2), StoredValue)
@@ -484,11 +478,11 @@ def test_parts_reach_the_store_before_the_next_ones_are_computed(
         for count in (1, 2, 4):
             coming.come(count)
             so_far = sum(sizes[:count])
-            eventually(lambda: len(incoming_puts) == 1)
+            wait_until(lambda: len(incoming_puts) == 1)
             there = incoming_puts[0]
-            eventually(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
+            wait_until(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
             if client.transport == "shared" and count < 4:
-                eventually(lambda: there.sums.num_bytes == so_far)  # noqa: B023
+                wait_until(lambda: there.sums.num_bytes == so_far)  # noqa: B023
             assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
         assert not put.done()  # all parts are ready, but not known to be right yet
         coming.end(well=True)
@@ -511,13 +505,13 @@ def test_an_incomplete_value_leaves_nothing(
     with putting(client, variant, coming) as put:
         coming.come(count)
         if count:
-            eventually(lambda: bool(incoming_puts))
+            wait_until(lambda: bool(incoming_puts))
         coming.end(well=False)
         with pytest.raises(IncompleteValue):
             put.result(TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
-    eventually(lambda: served.store._state.incoming_bytes == 0)
-    eventually(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
+    wait_until(lambda: served.store._state.incoming_bytes == 0)
+    wait_until(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
@@ -635,7 +629,7 @@ def test_leases_end_soon_after_reading(served: Served) -> None:
             variant, value = new(1, [100_000])
             client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, 1), StoredValue)
-            eventually(lambda: served.store.stats().leases == 0)
+            wait_until(lambda: served.store.stats().leases == 0)
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
@@ -665,11 +659,11 @@ def test_a_reader_that_stops_early_holds_nothing(served: Served, transport: str)
         next(values)
         assert served.store.stats().leases
         del values
-        eventually(lambda: served.store.stats().leases == 0)
+        wait_until(lambda: served.store.stats().leases == 0)
         assert isinstance(only(client, 3), StoredValue)
         unused = client.get([key(0)], TIMEOUT_S)
         del unused
-        eventually(lambda: served.store.stats().leases == 0)
+        wait_until(lambda: served.store.stats().leases == 0)
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
@@ -684,7 +678,7 @@ def test_a_failed_read_holds_no_lease_while_its_error_is_alive(
         for get in (client.get, client.get_layers):
             with pytest.raises(InvalidInput, match="allocate") as kept:
                 list(get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory)))))
-            eventually(lambda: served.store.stats().leases == 0)
+            wait_until(lambda: served.store.stats().leases == 0)
             assert kept.tb
 
 
@@ -721,7 +715,7 @@ def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, transpo
         channel.send_raw(value[: 2 * MIB])
     channel.close()
     with client_of(served.address, transport) as client:
-        eventually(lambda: not served.transports._connections or client.transport == "")
+        wait_until(lambda: not served.transports._connections or client.transport == "")
         assert only(client, 1) is Miss.NEVER_STORED
         variant, value = new(1, [4 * MIB])
         assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
@@ -741,10 +735,10 @@ def test_a_slow_client_is_disconnected(
     begin_put(writer, 100)  # and nothing more
     reader.send(FrameKind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
     if transport == "socket":  # which reads nothing of it; over shared memory leases just expire
-        eventually(lambda: served.store.stats().leases == 0)
-        eventually(lambda: not served.transports._connections)
+        wait_until(lambda: served.store.stats().leases == 0)
+        wait_until(lambda: not served.transports._connections)
     else:
-        eventually(lambda: len(served.transports._connections) == 1)
+        wait_until(lambda: len(served.transports._connections) == 1)
     assert served.store.open([key(100)]) == [Miss.NEVER_STORED]
     writer.close()
     reader.close()
@@ -801,7 +795,7 @@ def test_connections_in_use_are_not_evicted(
         for reads in values:
             assert len(list(reads)) == 1
         # Their leases end some time after the values are read.
-        eventually(lambda: not served.store.stats().leases)
+        wait_until(lambda: not served.store.stats().leases)
         monkeypatch.setattr(data_server, "FULL_WAIT_S", TIMEOUT_S)
         third.connect(TIMEOUT_S)
         assert isinstance(only(third, 1), StoredValue)
@@ -817,7 +811,7 @@ def test_a_client_that_gets_no_more_connections_waits_for_its_own(
         client.put(variant, whole(variant, value), TIMEOUT_S)
         reads = reading(client, 1)
         waiting = pool.submit(only, client, 1)
-        eventually(lambda: served.store.stats().connections_refused == 1)
+        wait_until(lambda: served.store.stats().connections_refused == 1)
         assert not waiting.done()
         with pytest.raises(Unavailable, match="too many connections") as full:
             list(client.get([key(1)], 2.0))
@@ -834,7 +828,7 @@ def test_an_eviction_while_the_call_is_on_its_way_is_not_noticed(
     with client_of(served.address, "socket") as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
-        eventually(lambda: not served.store.stats().leases)
+        wait_until(lambda: not served.store.stats().leases)
         (connection,) = served.transports._connections
         send = FramedConnection.send
         calls = []
@@ -847,7 +841,7 @@ def test_an_eviction_while_the_call_is_on_its_way_is_not_noticed(
                 if kind is None:
                     connection.channel.interrupt()  # as if the store had stopped
                 else:
-                    eventually(connection.try_evict)
+                    wait_until(connection.try_evict)
             send(self, sent, *args, **more)
 
         monkeypatch.setattr(FramedConnection, "send", evict_first)
@@ -960,7 +954,7 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
                 channel.receive(MIB)
             channel.close()
         assert isinstance(only(client, 1), StoredValue)
-        eventually(lambda: len(served.transports._connections) == 1)
+        wait_until(lambda: len(served.transports._connections) == 1)
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
@@ -983,8 +977,8 @@ def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
             found = only(client, number)
             assert isinstance(found, StoredValue)
             assert found.value == new(number, [1000])[1]
-        eventually(lambda: not failures)
-        eventually(lambda: served.store.stats().leases == 0)
+        wait_until(lambda: not failures)
+        wait_until(lambda: served.store.stats().leases == 0)
         assert isinstance(only(client, 1), StoredValue)
 
 
@@ -1154,7 +1148,7 @@ def test_an_expired_lease_is_no_hit(
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
         only(client, 1)
-        eventually(lambda: served.store.stats().misses_by_reason.get("timed_out") == 1)
+        wait_until(lambda: served.store.stats().misses_by_reason.get("timed_out") == 1)
     assert served.store.stats().hits_memory == 0
 
 
@@ -1206,9 +1200,9 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
             variant, value = new(number, [size // 2, size // 2])
             client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, number), StoredValue)
-        eventually(lambda: served.store.stats().leases == 0)
+        wait_until(lambda: served.store.stats().leases == 0)
         sent = 2 * size * len(numbers)  # counted a moment after the lease's end
-        eventually(lambda: served.store.stats().bytes_by_transport.get("shared", 0) >= sent)
+        wait_until(lambda: served.store.stats().bytes_by_transport.get("shared", 0) >= sent)
         yield client
 
 
@@ -1243,7 +1237,7 @@ def test_a_value_is_read_again_without_a_request_and_the_read_is_reported(
             assert (found.tier, found.value_format) == (Tier.MEMORY, 7)
         assert kinds == []
         wanted = before.hits[Tier.MEMORY] + 3
-        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         sent = (
             served.store.stats().bytes_by_transport["shared"] - before.bytes_by_transport["shared"]
         )
@@ -1359,7 +1353,7 @@ def test_a_cached_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
         served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
         served.store.release([lease.id])
         assert only(client, 1) is Miss.CORRUPT
-        eventually(lambda: served.store.stats().corrupt == 1)
+        wait_until(lambda: served.store.stats().corrupt == 1)
 
 
 def test_a_cached_value_of_one_domain_is_not_served_to_another(served: Served) -> None:
@@ -1408,7 +1402,7 @@ def test_reported_reads_are_bounded(served: Served) -> None:
         never = pb.ReadReport.Read(key=to_key(key(1)), times=0)
         channel.send(FrameKind.READS, pb.ReadReport(reads=[read, unknown, never]))
         wanted = before + data_connection.MAX_REREADS
-        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)
 
@@ -1462,7 +1456,7 @@ def test_an_idle_liveness_connection_is_replaced(
     with remembering(served, [1]) as client:
         assert isinstance(only(client, 1), StoredValue)
         served.interrupt()
-        eventually(lambda: not served.transports._connections)
+        wait_until(lambda: not served.transports._connections)
         kinds = asked(client, monkeypatch)
         assert isinstance(only(client, 1), StoredValue)
         assert kinds == []
@@ -1491,7 +1485,7 @@ def test_no_reported_read_time_distorts_predictions(served: Served, seconds: flo
         channel = connect(served, "shared")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=2, seconds=seconds)
         channel.send(FrameKind.READS, pb.ReadReport(reads=[read]))
-        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
+        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
         channel.close()
         [variants] = client.lookup([LookupKey(key(1).chunk, key(1).prefix)]).variants
         assert 0 <= variants.stored[0].load_s < TIMEOUT_S

@@ -32,7 +32,9 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
-from tests.helpers.chart import CHART, NAMESPACE, RELEASE
+from tests.kit.chart import CHART, NAMESPACE, RELEASE
+from tests.kit.manifests import cache
+from tests.kit.wait import wait_until
 
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
@@ -126,13 +128,7 @@ def cluster(plane: ChartCluster) -> Iterator[ChartCluster]:
     plane.uninstall()
 
 
-def rag_cache(name: str = "docs", namespace: str = "default") -> Object:
-    return {
-        "apiVersion": "ragcache.dev/v1alpha1",
-        "kind": "RagCache",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"source": "bundled:tinyrag"}},
-    }
+RAG_CACHE = {"model": {"source": "bundled:tinyrag"}}
 
 
 def config_map(namespace: str) -> Object:
@@ -155,7 +151,7 @@ def test_install_upgrade_and_uninstall_keep_the_kinds(cluster: ChartCluster) -> 
     assert cluster.get(DEPLOYMENTS, RELEASE) is not None
     assert cluster.get(DISRUPTION_BUDGETS, RELEASE) is not None
     cluster.wait_for_kinds()
-    cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
+    cluster.ask(lambda api: api.create(RAG_CACHES, cache("docs", "default", **RAG_CACHE)))
 
     second = cluster.install({"replicas": 1, "watch": {"namespaces": ["team"]}}, dry_run=True)
     assert (second.was_there, second.revision) == (True, 2)
@@ -285,7 +281,7 @@ def test_the_operator_has_the_permissions_it_needs_and_no_others(cluster: ChartC
         "metadata": {"name": RELEASE, "namespace": NAMESPACE},
         "spec": {"holderIdentity": "a"},
     }
-    cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
+    cluster.ask(lambda api: api.create(RAG_CACHES, cache("docs", "default", **RAG_CACHE)))
 
     async def work(api: Api) -> None:
         cache = await api.get(RAG_CACHES, "docs", "default")
@@ -375,12 +371,13 @@ def test_the_default_cluster_roles_include_the_kinds(cluster: ChartCluster) -> N
 
     cluster.ask(bind)
     # The controller aggregates these roles after a short delay.
-    deadline = time.monotonic() + 30
-    while cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert cluster.denies(VIEWER, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
-    assert not cluster.denies(EDITOR, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
+    wait_until(lambda: not cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")))
+    assert cluster.denies(
+        VIEWER, lambda api: api.create(RAG_CACHES, cache("theirs", "default", **RAG_CACHE))
+    )
+    assert not cluster.denies(
+        EDITOR, lambda api: api.create(RAG_CACHES, cache("theirs", "default", **RAG_CACHE))
+    )
     scale = {"spec": {"replicas": 2}}
     assert not cluster.denies(
         EDITOR, lambda api: api.merge(RAG_CACHES, "theirs", "default", scale, "scale")

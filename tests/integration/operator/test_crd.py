@@ -19,7 +19,7 @@ from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.spec.crd import KINDS, ResourceKind
 from ragcache_operator.spec.manifest import parse
-from tests.helpers.operator_manifests import (
+from tests.kit.manifests import (
     BAD,
     Bad,
     Object,

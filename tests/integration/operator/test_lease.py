@@ -16,7 +16,7 @@ from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.lease import LeaseLost, LeaseTiming, run_while_leading
 from ragcache_operator.kube.resources import LEASES, Object
-from tests.helpers.cuttable_connection import CuttableConnection
+from tests.kit.connection import CuttableConnection
 
 NAMESPACE = "default"
 # A slow test machine must not lose a Lease.

@@ -19,6 +19,8 @@ from harness import packages
 from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from harness.processes import free_port
+from tests.kit.manifests import cache
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
     try:
         server = KubectlServer(plane)
         server.kubectl("apply", "-f", str(ROOT / "crds"))
-        eventually(lambda: server.knows("ragcaches"), "the kinds are served")
+        wait_until(lambda: server.knows("ragcaches"), "the kinds are served")
         server.kubectl("create", "namespace", OPERATOR_NAMESPACE)
         environment = {
             **os.environ,
@@ -101,22 +103,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
         running.__exit__(None, None, None)
 
 
-def cache(name: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "ragcache.dev/v1alpha1",
-        "kind": "RagCache",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": spec,
-    }
-
-
-def eventually(check: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not check():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-
-
 def observed(server: KubectlServer, name: str) -> Callable[[], bool]:
     def is_observed() -> bool:
         found = server.get("ragcache", name)
@@ -128,7 +114,7 @@ def observed(server: KubectlServer, name: str) -> Callable[[], bool]:
 
 def test_children_are_created_owned_and_reported(server: KubectlServer) -> None:
     server.apply(cache("docs"))
-    eventually(observed(server, "docs"), "status")
+    wait_until(observed(server, "docs"), "status")
     assert server.condition("docs", "Accepted")["status"] == "True"
     assert server.condition("docs", "Ready")["status"] == "False"
     uid = server.get("ragcache", "docs")["metadata"]["uid"]
@@ -136,13 +122,13 @@ def test_children_are_created_owned_and_reported(server: KubectlServer) -> None:
         child = server.get("deployment", name)
         assert [o["uid"] for o in child["metadata"]["ownerReferences"]] == [uid]
     # Without a node, condition and Event contain the scheduler's message.
-    eventually(lambda: "Unschedulable" in server.reasons("docs"), "an Event")
+    wait_until(lambda: "Unschedulable" in server.reasons("docs"), "an Event")
     assert "nodes" in server.condition("docs", "Ready")["message"]
 
 
 def test_changes_by_others_are_corrected_and_reported(server: KubectlServer) -> None:
     server.apply(cache("drift"))
-    eventually(observed(server, "drift"), "status")
+    wait_until(observed(server, "drift"), "status")
     image = server.get("deployment", "drift-gateway")["spec"]["template"]["spec"]["containers"][0]
     server.kubectl("set", "image", "deployment/drift-gateway", "gateway=example.invalid/other:1")
     server.kubectl("delete", "configmap", "drift-members")
@@ -153,13 +139,13 @@ def test_changes_by_others_are_corrected_and_reported(server: KubectlServer) -> 
             "configmap/drift-members" in server.names("configmaps", "drift")
         )
 
-    eventually(restored, "drift corrected")
-    eventually(lambda: "DriftCorrected" in server.reasons("drift"), "an Event")
+    wait_until(restored, "drift corrected")
+    wait_until(lambda: "DriftCorrected" in server.reasons("drift"), "an Event")
 
 
 def test_a_network_policy_that_others_opened_is_closed(server: KubectlServer) -> None:
     server.apply(cache("closed"))
-    eventually(observed(server, "closed"), "status")
+    wait_until(observed(server, "closed"), "status")
     policy, service = "closed-default-deny", "closed-gateway"
     before = server.get("networkpolicy", policy)["spec"]
     selector = server.get("service", service)["spec"]["selector"]
@@ -167,47 +153,47 @@ def test_a_network_policy_that_others_opened_is_closed(server: KubectlServer) ->
     server.kubectl("patch", "networkpolicy", policy, "--type=merge", "-p", opened)
     lost = json.dumps({"spec": {"selector": {"and": "nobody"}}})
     server.kubectl("patch", "service", service, "--type=merge", "-p", lost)
-    eventually(lambda: server.get("networkpolicy", policy)["spec"] == before, "a closed network")
-    eventually(lambda: server.get("service", service)["spec"]["selector"] == selector, "a selector")
+    wait_until(lambda: server.get("networkpolicy", policy)["spec"] == before, "a closed network")
+    wait_until(lambda: server.get("service", service)["spec"]["selector"] == selector, "a selector")
 
 
 def test_objects_that_are_no_longer_desired_are_deleted(server: KubectlServer) -> None:
     gateway = {"ingress": {"host": "docs.example.com"}}
     server.apply(cache("routed", gateway=gateway))
-    eventually(lambda: bool(server.names("ingresses", "routed")), "an Ingress")
+    wait_until(lambda: bool(server.names("ingresses", "routed")), "an Ingress")
     server.kubectl("patch", "ragcache", "routed", "--type=merge", "-p", _spec(ingress=None))
-    eventually(lambda: not server.names("ingresses", "routed"), "no Ingress")
+    wait_until(lambda: not server.names("ingresses", "routed"), "no Ingress")
 
 
 def test_an_object_of_another_owner_stays_and_is_reported(server: KubectlServer) -> None:
     server.kubectl("create", "configmap", "taken-members", "--from-literal=theirs=1")
     server.apply(cache("taken"))
-    eventually(
+    wait_until(
         lambda: server.condition("taken", "Accepted").get("reason") == "ObjectTaken", "a refusal"
     )
     assert "ConfigMap default/taken-members" in server.condition("taken", "Accepted")["message"]
     assert server.get("configmap", "taken-members")["data"] == {"theirs": "1"}
     server.kubectl("delete", "configmap", "taken-members")
     server.kubectl("annotate", "ragcache", "taken", "retry=now")
-    eventually(lambda: server.condition("taken", "Accepted").get("reason") == "Valid", "acceptance")
+    wait_until(lambda: server.condition("taken", "Accepted").get("reason") == "Valid", "acceptance")
 
 
 def test_an_invalid_spec_is_reported_in_the_status(server: KubectlServer) -> None:
     server.apply(cache("wrong", retriever={"chunking": {"size": 64, "overlap": 40}}))
-    eventually(lambda: server.get("ragcache", "wrong").get("status") is not None, "status")
+    wait_until(lambda: server.get("ragcache", "wrong").get("status") is not None, "status")
     condition = server.condition("wrong", "Accepted")
     assert (condition["status"], condition["reason"]) == ("False", "Invalid")
     assert "spec.retriever.chunking.overlap" in condition["message"]
     assert not server.names("deployments,statefulsets", "wrong")
     server.apply(cache("wrong"))
-    eventually(lambda: bool(server.names("deployments", "wrong")), "children")
+    wait_until(lambda: bool(server.names("deployments", "wrong")), "children")
 
 
 def test_an_unsupported_feature_is_reported_and_the_others_work(server: KubectlServer) -> None:
     engine = {"name": "main", "autoscaling": {"maxReplicas": 4}}
     server.apply(cache("scaled", engines=[engine]))
-    eventually(lambda: "QueueMetricsNotServed" in server.reasons("scaled"), "an Event")
-    eventually(lambda: bool(server.names("deployments", "scaled")), "children")
+    wait_until(lambda: "QueueMetricsNotServed" in server.reasons("scaled"), "an Event")
+    wait_until(lambda: bool(server.names("deployments", "scaled")), "children")
 
 
 @pytest.mark.parametrize("policy", ["Retain", "Delete"])
@@ -216,7 +202,7 @@ def test_a_deletion_removes_the_children_and_follows_the_data_policy(
 ) -> None:
     name = f"gone-{policy.lower()}"
     server.apply(cache(name, dataPolicy=policy))
-    eventually(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
+    wait_until(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
     keys = server.names("secrets", name)
     assert len(keys) == 2, "the key that signs plans, and the first API key"
     server.kubectl("delete", "ragcache", name, "--wait=false")
@@ -226,12 +212,12 @@ def test_a_deletion_removes_the_children_and_follows_the_data_policy(
         labels = f"--selector=app.kubernetes.io/instance={name}"
         server.kubectl("delete", "pods", labels, "--grace-period=0", "--force")
     kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
-    eventually(lambda: not server.names(kinds, name), "no children")
-    eventually(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")
+    wait_until(lambda: not server.names(kinds, name), "no children")
+    wait_until(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")
     # Kubernetes deletes the Secrets with their owner, because the operator may not.
-    eventually(lambda: not server.names("secrets", name), f"none of {keys}")
+    wait_until(lambda: not server.names("secrets", name), f"none of {keys}")
     kept = 2 if policy == "Retain" else 0
-    eventually(lambda: len(server.names("persistentvolumeclaims", name)) == kept, "claims")
+    wait_until(lambda: len(server.names("persistentvolumeclaims", name)) == kept, "claims")
 
 
 def _spec(**gateway: Any) -> str:

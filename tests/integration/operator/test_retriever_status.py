@@ -6,26 +6,24 @@ Nothing runs pods here. So each test runs retrievers, and writes pods that have 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane
 from harness.processes import free_port
 from ragcache_operator.kube.resources import PODS, RAG_CACHES, STATEFUL_SETS, Object
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.status_reporter import RETRIEVER_POLL_S, USAGE_POLL_S
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.operator_pass import (
+from tests.integration.operator.operator_pass import (
     NAMESPACE,
     Operator,
     operator,
-    plane_with_our_kinds,
 )
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     HeldEmbedder,
     make_knowledge_base,
     serving,
@@ -33,19 +31,6 @@ from tests.helpers.retriever_parts import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    try:
-        starting = plane_with_our_kinds(tmp_path_factory.mktemp("plane"))
-        plane = starting.__enter__()
-    except Unavailable as reason:
-        skip(reason)
-    try:
-        yield plane
-    finally:
-        starting.__exit__(None, None, None)
 
 
 class Retrievers:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.kube.resources import DEPLOYMENTS, PODS, RAG_CACHES, SECRETS, Object
 from ragcache_operator.reconcile.child_writer import KEY_BYTES
 from ragcache_operator.reconcile.state import ReconcileState
-from tests.helpers.operator_pass import NAMESPACE, operator, plane_with_our_kinds
+from tests.integration.operator.operator_pass import NAMESPACE, operator
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    try:
-        starting = plane_with_our_kinds(tmp_path_factory.mktemp("plane"))
-        plane = starting.__enter__()
-    except Unavailable as reason:
-        skip(reason)
-    try:
-        yield plane
-    finally:
-        starting.__exit__(None, None, None)
 
 
 def keys_of(secret: Object) -> Sequence[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.availability import Unavailable, skip
-from tests.helpers.postgres_server import PostgresServer
+from tests.kit.postgres_server import PostgresServer
 
 
 @pytest.fixture(scope="session")

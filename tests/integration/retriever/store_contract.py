@@ -29,7 +29,7 @@ from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import CLAIM_MS, OutboxDelete
 from ragcache_retriever.store.records import DocumentChange
-from tests.helpers.stored_documents import (
+from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
     a_document,

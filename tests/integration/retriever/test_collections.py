@@ -18,7 +18,7 @@ from ragcache_retriever.knowledge_base.remake import Remake
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     WordEmbedder,
     make_knowledge_base,
     serving,

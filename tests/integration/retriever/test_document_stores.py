@@ -11,13 +11,13 @@ from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.stored_documents import add_collection
 from tests.integration.retriever.store_contract import (
     DocumentsContract,
     FiltersContract,
     LexicalContract,
     fill_filtered,
 )
+from tests.kit.stored_documents import add_collection
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])

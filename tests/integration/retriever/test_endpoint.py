@@ -17,7 +17,7 @@ from ragcache_retriever.embedding import endpoint as embedding_endpoint
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.probe_sketch import PROBES
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
+from tests.kit.retriever import make_knowledge_base, serving, tokenizer_of
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 

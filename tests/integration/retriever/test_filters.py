@@ -21,8 +21,8 @@ from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
 from ragcache_retriever.store.records import Document, Rows
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
-from tests.helpers.stored_documents import add_collection, put
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.stored_documents import add_collection, put
 
 ODD = In("parity", ("odd",))
 NUM_DOCUMENTS = 6

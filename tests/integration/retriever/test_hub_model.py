@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.embedding_models import write_model_files
+from tests.kit.embedding_models import write_model_files
 
 SCRIPT = """
 import sys

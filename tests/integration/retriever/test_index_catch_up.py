@@ -19,7 +19,7 @@ from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.faiss_index import FaissIndex, FaissIndexes
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     make_knowledge_base,
     serving,
     tokenizer_of,

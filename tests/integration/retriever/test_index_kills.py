@@ -12,7 +12,7 @@ import numpy as np
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import faiss_index
 from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
-from tests.helpers.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
+from tests.kit.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
 
 NUM_KILLS = 10
 NUM_VECTORS = 20_000

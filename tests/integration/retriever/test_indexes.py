@@ -16,8 +16,8 @@ from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.retriever_parts import index_threads
-from tests.helpers.stored_documents import RECIPE, add_collection, delete, put
+from tests.kit.retriever import index_threads
+from tests.kit.stored_documents import RECIPE, add_collection, delete, put
 
 NUM_DOCUMENTS = 20
 CHUNKS_OF_A_DOCUMENT = 30

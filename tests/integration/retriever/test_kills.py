@@ -28,7 +28,7 @@ from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import index_threads
+from tests.kit.retriever import index_threads
 
 NUM_WRITERS = 4
 DOCUMENTS_OF_A_WRITER = 6
@@ -81,7 +81,7 @@ async def running(
     folder: Path, model: Path
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, RetrieverClient]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.helpers.retriever_process", str(folder), str(model)),
+        *(sys.executable, "-m", "tests.kit.retriever_process", str(folder), str(model)),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

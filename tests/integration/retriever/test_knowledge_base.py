@@ -28,8 +28,8 @@ from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.damage import MARKER_NAME
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
-from tests.helpers.retriever_parts import WordEmbedder, make_knowledge_base, tokenizer_of
-from tests.helpers.stored_documents import add_collection, delete, put
+from tests.kit.retriever import WordEmbedder, make_knowledge_base, tokenizer_of
+from tests.kit.stored_documents import add_collection, delete, put
 
 PAGE_BYTES = 4096
 

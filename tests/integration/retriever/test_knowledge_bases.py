@@ -19,9 +19,6 @@ from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.remote.milvus import MilvusIndexes
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
-from tests.helpers.milvus_server import MilvusServer
-from tests.helpers.postgres_server import PostgresServer
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 from tests.integration.retriever.knowledge_base_contract import (
     KnowledgeBaseContract,
     KnowledgeBaseHarness,
@@ -33,6 +30,9 @@ from tests.integration.retriever.knowledge_base_contract import (
     until,
     until_done,
 )
+from tests.kit.milvus_server import MilvusServer
+from tests.kit.postgres_server import PostgresServer
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
 
 
 @dataclass

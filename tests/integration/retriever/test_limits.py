@@ -16,7 +16,7 @@ from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     WordEmbedder,
     make_knowledge_base,
     serving,

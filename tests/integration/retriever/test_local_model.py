@@ -18,7 +18,7 @@ from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.embedding.first_tokens import FirstTokens
 from ragcache_retriever.embedding.local_model import MAX_URGENT_TEXTS, LocalModel
-from tests.helpers.embedding_models import POOLING, write_model_files
+from tests.kit.embedding_models import POOLING, write_model_files
 
 TEXTS = [
     "The volcano erupts.",

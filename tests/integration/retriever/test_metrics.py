@@ -17,9 +17,9 @@ from ragcache_retriever.metrics import Metrics
 from ragcache_retriever.store.records import DiskUse
 from ragcache_wire.telemetry.metric_registry import exposition
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.postgres_server import PostgresServer
-from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
 from tests.integration.retriever.test_process import SUBJECTS, environment, running
+from tests.kit.postgres_server import PostgresServer
+from tests.kit.retriever import make_knowledge_base, serving, tokenizer_of
 
 SIZES = (
     "collections",

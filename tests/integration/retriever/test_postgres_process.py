@@ -11,7 +11,6 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.postgres_server import PostgresServer
 from tests.integration.retriever.test_process import (
     START_TIMEOUT_S,
     SUBJECTS,
@@ -20,6 +19,7 @@ from tests.integration.retriever.test_process import (
     refusal,
     running,
 )
+from tests.kit.postgres_server import PostgresServer
 
 
 async def until_best(client: RetrieverClient, query: str, wanted: str) -> None:

@@ -19,8 +19,8 @@ from ragcache_retriever.store.postgres.connections.cancellation import Cancellab
 from ragcache_retriever.store.postgres.connections.database import LOCK_LIMIT_S
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.schema import postings_table
-from tests.helpers.postgres_server import PostgresServer
-from tests.helpers.stored_documents import (
+from tests.kit.postgres_server import PostgresServer
+from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
     a_document,

@@ -17,7 +17,7 @@ from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     HeldEmbedder,
     WordEmbedder,
     make_knowledge_base,

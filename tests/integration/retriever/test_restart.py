@@ -13,7 +13,7 @@ from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     HeldEmbedder,
     WordEmbedder,
     digest_of,

@@ -18,7 +18,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.store.sql import outbox
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import digest_of, make_knowledge_base, serving, tokenizer_of
+from tests.kit.retriever import digest_of, make_knowledge_base, serving, tokenizer_of
 
 
 def document(document_id: str, text: str, **fields: object) -> pb.Document:

@@ -14,7 +14,7 @@ from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from tests.helpers.retriever_parts import (
+from tests.kit.retriever import (
     WordEmbedder,
     make_knowledge_base,
     serving,

@@ -26,9 +26,6 @@ from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.postgres.vectors import vector_index
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
-from tests.helpers.postgres_server import PostgresServer
-from tests.helpers.stored_documents import RECIPE
-from tests.helpers.vectors import wait_until_built
 from tests.integration.retriever.index_contract import (
     DIMENSION,
     NUM_ROWS,
@@ -43,6 +40,9 @@ from tests.integration.retriever.index_contract import (
     clustered,
     last,
 )
+from tests.kit.postgres_server import PostgresServer
+from tests.kit.stored_documents import RECIPE
+from tests.kit.vectors import wait_until_built
 
 BUILD_LIMIT_S = 60
 GENERATION = 1

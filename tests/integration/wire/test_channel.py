@@ -13,7 +13,7 @@ import pytest
 
 from ragcache_wire.channel import OPTIONS, SERVER_OPTIONS
 from ragcache_wire.clients.retriever_client import CHANNEL_OPTIONS
-from tests.helpers.cuttable_connection import CuttableConnection
+from tests.kit.connection import CuttableConnection
 
 LIMIT_S = 40.0
 """Without a limit of its own for each kind of ping, a call ends after 60 to 80 seconds."""

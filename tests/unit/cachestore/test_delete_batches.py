@@ -16,7 +16,7 @@ from ragcache_cachestore.store import Store
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, PutOutcome, ReportedUses
-from tests.helpers.cachestore_parts import get, key, opened, put
+from tests.kit.store import get, key, opened, put
 
 NUM_DELETED = 3 * DROP_BATCH + 5
 """The last batch has more variants than a test stores again before it. The order in which variants

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from ragcache_core.store_api import (
     LookupKey,
     PutOutcome,
 )
-from tests.helpers.cachestore_parts import (
+from tests.kit.clock import ManualClock, ManualTime
+from tests.kit.store import (
     MIB,
     TIMEOUT_S,
-    ManualClock,
-    ManualTime,
     checksum,
     checksummed_parts,
     completion,
@@ -49,17 +48,10 @@ from tests.helpers.cachestore_parts import (
     value,
     variant,
 )
+from tests.kit.wait import wait_until
 
 PAGE = 65536
 LOSSY = Precision(Codec.INT8, Codec.INT8)
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    """Wait until claim holds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def lease_of(store: Store, variant: VariantKey) -> ReadLease:
@@ -287,7 +279,7 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
         for _ in range(3):
             for number in range(4):
                 store.prefetch([key(number)])
-                eventually(lambda n=number: tier_of(store, key(n)) is Tier.MEMORY)  # type: ignore[misc]
+                wait_until(lambda n=number: tier_of(store, key(n)) is Tier.MEMORY)  # type: ignore[misc]
         assert written == 4
 
 
@@ -345,7 +337,7 @@ def test_a_value_read_from_disk_is_promoted(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert tier_of(store, key(1)) is Tier.DISK
         assert get(store, key(1)) == value(1000)
-        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        wait_until(lambda: tier_of(store, key(1)) is Tier.MEMORY)
         assert get(store, key(1)) == value(1000)
         assert (store.stats().hits_disk, store.stats().hits_memory) == (1, 1)
 
@@ -355,7 +347,7 @@ def test_a_prefetch_promotes_values(tmp_path: Path) -> None:
         put(store, key(1), value(1000))
     with opened(tmp_path) as store:
         assert store.prefetch([key(1), key(1), key(2)]) == 1
-        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        wait_until(lambda: tier_of(store, key(1)) is Tier.MEMORY)
         assert store.prefetch([key(1)]) == 0
         assert store.stats().hits_disk == 0
 
@@ -397,7 +389,7 @@ def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
     with opened(tmp_path, leaves_only=True) as store:
         begin = store.sequence
         store.prefetch([key(3)])
-        eventually(lambda: tier_of(store, key(3)) is Tier.MEMORY)
+        wait_until(lambda: tier_of(store, key(3)) is Tier.MEMORY)
         moved = [change.key for change in store.changes_after(begin, 1000) or []]
         assert moved == [key(1), key(2), key(3)]
 
@@ -626,7 +618,7 @@ def test_a_corrupt_value_is_not_promoted(tmp_path: Path) -> None:
         os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
         store.release([lease.id])
         store.prefetch([key(1)])
-        eventually(lambda: tier_of(store, key(1)) is not Tier.DISK)
+        wait_until(lambda: tier_of(store, key(1)) is not Tier.DISK)
         # The read above may have promoted it before the corruption.
         assert get(store, key(1)) in {Miss.CORRUPT, value(3000)}
 
@@ -1220,7 +1212,7 @@ def test_a_store_closes_while_its_disk_hangs(
     store.close()
     os.fstat(store.disk_tier.fd)  # the descriptor stays open for the thread that hangs
     gate.set()
-    eventually(store._mover.close)
+    wait_until(store._mover.close)
     store._resources.close()
 
 
@@ -1254,7 +1246,7 @@ def test_a_promotion_does_not_evict_the_parent(tmp_path: Path) -> None:
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
     with opened(tmp_path, memory_bytes=PAGE, leaves_only=True) as store:
         store.prefetch([key(1)])
-        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        wait_until(lambda: tier_of(store, key(1)) is Tier.MEMORY)
         store._mover.promote(next(one for one in store._state.catalog if one.key == key(2)))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
 

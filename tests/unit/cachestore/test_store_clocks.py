@@ -16,7 +16,8 @@ from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, PutOutcome
-from tests.helpers.cachestore_parts import MIB, ManualTime, get, key, opened, put
+from tests.kit.clock import ManualTime
+from tests.kit.store import MIB, get, key, opened, put
 
 HOUR_MS = 3_600_000
 NUM_KEYS = 3

@@ -23,7 +23,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
-from tests.helpers.cachestore_parts import (
+from tests.kit.store import (
     checksummed_parts,
     completion,
     fill,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli_commands import cli_commands, parse
+from tests.kit.documentation import cli_commands, parse
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
 EXAMPLES = [

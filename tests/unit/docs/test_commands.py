@@ -18,7 +18,19 @@ from typer.testing import CliRunner
 
 from ragcache_cli.main import app
 from ragcache_core.access.key_file import parse_key_file
-from tests.helpers.command_checks import (
+from tests.kit.documentation import (
+    ROOT,
+    Block,
+    Command,
+    RunBy,
+    all_blocks,
+    all_commands,
+    commands,
+    run_by,
+    tracked,
+    write_reader_folder,
+)
+from tests.unit.docs.command_checks import (
     CRDS,
     Wrong,
     check,
@@ -27,14 +39,6 @@ from tests.helpers.command_checks import (
     crd_spec,
     has_field,
     parse_arguments,
-)
-from tests.helpers.documentation import ROOT, Block, Command, commands, tracked
-from tests.helpers.documented_commands import (
-    RunBy,
-    all_blocks,
-    all_commands,
-    run_by,
-    write_reader_folder,
 )
 
 KINDS: Final = {"shell", "yaml", "json", "toml", "python", "text", "inline"}

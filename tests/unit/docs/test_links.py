@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.helpers.documentation import ROOT, anchors, links, tracked
+from tests.kit.documentation import ROOT, anchors, links, tracked
 
 PAGES = tracked("*.md")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.documentation import ROOT, tracked
+from tests.kit.documentation import ROOT, tracked
 
 
 class Loads(HTMLParser):

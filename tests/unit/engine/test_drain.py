@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from ragcache_engine.drain import count_unfinished, drain, fetch_metrics
+from tests.kit.clock import ManualClock
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -34,22 +35,9 @@ def test_running_and_waiting_requests_are_counted_once() -> None:
     assert count_unfinished("") == 0
 
 
-class Clock:
-    """Time that passes only in sleep."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def run(polls: list[str | None], deadline_s: float = 100) -> tuple[str, float]:
     """Return why the wait ended, and when. The last poll repeats."""
-    clock, shown = Clock(), iter(polls)
+    clock, shown = ManualClock(), iter(polls)
     last = polls[-1]
     ended = drain(
         lambda: next(shown, last), settle_s=8, deadline_s=deadline_s, clock=clock, sleep=clock.sleep
@@ -82,7 +70,7 @@ def test_it_waits_for_a_server_that_is_too_busy_to_answer() -> None:
     def busy() -> str:
         raise TimeoutError
 
-    clock = Clock()
+    clock = ManualClock()
     ended = drain(busy, settle_s=8, deadline_s=20, clock=clock, sleep=clock.sleep)
     assert (ended, clock.now) == ("time is up, requests left: unknown", 20)
     with socket.socket() as silent:

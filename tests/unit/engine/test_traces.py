@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+
+from tests.kit.wait import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -29,11 +30,10 @@ from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers import engine_scheduler  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from tests.kit import scheduler as engine_scheduler  # noqa: E402
+from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
-    TIMEOUT_S,
     FakePagedCache,
     FakeStoreClient,
     WorkerHarness,
@@ -93,13 +93,6 @@ def worker(kept: Kept) -> Iterator[TracedWorker]:
 
 def job(*ends: int, caller: str = CALLER) -> LoadJob:
     return LoadJob("r", spans(*ends), 0, ends[-1], BLOCKS, "tenant", traceparent=caller)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def attributes_of(kept: Kept, name: str) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import REUSE, ReportedUses, VariantUse
 from ragcache_engine.use_reporter import COMPUTED, DROPPED, PREFIX_CACHE, UseReporter
+from tests.kit.wait import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -37,13 +37,6 @@ class GatedStore:
         return len(reports)
 
 
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def store() -> Iterator[GatedStore]:
     store = GatedStore()
@@ -60,7 +53,7 @@ def test_uses_of_one_interval_are_one_report(store: GatedStore) -> None:
     reporter.note(PREFIX_CACHE, [(key(1), REUSE), (key(2), REUSE), (key(1), REUSE)])
     reporter.note(COMPUTED, [(key(1), blended)])
     store.gate.set()
-    eventually(lambda: len(store.reports) == 2)
+    wait_until(lambda: len(store.reports) == 2)
     assert store.reports == [
         [ReportedUses(key(3))],
         [ReportedUses(key(1), times=2), ReportedUses(key(2)), ReportedUses(key(1), blended)],
@@ -78,7 +71,7 @@ def test_a_store_that_hangs_delays_no_caller_and_costs_bounded_memory(store: Gat
         reporter.note(PREFIX_CACHE, [(key(number), REUSE), (key(1), REUSE)])
     assert reporter.take_counts() == {PREFIX_CACHE: 1 + 9 + 3, DROPPED: 6}
     store.gate.set()
-    eventually(lambda: len(store.reports) == 2)
+    wait_until(lambda: len(store.reports) == 2)
     assert store.reports[1] == [
         ReportedUses(key(1), times=10),
         ReportedUses(key(2)),
@@ -100,9 +93,9 @@ def test_a_thread_that_does_not_start_does_not_end_the_reports(
         for number in (1, 2):
             reporter.note(PREFIX_CACHE, [(key(number), REUSE)])
     reporter.note(PREFIX_CACHE, [(key(3), REUSE)])
-    eventually(lambda: bool(store.reports))
+    wait_until(lambda: bool(store.reports))
     reporter.note(PREFIX_CACHE, [(key(4), REUSE)])
-    eventually(lambda: len(store.reports) == 2)
+    wait_until(lambda: len(store.reports) == 2)
     assert store.reports == [
         [ReportedUses(key(1)), ReportedUses(key(2)), ReportedUses(key(3))],
         [ReportedUses(key(4))],
@@ -117,9 +110,9 @@ def test_a_failed_report_does_not_end_the_reports(
     store.outage = RuntimeError("gone")
     reporter = UseReporter(store, every_s=0.0)
     reporter.note(PREFIX_CACHE, [(key(1), REUSE)])
-    eventually(lambda: "report failed" in caplog.text)
+    wait_until(lambda: "report failed" in caplog.text)
     store.outage = None
     reporter.note(PREFIX_CACHE, [(key(2), REUSE)])
-    eventually(lambda: store.reports == [[ReportedUses(key(2))]])
+    wait_until(lambda: store.reports == [[ReportedUses(key(2))]])
     reporter.close()
     reporter.note(PREFIX_CACHE, [(key(3), REUSE)])  # after the end: nothing happens

@@ -23,7 +23,7 @@ from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.spec.manifest import parse_manifest
 from ragcache_wire.telemetry.catalogue import gateway
-from tests.helpers.chart import CHART, NAMESPACE, RELEASE, Object, of, render
+from tests.kit.chart import CHART, NAMESPACE, RELEASE, Object, of, render
 from tools.dashboards.check import all_queries
 from tools.dashboards.content import DASHBOARDS
 from tools.dashboards.files import RULES

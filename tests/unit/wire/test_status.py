@@ -27,7 +27,7 @@ from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import ReadyValue
-from ragcache_wire.clients.engine_client import RECORD_TIMEOUT_S, EngineClient
+from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import MAX_CALLS, GrpcServer
 from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
@@ -71,7 +71,7 @@ class FailingEngine(engine_pb2_grpc.EngineServicer):
     async def GetRequestRecord(self, request: Any, context: Any) -> engine_pb2.RequestRecord:  # noqa: N802
         if self._error is not None:
             raise self._error
-        await asyncio.sleep(100 * RECORD_TIMEOUT_S)
+        await asyncio.Event().wait()
         return engine_pb2.RequestRecord()
 
 

@@ -19,7 +19,7 @@ import httpx
 import yaml
 
 from harness.processes import free_port
-from harness.tinyrag_spec import TINYRAG
+from harness.tiny_model import TINYRAG
 from models.tinyrag.handbook import Handbook, make_handbook, sample_questions
 from ragcache_cli.local.state_file import read_record
 from ragcache_operator.builders.objects.pod_monitor import PORTS

@@ -50,7 +50,8 @@ from ragcache_core.tiering.precision_assignment import (
 from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
 from ragcache_kv.codecs import decode_part
 from ragcache_kv.values.layout import FORMAT, checksum
-from tests.helpers.cachestore_parts import ManualClock
+from tests.kit.clock import ManualClock
+from tests.kit.wait import wait_until
 
 LIMIT_S = 120.0
 SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -526,13 +527,12 @@ def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
         re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(re_encoder, clock, 15)
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            tiers = {one.key: one.tier for one in store.candidates(0.0)}
-            if tiers[key(2)] is Tier.MEMORY:
-                break
-            time.sleep(0.01)
-        assert [tiers[key(name)] for name in range(4)] == [
+
+        def tiers() -> dict[VariantKey, Tier]:
+            return {one.key: one.tier for one in store.candidates(0.0)}
+
+        wait_until(lambda: tiers()[key(2)] is Tier.MEMORY)
+        assert [tiers()[key(name)] for name in range(4)] == [
             Tier.DISK,
             Tier.DISK,
             Tier.MEMORY,

@@ -12,7 +12,7 @@ from ragcache_cachestore.background.sweeper import Sweeper
 from ragcache_cachestore.background.write_back import WriteBack
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import Unavailable
-from tests.helpers.cachestore_parts import TIMEOUT_S
+from tests.kit.store import TIMEOUT_S
 from tests.unit.cachestore.state.test_catalog import variant
 
 

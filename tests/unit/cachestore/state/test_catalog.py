@@ -17,7 +17,7 @@ from ragcache_cachestore.state.catalog import (
 )
 from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from ragcache_core.store_api import Deletion
-from tests.helpers.cachestore_parts import checksummed_parts, key
+from tests.kit.store import checksummed_parts, key
 
 LOSSY = Precision(Codec.INT8)
 

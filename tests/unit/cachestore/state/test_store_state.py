@@ -15,7 +15,7 @@ from ragcache_core.eviction import make_policy
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES, ExtentAllocator
 from ragcache_core.store_api import LEASE_S
-from tests.helpers.cachestore_parts import key
+from tests.kit.store import key
 from tests.unit.cachestore.state.test_catalog import variant
 
 

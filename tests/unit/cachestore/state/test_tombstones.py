@@ -14,7 +14,7 @@ from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone
-from tests.helpers.cachestore_parts import key
+from tests.kit.store import key
 
 
 def tombstone(sequence: int, made_at_ms: int = 0, **what: object) -> Tombstone:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_corrupt_part, read_slices
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_core.storage.extents import Extent
-from tests.helpers.cachestore_parts import MIB, checksummed_parts, value
+from tests.kit.store import MIB, checksummed_parts, value
 
 
 @given(

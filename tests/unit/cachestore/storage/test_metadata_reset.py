@@ -15,7 +15,7 @@ from ragcache_cachestore.storage.metadata_reset import open_metadata
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
-from tests.helpers.cachestore_parts import get, key, opened, put, value
+from tests.kit.store import get, key, opened, put, value
 
 PAGE = 64 << 10
 

@@ -22,7 +22,7 @@ from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry import metric_registry
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Headers, Tracer
-from tests.helpers.cachestore_parts import ManualClock
+from tests.kit.clock import ManualClock
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

@@ -13,7 +13,7 @@ from ragcache_cli.main import app
 from ragcache_cli.models.cache import find_model
 from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_operator.spec.quantity import parse_quantity
-from tests.helpers.children_parts import build, container_of
+from tests.kit.operator import build, container_of
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

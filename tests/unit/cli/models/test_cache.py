@@ -27,7 +27,7 @@ from ragcache_cli.models.cache import (
 from ragcache_cli.models.catalog import SMOLLM2, FetchedModel, FileCheck
 from ragcache_cli.models.conversion import convert
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
-from tests.helpers.gguf import write_llama
+from tests.unit.cli.models.gguf_model import write_llama
 
 ROOT = Path(__file__).parents[4]
 NAME = "tiny"

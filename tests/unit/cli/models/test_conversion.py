@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragcache_cli.models.conversion import bfloat16, convert, renamed, tokenizer_of
 from ragcache_core.errors import InvalidInput
-from tests.helpers.gguf import QUANTIZED, llama_fields, llama_tensors, write_llama
+from tests.unit.cli.models.gguf_model import QUANTIZED, llama_fields, llama_tensors, write_llama
 
 
 def read_weights(path: Path) -> dict[str, npt.NDArray[np.float32]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache
-from tests.helpers.stored_prefix import stored_tokens
+from tests.kit.stored_prefix import stored_tokens
 
 SOURCE = "engine:a:1"
 CHUNKS = [bytes([i]) * KEY_BYTES for i in range(5)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import DocumentOrder, RankedDocument, order_documents
-from tests.helpers.stored_prefix import stored_prefix
+from tests.kit.stored_prefix import stored_prefix
 
 SOURCE = "engine:a:1"
 HEAD = b"h" * KEY_BYTES

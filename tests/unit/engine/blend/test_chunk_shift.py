@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.engine.kv_cache.test_paged_cache import BLOCK
+
 if TYPE_CHECKING:
     import torch
 else:
@@ -17,14 +19,7 @@ from ragcache_engine.blend.chunk_shift import ChunkShift, _TorchShift
 from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_kv.rotation import Pairing, Rope
-from tests.unit.engine.kv_cache.test_paged_cache import (
-    BLOCK,
-    DIM,
-    HEADS,
-    LAYERS,
-    ORDERS,
-    FakeLayer,
-)
+from tests.unit.engine.kv_cache.test_paged_cache import DIM, HEADS, LAYERS, ORDERS, FakeLayer
 
 NUM_TOKENS = 3 * BLOCK + 5
 TABLE = [7, 2, 5, 1]

@@ -39,7 +39,7 @@ from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.engine_worker import (
+from tests.kit.worker import (
     BLOCK,
     BLOCKS,
     TIMEOUT_S,
@@ -112,15 +112,7 @@ class BlendWorkerHarness:
         return self.outcome_of(job, busy=busy)
 
     def outcome_of(self, job: LoadJob, *, busy: bool = False) -> LoadOutcome:
-        deadline = time.monotonic() + TIMEOUT_S
-        while job.request_id not in self.worker.connector.take_received():
-            assert time.monotonic() < deadline, "the load never ended"
-            time.sleep(0.001)
-            self.worker.connector.advance((), busy=busy)
-        report = self.worker.connector.take_report()
-        assert report is not None
-        (outcome,) = report.outcomes
-        return outcome
+        return self.worker.wait_for_outcome(job.request_id, busy=busy)
 
 
 def make_blend(settings: EngineSettings | None = None) -> BlendWorkerHarness:

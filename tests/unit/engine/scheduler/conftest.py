@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     BLOCKS,
     SchedulerHarness,
 )

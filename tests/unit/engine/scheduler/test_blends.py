@@ -20,7 +20,7 @@ from ragcache_core.store_api import StoredVariant
 from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, MeasuredPass
 from ragcache_engine.scheduler.variant_candidates import MAX_CANDIDATES
 from ragcache_kv.values.layout import value_bytes
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     BLOCKS,
     PROFILE,
     SPACE,

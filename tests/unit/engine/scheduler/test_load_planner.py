@@ -10,7 +10,7 @@ from ragcache_core.cost.load_or_compute import RETRY_EVERY
 from ragcache_core.identity.variant import Tier
 from ragcache_engine.protocol.messages import LoadOutcome, MeasuredPass, StepReport, TierChange
 from ragcache_kv.values.layout import value_bytes
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     BLOCKS,
     LENGTH,
     PROFILE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.refused_plans import RefusalReason
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     BLOCKS,
     LENGTH,
     PLAIN,
@@ -29,6 +28,7 @@ from tests.helpers.engine_scheduler import (
     SPACE,
     SchedulerHarness,
 )
+from tests.kit.wait import wait_until
 
 
 def test_a_short_prompt_without_a_plan_is_left_to_vllm(engine: SchedulerHarness) -> None:
@@ -127,9 +127,12 @@ def test_a_handoff_is_saved_even_if_the_lookup_failed() -> None:
 def test_a_decoding_engine_waits_while_another_one_computes() -> None:
     decoder = SchedulerHarness(role=EngineRole.DECODE)
     decoder.arrive("r", handoff=True)
-    for _ in range(50):
+
+    def has_asked_again() -> bool:
         assert decoder.scheduler.loadable_tokens("r", 0) is None
-        time.sleep(0.001)
+        return decoder.store.num_lookups == 3
+
+    wait_until(has_asked_again)
     prefiller = SchedulerHarness(role=EngineRole.PREFILL, store=decoder.store)
     prefiller.arrive("r", handoff=True)
     assert prefiller.loaded("r") == 0

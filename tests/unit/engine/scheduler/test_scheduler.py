@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -13,12 +12,13 @@ import pytest
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Provenance, Tier
 from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome
 from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
 from ragcache_kv.store_client.sharded_results import ShardedLookup
-from tests.helpers.engine_scheduler import (
+from tests.kit.scheduler import (
     AS_OF,
     BLOCKS,
     LENGTH,
@@ -26,6 +26,7 @@ from tests.helpers.engine_scheduler import (
     SPACE,
     SchedulerHarness,
 )
+from tests.kit.wait import wait_until
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 7])
@@ -312,11 +313,12 @@ def test_values_on_disk_are_prefetched_for_queued_requests(warm: SchedulerHarnes
     warm.arrive("at once")
     assert warm.loaded("at once")
     warm.arrive("queues")
-    deadline = time.monotonic() + 60
-    while not warm.store.prefetched:
-        assert time.monotonic() < deadline
+
+    def prefetched() -> list[list[VariantKey]]:
         warm.scheduler.step([], lambda _: BLOCKS)
-        time.sleep(0.001)
+        return warm.store.prefetched
+
+    wait_until(prefetched)
     for _ in range(3):
         warm.scheduler.step([], lambda _: BLOCKS)
     warm.scheduler.close()

@@ -135,13 +135,17 @@ def test_a_server_without_an_engine_has_no_requests(server: Server) -> None:
     assert server.ask()[0] == 200
 
 
+async def no_server(*_: object) -> None:
+    raise AssertionError("no request is made")
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])
 def test_an_invalid_limit_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGCACHE_HANG_S", text)
     with pytest.raises(InvalidInput, match="RAGCACHE_HANG_S"):
-        HealthMiddleware(lambda *_: asyncio.sleep(0))
+        HealthMiddleware(no_server)
 
 
 def test_a_server_without_a_store_can_use_the_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAGCACHE_CACHESTORE", raising=False)
-    HealthMiddleware(lambda *_: asyncio.sleep(0))
+    HealthMiddleware(no_server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers
 from ragcache_engine.tiers.tier_value import TierRead
 from ragcache_kv.values.layout import value_bytes
+from tests.kit.wait import wait_until
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 CPU = torch.device("cpu")
@@ -77,10 +77,7 @@ class TiersHarness:
 
     def rebalance(self) -> None:
         self.tiers.start_rebalance()
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.tiers._rebalancing:
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
+        wait_until(lambda: not self.tiers._rebalancing)
 
     def read(self, number: int, num_tokens: int = PAGE_TOKENS, **other: object) -> TierRead | None:
         wanted = {"base_position": 0, "domain": "tenant", "exact": True} | other
@@ -371,8 +368,7 @@ def test_reads_and_moves_in_parallel_do_not_conflict(
         reads = [pool.submit(read, range(start, 20, 3)) for start in range(3)]
         for number in (n % 20 for n in range(400)):
             tiers.put(offer(number))
-        while not found[0] and not any(one.done() for one in reads):
-            time.sleep(0.001)
+        wait_until(lambda: found[0] or any(one.done() for one in reads))
         ended.set()
         for one in reads:
             one.result()

@@ -6,7 +6,6 @@ As a program, this module decodes a value in Triton's interpreter and compares i
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -47,7 +46,9 @@ from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from tests.kit.triton_program import as_a_program  # noqa: E402
+from tests.kit.wait import wait_until  # noqa: E402
+from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
     TIMEOUT_S,
@@ -59,7 +60,6 @@ from tests.helpers.engine_worker import (  # noqa: E402
     spans,
     wait_for_puts,
 )
-from tests.helpers.triton_program import as_a_program  # noqa: E402
 
 INT8 = Precision(Codec.INT8, Codec.INT8)
 ROTATION = KeyRotation(Rope(4, 4, Pairing.HALVES, (1.0, 0.01)), "bfloat16")
@@ -88,10 +88,7 @@ def tiers_of(worker: WorkerHarness) -> LocalTiers:
 
 def rebalance(tiers: LocalTiers) -> None:
     tiers.start_rebalance()
-    deadline = time.monotonic() + TIMEOUT_S
-    while tiers._rebalancing:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+    wait_until(lambda: not tiers._rebalancing)
 
 
 def load(worker: WorkerHarness, wanted: tuple[VariantSpan, ...], name: str = "r") -> LoadOutcome:
@@ -120,11 +117,8 @@ def test_a_loaded_value_is_loaded_again_while_the_store_is_silent(pool: str) -> 
     for span in wanted:
         read = worker.cache.read(BLOCKS, span.start, span.end)
         assert torch.equal(read, tensors[span.variant])
-    deadline = time.monotonic() + TIMEOUT_S
     # So that they stay hot in the store.
-    while worker.store.reported != [ReportedUses(span.variant) for span in wanted]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: worker.store.reported == [ReportedUses(span.variant) for span in wanted])
     counts = worker.connector.take_counts()
     assert counts.values_by_tier == {"store": 3, pool: 3}
     assert set(counts.held_bytes) == {pool}
@@ -196,11 +190,12 @@ def test_a_cancelled_load_keeps_no_pages(worker: WorkerHarness) -> None:
     worker.connector.advance({"left"}, busy=False)
     assert "left" in worker.connector.take_received()
     worker.store.get_gate.set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(value.readers for value in tiers_of(worker)._values.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+
+    def has_no_readers() -> bool:
         tiers_of(worker).take_counts()
+        return not any(value.readers for value in tiers_of(worker)._values.values())
+
+    wait_until(has_no_readers)
     tiers_of(worker).check()
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.helpers.engine_worker import WorkerHarness
+    from tests.kit.worker import WorkerHarness
 
 
 @pytest.fixture
 def worker() -> Iterator[WorkerHarness]:
     """Return a worker without blending."""
     # Imported here, because a machine without torch skips the tests when it imports them.
-    from tests.helpers.engine_worker import WorkerHarness
+    from tests.kit.worker import WorkerHarness
 
     worker = WorkerHarness()
     yield worker

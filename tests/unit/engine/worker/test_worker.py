@@ -35,7 +35,8 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes
 from ragcache_kv.values.stored_value import StoredValue
-from tests.helpers.engine_worker import (
+from tests.kit.wait import wait_until
+from tests.kit.worker import (
     BLOCK,
     BLOCKS,
     SPACE,
@@ -335,10 +336,11 @@ def test_a_cancelled_load_is_reported_so_that_its_blocks_are_freed(
     worker.store.fill(wanted)
     worker.store.get_gate.clear()
     worker.connector.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"),)))
+    wait_until(lambda: worker.store.requested)
     worker.connector.advance({"r"}, busy=False)
     assert worker.connector.take_received() == {"r"}
     worker.store.get_gate.set()
-    time.sleep(0.05)
+    wait_until(lambda: worker.store.ended_gets == 1)
     worker.connector.advance((), busy=False)
     assert worker.cache.slots_written == {}
 

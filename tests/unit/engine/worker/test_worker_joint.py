@@ -13,7 +13,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_engine.protocol.messages import JointRecomputeJob, StepJobs
-from tests.helpers.engine_worker import BLOCK, BLOCKS, WorkerHarness, key, save_job, wait_for_puts
+from tests.kit.worker import BLOCK, BLOCKS, WorkerHarness, key, save_job, wait_for_puts
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.joint_pass import JointPass

@@ -20,7 +20,7 @@ from ragcache_engine.protocol.messages import (
 )
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.engine_worker import (
+from tests.kit.worker import (
     BLOCK,
     BLOCKS,
     WorkerHarness,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,8 @@ from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
-from tests.helpers.engine_worker import (  # noqa: E402
+from tests.kit.wait import wait_until  # noqa: E402
+from tests.kit.worker import (  # noqa: E402
     BLOCKS,
     SPACE,
     WorkerHarness,
@@ -31,7 +31,6 @@ from tests.helpers.engine_worker import (  # noqa: E402
     save_job,
     spans,
     wait_for_puts,
-    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def test_a_pass_longer_than_a_put_deadline_is_put_after_the_pass() -> None:
     worker.store.put_s = 0.01
     worker.connector.begin_step(jobs)
     worker.connector.layer_done("first")
-    time.sleep(0.1)
+    wait_until(lambda: worker.store.puts_timed_out == 2)
     worker.store.put_s = 0.0
     worker.connector.end_pass(jobs)
     wait_for_puts(worker.store, 2)

@@ -11,6 +11,7 @@ import pytest
 from ragcache_gateway.background import idle
 from ragcache_gateway.background.idle import IdleWindows
 from ragcache_gateway.status.metrics import Metrics
+from tests.kit.clock import ManualClock
 
 
 @dataclass
@@ -72,48 +73,38 @@ async def test_a_window_has_ended_once_a_question_arrives(
         assert not windows.has_ended
 
 
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    clock = ManualClock(1000.0)
     monkeypatch.setattr(idle, "time", clock)
     return clock
 
 
 async def test_the_time_that_a_question_waits_for_a_window_is_counted(
-    windows: IdleWindows, metrics: Metrics, clock: Clock
+    windows: IdleWindows, metrics: Metrics, clock: ManualClock
 ) -> None:
     async with windows.window():
-        clock.now_s += 5.0  # no question waits for this
+        clock.now += 5.0  # no question waits for this
         with windows.question():
-            clock.now_s += 0.5
+            clock.now += 0.5
     with windows.question():
-        clock.now_s += 7.0
+        clock.now += 7.0
     [metric] = metrics.background_delay.collect()
     assert metric.samples[0].value == 0.5
 
 
 async def test_work_does_not_begin_when_a_question_is_due(
-    windows: IdleWindows, clock: Clock
+    windows: IdleWindows, clock: ManualClock
 ) -> None:
     for _ in range(20):
         with windows.question():
-            clock.now_s += 3.0
-        clock.now_s += 10.0
+            clock.now += 3.0
+        clock.now += 10.0
     with windows.question():
         pass
-    clock.now_s += 9.5
+    clock.now += 9.5
     assert not await opens(windows, work_s=1.0)
     assert await opens(windows, work_s=0.1)
     # None has come, so it may take long.
-    clock.now_s += 2.0
+    clock.now += 2.0
     assert await opens(windows, work_s=1.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,18 +14,19 @@ from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key_of_digest
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.documents import delete_sender
-from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_gateway.documents.delete_sender import ANSWER_WAIT_S, POLL_S, RETRY_S, DeleteSender
 from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.kit.clock import elapse, now
+from tests.kit.wait import until
 
 AWAY = Unavailable("cachestore", "gone")
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 MODEL = ServedModel("tiny", 1024, SPACE, None)
 NOW_MS = 9000
-LIMIT_S = 60.0
 
 
 class FakeShards:
@@ -86,8 +88,6 @@ class World:
             retriever=cast("RetrieverClient", self.outbox),
             store=cast("AsyncShardedStore", self.store),
             metrics=self.metrics,
-            answer_wait_s=0.02,
-            retry_s=0.01,
             now_ms=lambda: NOW_MS,
         )
 
@@ -95,15 +95,9 @@ class World:
         return self.metrics.registry.get_sample_value(f"ragcache_gateway_{name}")
 
 
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not claim():  # noqa: ASYNC110  no event tells it
-            await asyncio.sleep(0.002)
-
-
 @pytest_asyncio.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(delete_sender, "POLL_S", 0.005)
+    monkeypatch.setattr(delete_sender, "time", SimpleNamespace(monotonic=now))
     world = World()
     yield world
     await world.sender.close()
@@ -153,7 +147,7 @@ async def test_a_backlog_is_claimed_at_once_while_a_shard_acknowledges_only(
     world.sender.start()
     # All calls have failed. Only the task that claims is left.
     await until(lambda: world.outbox.claims == 1 and len(world.sender._tasks) == 1)
-    await asyncio.sleep(0.05)  # the shard is called again by then
+    await elapse(2 * RETRY_S)
     assert world.outbox.claims == 1
     world.store.problems = {}
     world.sender.wake()
@@ -163,7 +157,7 @@ async def test_a_backlog_is_claimed_at_once_while_a_shard_acknowledges_only(
 async def test_a_delete_that_no_shard_acknowledges_stays_in_the_outbox(world: World) -> None:
     world.store.problems = {"a:1": AWAY}
     assert await world.sender.send([delete(1)]) is None
-    await asyncio.sleep(0.05)
+    await elapse(2 * RETRY_S)
     assert (world.outbox.complete, world.outbox.partial) == ([], [])
 
 
@@ -179,7 +173,7 @@ async def test_a_failing_shard_makes_the_acknowledgement_partial(world: World) -
     assert await world.sender.send([delete(1)]) == 3
     await until(lambda: world.outbox.partial == [bytes([1] * 16)])
     world.store.problems = {}
-    await asyncio.sleep(0.02)
+    await elapse(RETRY_S)
     # One shard has acknowledged it, so it has that time on every shard.
     world.outbox.pending = [delete(1, acknowledged_unix_ms=1000)]
     world.sender.start()
@@ -193,27 +187,22 @@ async def test_a_failing_shard_makes_the_acknowledgement_partial(world: World) -
 async def test_a_hanging_shard_delays_a_caller_only_briefly(world: World) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.gates["b:1"] = asyncio.Event()
-    async with asyncio.timeout(LIMIT_S):
-        for number in range(10):
-            assert await world.sender.send([delete(number)]) == 3
+    for number in range(10):
+        assert await world.sender.send([delete(number)]) == 3
+    assert now() == 10 * ANSWER_WAIT_S
     assert world.outbox.complete == []
     world.store.gates["b:1"].set()
     await until(lambda: len(world.outbox.complete) == 10)
 
 
 async def test_a_shard_that_has_failed_is_not_called_for_a_while(world: World) -> None:
-    world.sender = DeleteSender(
-        MODEL,
-        domains=lambda: (PUBLIC_DOMAIN,),
-        retriever=cast("RetrieverClient", world.outbox),
-        store=cast("AsyncShardedStore", world.store),
-        metrics=world.metrics,
-        retry_s=60,
-    )
     world.store.problems = {"a:1": AWAY}
     for number in range(3):
         assert await world.sender.send([delete(number)]) is None
     assert world.store.tries == ["a:1"]
+    await elapse(RETRY_S)
+    assert await world.sender.send([delete(3)]) is None
+    assert world.store.tries == ["a:1", "a:1"]
 
 
 async def test_a_shard_that_joins_meanwhile_has_not_acknowledged(world: World) -> None:
@@ -237,7 +226,7 @@ async def test_an_outbox_that_is_away_ends_neither_a_delete_nor_the_task(world: 
     world.outbox.is_away = True
     world.sender.start()
     assert await world.sender.send([delete(1)]) == 3
-    await asyncio.sleep(0.03)
+    await elapse(2 * POLL_S)
     world.outbox.is_away, world.outbox.pending = False, [delete(1)]
     await until(lambda: world.outbox.complete == [bytes([1] * 16)])
 
@@ -270,7 +259,7 @@ async def test_whole_domains_are_deleted_when_every_shard_has_acknowledged_all(
     domains = ("tenant:blue", "plain:blue")
     assert not await world.sender.send_domains(b"i" * 16, domains)
     world.store.problems = {}
-    await asyncio.sleep(0.02)
+    await elapse(RETRY_S)
     assert await world.sender.send_domains(b"i" * 16, domains)
     sent = {one for told in world.store.told.values() for one in told}
     assert {(one.domain, one.num_names) for one in sent} == {(domain, 0) for domain in domains}

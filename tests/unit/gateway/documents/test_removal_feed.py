@@ -13,6 +13,7 @@ from ragcache_gateway.documents.events import TextRemoved
 from ragcache_gateway.documents.removal_feed import MAX_SILENCE_S, RemovalFeed
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.kit.clock import elapse
 
 PAGE = 3
 
@@ -108,7 +109,7 @@ async def test_callers_that_wait_share_the_next_call(world: World) -> None:
     # The running call does not return what is committed after it began.
     removals.documents = ["a"]
     waiting = [asyncio.create_task(world.learned()) for _ in range(10)]
-    await asyncio.sleep(0)
+    await elapse(0)
     waiting.pop().cancel()
     removals.gate.set()
     await running

@@ -14,6 +14,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.engines.connections import EngineConnections, EngineResponse
 from ragcache_wire.tracing import tracer
+from tests.kit.wait import until
 
 
 class Wire:
@@ -104,9 +105,7 @@ async def test_the_engine_waits_for_a_client_whose_buffer_is_full() -> None:
     await asyncio.wait_for(is_draining.wait(), 10)
     assert wire.is_paused
     may_go_on.set()
-    async with asyncio.timeout(60):
-        while wire.is_paused:  # noqa: ASYNC110  no event tells it
-            await asyncio.sleep(0)
+    await until(lambda: not wire.is_paused)
     response.part_received(event("b") + event("", "stop") + DONE)
     response.completed()
     await relay

@@ -19,17 +19,9 @@ from ragcache_gateway.explain.tree_outline import (
     SLICE_NODES,
     TreeReader,
 )
+from tests.kit.clock import ManualClock
 
 HEAD, BILLING, SEARCH = (bytes([i]) * KEY_BYTES for i in range(3))
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def key_of(*path: ChunkKey) -> VariantKey:
@@ -63,7 +55,7 @@ async def test_nodes_have_their_uses_costs_copies_and_names(tree: KnowledgeTree)
             PromptPart(30, 70, "billing.md#1", "billing.md", "Billing", 0, key=BILLING),
         )
     )
-    outline = await TreeReader(tree, recent, Clock()).read(10)
+    outline = await TreeReader(tree, recent, ManualClock(1000.0)).read(10)
     assert outline.total == 3
     head, billing, search = outline.nodes
     assert [(one.parent, one.depth) for one in outline.nodes] == [(None, 0), (0, 1), (0, 1)]
@@ -81,13 +73,13 @@ async def test_nodes_have_their_uses_costs_copies_and_names(tree: KnowledgeTree)
 
 
 async def test_what_is_left_out_is_counted_at_its_parent(tree: KnowledgeTree) -> None:
-    outline = await TreeReader(tree, RecentAnswers(), Clock()).read(2)
+    outline = await TreeReader(tree, RecentAnswers(), ManualClock(1000.0)).read(2)
     assert [(one.children, one.children_cut) for one in outline.nodes] == [(2, 1), (0, 0)]
     assert outline.total == 3
 
 
 async def test_an_evicted_node_stays_with_no_copies(tree: KnowledgeTree) -> None:
-    reader = TreeReader(tree, RecentAnswers(), Clock())
+    reader = TreeReader(tree, RecentAnswers(), ManualClock(1000.0))
     await reader.read(10)
     tree.forget("store:s")
     tree.forget("engine:e")
@@ -95,14 +87,14 @@ async def test_an_evicted_node_stays_with_no_copies(tree: KnowledgeTree) -> None
 
 
 async def test_the_ranking_is_renewed_after_its_time(tree: KnowledgeTree) -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     reader = TreeReader(tree, RecentAnswers(), clock)
     await reader.read(10)
     for _ in range(3):
         tree.record_use([HEAD, SEARCH], 1000.0)
     assert [one.tokens for one in (await reader.read(10)).nodes] == [30, 50, 40]
     assert [one.tokens for one in (await reader.read(2)).nodes] == [30, 40]
-    clock.now_s += RANKING_AGE_S + 0.1
+    clock.now += RANKING_AGE_S + 0.1
     assert [one.tokens for one in (await reader.read(2)).nodes] == [30, 50]
 
 
@@ -123,7 +115,7 @@ async def test_other_tasks_get_their_turn_while_a_large_tree_is_read() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    reader = TreeReader(tree, RecentAnswers(), Clock())
+    reader = TreeReader(tree, RecentAnswers(), ManualClock(1000.0))
     outlines = await asyncio.gather(*(reader.read(MAX_OUTLINED) for _ in range(4)))
     counting.cancel()
     # Readers that come together share one visit of the tree.

@@ -13,7 +13,8 @@ import pytest
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_gateway.extraction.extractor import ExtractionLimit, TextExtractor
-from tests.helpers.document_files import HTML, docx, pdf
+from tests.kit.sources import HTML, docx, pdf
+from tests.kit.wait import until
 
 LIMIT_S = 60.0
 
@@ -155,15 +156,11 @@ async def test_a_cancelled_caller_ends_the_work() -> None:
     try:
         nested = b"<a>" * 2_000_000
         working = asyncio.create_task(extractor.extract(nested, DocumentFormat.HTML, "file"))
-        async with asyncio.timeout(LIMIT_S):
-            while not (readers := _readers_of(extractor)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        readers = await until(lambda: _readers_of(extractor))
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
-        async with asyncio.timeout(LIMIT_S):
-            while any(map(_works, readers)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not any(map(_works, readers)))
         read = await extractor.extract(b"<p>short</p>", DocumentFormat.HTML, "file")
         assert read.text == "short"
     finally:

@@ -21,7 +21,7 @@ from ragcache_gateway.planning.request_planner import ComputedAhead, Order, Requ
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
-from tests.helpers.stored_prefix import stored_prefix
+from tests.kit.stored_prefix import stored_prefix
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 HEAD, A, B = (bytes([n]) * KEY_BYTES for n in range(3))

@@ -24,6 +24,7 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import AnswerPrompt
 from ragcache_gateway.speculation.early_stage import EarlyPrompt
 from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
+from tests.kit.wait import until
 
 HEAD, A, B = (bytes([n]) * KEY_BYTES for n in range(3))
 # A prefill that takes so long that its end is never near in a test.
@@ -101,7 +102,6 @@ async def test_a_computed_guess_has_all_chunks_and_a_failed_one_has_none(
     pool.fails = fails
     guess = start(pool)
     pool.go_on.set()
-    while guess.state is GuessState.RUNNING:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: guess.state is not GuessState.RUNNING)
     assert guess.state is state
     assert (guess.ahead().chunks, guess.ahead().is_running) == (expected, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -27,6 +26,7 @@ from ragcache_gateway.speculation.prefetch import (
     StagePrefetch,
     StorePrefetcher,
 )
+from tests.kit.wait import until
 
 CHUNK = b"c" * KEY_BYTES
 STAGE = EarlyStage((), PREFETCH_PROBABILITY, 0.5, search_s=1.0, elapsed_s=1.0, asked_at_ms=0)
@@ -140,6 +140,5 @@ async def test_a_prompt_that_cannot_be_built_fails_nothing(
     question.fails = True
     async with prefetch_of(shared, question) as prefetch:
         prefetch.on_stage(STAGE)
-        while not question.built:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: question.built)
     assert not shared.prefetched

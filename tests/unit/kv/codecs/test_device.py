@@ -17,7 +17,7 @@ from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part
 from ragcache_kv.codecs.gse import NOT_FINITE
 from ragcache_kv.codecs.numbers import NUMBERS, narrow, widen
-from tests.helpers.triton_program import as_a_program
+from tests.kit.triton_program import as_a_program
 
 CASES = (("bfloat16", 80), ("bfloat16", 7), ("float16", 64), ("float32", 80))
 NUM_TOKENS = 6

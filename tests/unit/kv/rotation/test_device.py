@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import NUMBERS, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
-from tests.helpers.triton_program import as_a_program
+from tests.kit.triton_program import as_a_program
 
 KEYS = ((64, 1.0), (80, 0.5), (96, 1.0))
 LAYERS, TOKENS, HEADS = 2, 21, 3

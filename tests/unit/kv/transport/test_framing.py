@@ -447,19 +447,21 @@ def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
 ) -> None:
     one, other = ends
     path = tmp_path / "file"
+    stop = threading.Event()
     with path.open("w+b") as file:
         file.truncate(64 << 20)
 
         def trickle() -> None:
             with contextlib.suppress(OSError):
                 while other.socket.recv(16 << 10):
-                    time.sleep(0.005)
+                    stop.wait(0.005)
 
         reader = threading.Thread(target=trickle)
         reader.start()
         one.deadline = time.monotonic() + 0.1
         with pytest.raises(TimedOut):
             one.send_file(file.fileno(), 0, 64 << 20)
+    stop.set()
     one.close()
     reader.join()
 

@@ -24,7 +24,7 @@ from ragcache_kv.values.buffers import (
     slice_views,
     write_from,
 )
-from tests.helpers.value_checksums import matches_checksums
+from tests.kit.store import matches_checksums
 
 
 def pieces_of(value: bytes | bytearray, cuts: Sequence[int]) -> list[memoryview]:

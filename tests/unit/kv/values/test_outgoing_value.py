@@ -21,7 +21,8 @@ from ragcache_kv.values.outgoing_value import (
     OutgoingValue,
     ReadyValue,
 )
-from tests.helpers.cachestore_parts import ManualClock, key, value, variant, whole
+from tests.kit.clock import ManualClock
+from tests.kit.store import key, value, variant, whole
 
 
 @pytest.fixture

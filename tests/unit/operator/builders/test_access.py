@@ -17,7 +17,7 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.access import api_keys
 from ragcache_operator.builders.access.component_keys import OPERATOR, SYNC, ComponentKeys
 from ragcache_operator.builders.site import ClusterSite
-from tests.helpers.children_parts import (
+from tests.kit.operator import (
     NAMESPACE,
     UID,
     Object,

@@ -27,7 +27,7 @@ from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
-from tests.helpers.children_parts import (
+from tests.kit.operator import (
     UID,
     Object,
     build,
@@ -42,7 +42,7 @@ from tests.helpers.children_parts import (
     specs,
     workloads_of,
 )
-from tests.helpers.settings import read_settings
+from tests.kit.settings import read_settings
 
 SMOLLM2_MIB = 257
 """Size of the default model's weights, rounded up."""

@@ -21,7 +21,7 @@ from ragcache_wire.settings import (
     unmapped_settings,
 )
 from ragcache_wire.settings.table import ServiceSettings, rows
-from tests.helpers.children_parts import build, container_of, make_cache
+from tests.kit.operator import build, container_of, make_cache
 
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},

@@ -8,7 +8,7 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.objects.pod_monitor import PORTS
 from ragcache_operator.builders.site import ClusterSite
-from tests.helpers.children_parts import build, kinds_of, make_cache, workloads_of
+from tests.kit.operator import build, kinds_of, make_cache, workloads_of
 
 
 def test_every_pod_has_exactly_one_port_that_the_monitor_scrapes() -> None:

@@ -25,8 +25,9 @@ from ragcache_operator.collections.job import (
 from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_reason
 from ragcache_operator.collections.revision import Revision, revision_of
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.spec import RagCache, RagCollection
-from ragcache_operator.spec.manifest import parse_collection, parse_manifest
+from ragcache_operator.spec import RagCollection
+from ragcache_operator.spec.manifest import parse_collection
+from tests.kit.operator import make_cache
 
 EVERY_KIND: list[Object] = [
     {"configMap": {"name": "faq"}},
@@ -56,17 +57,6 @@ def collection(*sources: Object, **spec: Any) -> RagCollection:
     )
 
 
-def cache(**spec: Any) -> RagCache:
-    return parse_manifest(
-        {
-            "apiVersion": "ragcache.dev/v1alpha1",
-            "kind": "RagCache",
-            "metadata": {"name": "docs", "namespace": "team"},
-            "spec": spec,
-        }
-    )
-
-
 def job(
     given: RagCollection | None = None,
     *,
@@ -78,7 +68,7 @@ def job(
     return sync_job(
         given or collection(),
         "uid-1",
-        cache(**cache_spec),
+        make_cache(**cache_spec),
         Revision("aaaa", "bbbb"),
         attempt,
         after,
@@ -90,7 +80,7 @@ def job(
 
 
 def removal() -> Object:
-    return removal_job(collection(), "uid-1", cache(), "example.com/tools:1", "http://gateway")
+    return removal_job(collection(), "uid-1", make_cache(), "example.com/tools:1", "http://gateway")
 
 
 def container(made: Object) -> Object:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
@@ -25,6 +24,7 @@ from ragcache_operator.kube.lease import (
     run_while_leading,
 )
 from ragcache_operator.kube.resources import Object, Resource
+from tests.kit.clock import elapse, now, simulate
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 TIMING = LeaseTiming()
@@ -110,40 +110,6 @@ def test_a_lease_cannot_be_acquired_within_its_duration(
         assert not may_acquire(seen, "a", now_s + durations - 0.01)
 
 
-# The coroutine itself, with a clock that jumps to the next event.
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    """Never waits: the simulated clock jumps to the end of each wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "every task waits for another"
-        self.now_s += max(timeout, 0.0)
-        return super().select(0)
-
-
-class _SimulatedLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now_s
-
-
-def simulate(story: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=_SimulatedLoop) as runner:
-        runner.run(story)
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 @dataclass
 class LeaseStore:
     """A fake API server with one object, which rejects a write with an old resource version."""
@@ -203,14 +169,14 @@ class Link:
     async def _over(self, act: Callable[[], Any]) -> Any:
         await self._half()
         done = act()
-        await asyncio.sleep(self.reply_s)
+        await elapse(self.reply_s)
         await self._half()
         return done
 
     async def _half(self) -> None:
-        await asyncio.sleep(self.random.uniform(0, self.slowest_s / 2))
+        await elapse(self.random.uniform(0, self.slowest_s / 2))
         if self.cut:
-            await asyncio.sleep(30)
+            await elapse(30)
             raise ApiError(0, "NoAnswer", "cut")
         if self.random.random() < self.lossy:
             raise ApiError(0, "NoAnswer", "lost")
@@ -231,7 +197,7 @@ class WorkLog:
             try:
                 await asyncio.Event().wait()
             finally:
-                await asyncio.sleep(stop_window_s)
+                await elapse(stop_window_s)
                 self.at_work.remove(who)
 
         return run
@@ -253,7 +219,7 @@ async def run_pod(link: Link, pod: str, work_log: WorkLog) -> None:
         try:
             await contend(link, who, run)
         except LeaseLost:
-            await asyncio.sleep(1)
+            await elapse(1)
 
 
 def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
@@ -262,13 +228,13 @@ def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
         first = asyncio.create_task(
             contend(Link(store, Random(1)), "a", work_log.work("a", stop_window_s=8.0))
         )
-        await asyncio.sleep(1)
+        await elapse(1)
         second = asyncio.create_task(contend(Link(store, Random(2)), "b", work_log.work("b")))
-        await asyncio.sleep(60)
+        await elapse(60)
         assert work_log.at_work == {"a"}
         first.cancel()
         # The time that the first takes to end, and one retry of the second.
-        await asyncio.sleep(8.0 + 2.4)
+        await elapse(8.0 + 2.4)
         assert work_log.at_work == {"b"}
         second.cancel()
         await asyncio.wait((first, second))
@@ -286,15 +252,15 @@ def test_a_disconnected_holder_stops_before_another_starts() -> None:
             asyncio.create_task(contend(link, f"{n}", work_log.work(f"{n}", stop_window_s=2.0)))
             for n, link in enumerate(links)
         ]
-        await asyncio.sleep(30)
+        await elapse(30)
         (holder,) = work_log.at_work
         links[int(holder)].cut = True
         # It stops after the deadline and its own end, and the next starts after the duration.
-        await asyncio.sleep(10 + 2)
+        await elapse(10 + 2)
         assert work_log.at_work == set()
         with pytest.raises(LeaseLost, match="could not be renewed for 10 s"):
             await tasks[int(holder)]
-        await asyncio.sleep(15 + 2.4 - 12 + 2.4)
+        await elapse(15 + 2.4 - 12 + 2.4)
         assert len(work_log.at_work) == 1
         assert work_log.at_work != {holder}
         for task in tasks:
@@ -309,7 +275,7 @@ def test_the_deadline_counts_from_the_start_of_a_renewal() -> None:
         store, work_log = LeaseStore(), WorkLog()
         slow = Link(store, Random(1), reply_s=4.0)
         first = asyncio.create_task(contend(slow, "a", work_log.work("a", stop_window_s=4.0)))
-        await asyncio.sleep(10)
+        await elapse(10)
         eager = LeaseTiming(retry_s=0.1)
         second = asyncio.create_task(
             contend(Link(store, Random(2)), "b", work_log.work("b"), timing=eager)
@@ -318,9 +284,9 @@ def test_the_deadline_counts_from_the_start_of_a_renewal() -> None:
         store.written.clear()
         await store.written.wait()
         # The server has renewed now. The others count from here, and so must the holder.
-        await asyncio.sleep(slow.reply_s)
+        await elapse(slow.reply_s)
         slow.cut = True
-        await asyncio.sleep(30)
+        await elapse(30)
         assert [who for _, who in work_log.shifts] == ["a", "b"]
         second.cancel()
         await asyncio.wait((first, second))
@@ -343,14 +309,14 @@ def test_work_that_ignores_its_cancellation_does_not_delay_the_error() -> None:
                     continue
 
         leading = asyncio.create_task(contend(link, "a", run))
-        await asyncio.sleep(1)
+        await elapse(1)
         link.cut = True
         began_s = now()
         with pytest.raises(LeaseLost):
             await leading
         assert now() - began_s <= TIMING.duration_s
         stubborn.set()
-        await asyncio.sleep(0)
+        await elapse(0)
 
     simulate(story())
 
@@ -360,7 +326,7 @@ def test_the_end_and_the_failure_of_the_work_are_passed_on() -> None:
         store = LeaseStore()
 
         async def done() -> None:
-            await asyncio.sleep(1)
+            await elapse(1)
 
         async def failing() -> None:
             raise RuntimeError("broken")
@@ -381,10 +347,10 @@ def test_a_deleted_lease_changes_nothing_for_its_holder() -> None:
             asyncio.create_task(contend(Link(store, Random(n)), who, work_log.work(who)))
             for n, who in enumerate("abc")
         ]
-        await asyncio.sleep(30)
+        await elapse(30)
         before = set(work_log.at_work)
         store.lease = None
-        await asyncio.sleep(60)
+        await elapse(60)
         assert work_log.at_work == before
         assert len(work_log.shifts) == 1
         for task in tasks:
@@ -416,7 +382,7 @@ def test_never_two_leaders_and_one_leader_after_the_network_recovers(
 
         tasks = [start(n) for n in range(contenders)]
         for _ in range(30):
-            await asyncio.sleep(random.uniform(0, 30))
+            await elapse(random.uniform(0, 30))
             n = random.randrange(contenders)
             match random.choice(["cut", "restore", "stop"]):
                 case "cut":
@@ -431,7 +397,7 @@ def test_never_two_leaders_and_one_leader_after_the_network_recovers(
         for link in links:
             link.cut, link.lossy, link.slowest_s = False, 0.0, 0.1
         # A hanging call, a Lease that expires twice, and retries.
-        await asyncio.sleep(30 + 2 * (15 + 5))
+        await elapse(30 + 2 * (15 + 5))
         assert len(work_log.at_work) == 1
         for task in tasks:
             assert not task.done(), task.exception()

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from ragcache_operator.spec import RagCacheSpec
-from tests.helpers.children_parts import Object, build, workloads_of
+from tests.kit.operator import Object, build, workloads_of
 
 WHOLE: Object = {
     "model": {"source": "hf:a/b", "tokenSecret": {"name": "one"}},

@@ -8,7 +8,7 @@ from ragcache_operator.spec import RagCache, RagCollection
 from ragcache_operator.spec.manifest import InvalidManifest, parse
 from ragcache_operator.spec.rules import CLUSTER_RULES, find_problems
 from ragcache_operator.spec.validation import check_rules
-from tests.helpers.operator_manifests import BAD, Bad, RejectedBy
+from tests.kit.manifests import BAD, Bad, RejectedBy
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if not bad.old], ids=lambda bad: bad.name)

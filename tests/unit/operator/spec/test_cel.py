@@ -20,7 +20,7 @@ from ragcache_operator.spec.components.engine_arguments import ALLOWED_FLAGS, EN
 from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
 from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
 from ragcache_operator.spec.validation import CelRule
-from tests.helpers.operator_manifests import (
+from tests.kit.manifests import (
     BAD,
     Bad,
     Object,

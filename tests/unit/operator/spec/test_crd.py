@@ -16,7 +16,7 @@ import pytest
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
 from ragcache_operator.spec.manifest import parse
-from tests.helpers.operator_manifests import cache, collection, examples, source
+from tests.kit.manifests import cache, collection, examples, source
 
 ROOT = Path(__file__).parents[4]
 

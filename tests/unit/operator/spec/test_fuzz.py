@@ -18,7 +18,7 @@ from ragcache_operator.spec import RagCache, RagCollection
 from ragcache_operator.spec.crd import KINDS, object_schema
 from ragcache_operator.spec.manifest import InvalidManifest, parse
 from ragcache_operator.spec.rules import find_problems
-from tests.helpers.operator_manifests import Object, cache, collection
+from tests.kit.manifests import Object, cache, collection
 
 SCHEMAS = [object_schema(kind) for kind in KINDS]
 

@@ -16,22 +16,13 @@ from ragcache_operator.spec.manifest import (
     parse_collection,
     parse_manifest,
 )
-from tests.helpers.operator_manifests import collection, examples
+from tests.kit.manifests import cache, collection, examples
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
-def manifest(**spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "ragcache.dev/v1alpha1",
-        "kind": "RagCache",
-        "metadata": {"name": "docs"},
-        "spec": spec,
-    }
-
-
 def test_an_empty_spec_is_a_whole_platform() -> None:
-    spec = parse_manifest(manifest()).spec
+    spec = parse_manifest(cache()).spec
     assert spec.model.served_name == "smollm2"
     assert spec.gateway.port == 8080
     assert [engine.name for engine in spec.engines] == ["main"]
@@ -51,8 +42,8 @@ def test_examples_that_run_on_one_machine_hold_one_ragcache(name: str) -> None:
 
 
 def test_nulls_and_status_are_ignored() -> None:
-    given = manifest(model=None, gateway={"port": None}) | {"status": {"conditions": []}}
-    assert parse_manifest(given) == parse_manifest(manifest())
+    given = cache(model=None, gateway={"port": None}) | {"status": {"conditions": []}}
+    assert parse_manifest(given) == parse_manifest(cache())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +62,7 @@ def test_nulls_and_status_are_ignored() -> None:
     ],
 )
 def test_served_name_follows_the_source(source: str, name: str) -> None:
-    assert parse_manifest(manifest(model={"source": source})).spec.model.served_name == name
+    assert parse_manifest(cache(model={"source": source})).spec.model.served_name == name
 
 
 @pytest.mark.parametrize(
@@ -219,7 +210,7 @@ BAD_SPECS = {
 @pytest.mark.parametrize(("message", "spec"), BAD_SPECS.items(), ids=range(len(BAD_SPECS)))
 def test_a_problem_has_path_and_fix(message: str, spec: dict[str, Any]) -> None:
     with pytest.raises(InvalidManifest) as error:
-        parse_manifest(manifest(**spec))
+        parse_manifest(cache(**spec))
     assert str(error.value) == message
     [problem] = error.value.problems
     assert (problem.field, problem.fix) == (error.value.field, error.value.fix)
@@ -240,7 +231,7 @@ def test_only_the_current_version_is_allowed() -> None:
     with pytest.raises(
         InvalidManifest, match=r"^apiVersion: 'ragcache.dev/v1' is not allowed; use"
     ):
-        parse_manifest(manifest() | {"apiVersion": "ragcache.dev/v1"})
+        parse_manifest(cache() | {"apiVersion": "ragcache.dev/v1"})
 
 
 YAML_HEAD = "apiVersion: ragcache.dev/v1alpha1\nkind: RagCache\nmetadata: {name: docs}\n"
@@ -302,7 +293,7 @@ def test_a_missing_or_too_large_file(tmp_path: Path) -> None:
 
 
 def test_a_manifest_has_the_kind_that_it_names() -> None:
-    assert parse(manifest()) == parse_manifest(manifest())
+    assert parse(cache()) == parse_manifest(cache())
     assert parse(collection()) == parse_collection(collection())
     with pytest.raises(InvalidManifest, match=r"^kind: 'RagCollection' is not allowed; use"):
         parse_manifest(collection())

@@ -16,7 +16,7 @@ from ragcache_operator.spec.validation import (
     Rule,
     walk_models,
 )
-from tests.helpers.operator_manifests import (
+from tests.kit.manifests import (
     BAD,
     Bad,
     Object,

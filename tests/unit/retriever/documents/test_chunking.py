@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragcache_retriever.documents.chunking import Chunk, CountTokens, first_heading, split_document
 from ragcache_retriever.documents.collection import Chunking
-from tests.helpers.retriever_parts import tokenizer_of
+from tests.kit.retriever import tokenizer_of
 
 SPECIAL_CHARACTERS = string.punctuation + string.whitespace + "…。！？」』”’）"  # noqa: RUF001
 LENGTH = 4_000

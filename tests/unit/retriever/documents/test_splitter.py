@@ -29,7 +29,7 @@ from ragcache_retriever.documents.splitter import (
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.messages.requests import MAX_DOCUMENT_BYTES
 from ragcache_wire.clients.retriever_client import UPSERT_TIMEOUT_S
-from tests.helpers.retriever_parts import tokenizer_of
+from tests.kit.retriever import tokenizer_of
 
 CHUNKING = Chunking(64, 16)
 TEXT = "# Über\n\n" + "It says something. It says more.\n" * 20 + "```\ncode\n```\n"

@@ -18,7 +18,7 @@ from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.chunk_tokenizer import pack_ids
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
-from tests.helpers.retriever_parts import tokenizer_of
+from tests.kit.retriever import tokenizer_of
 
 GatewayKey = Callable[[str], bytes]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.embedding.model_files import read_model_files
-from tests.helpers.embedding_models import BERT_CONFIG, POOLING, write_model_files
+from tests.kit.embedding_models import BERT_CONFIG, POOLING, write_model_files
 
 
 @pytest.fixture

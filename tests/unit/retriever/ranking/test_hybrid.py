@@ -19,7 +19,7 @@ from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.records import Neighbourhood
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.ranked_collection import (
+from tests.kit.ranked_collection import (
     RankedCollection,
     StagesIndex,
     ranked_collection,

@@ -19,7 +19,7 @@ from ragcache_retriever.search import faiss_base, faiss_index
 from ragcache_retriever.search.faiss_base import Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import build_base
 from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
-from tests.helpers.vectors import (
+from tests.kit.vectors import (
     DIMENSION,
     EVERYTHING,
     NONE,

@@ -11,7 +11,7 @@ from ragcache_core.eviction import POLICY_NAMES
 from ragcache_core.eviction.admission import ADMISSION_NAMES
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_wire.settings.cachestore import CacheStoreSettings
-from tests.helpers.settings import read_settings
+from tests.kit.settings import read_settings
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:7000",

@@ -7,7 +7,7 @@ import pytest
 from ragcache_core.errors import InvalidInput
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_wire.settings.engine import EngineSettings
-from tests.helpers.settings import read_settings
+from tests.kit.settings import read_settings
 
 
 def read(**changes: str) -> EngineSettings:

@@ -9,7 +9,7 @@ import pytest
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.settings.gateway import EngineAddress, GatewaySettings
-from tests.helpers.settings import read_settings
+from tests.kit.settings import read_settings
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "[::1]:8080",

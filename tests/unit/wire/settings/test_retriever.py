@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.settings.retriever import BUNDLED_EMBEDDER, RetrieverSettings
-from tests.helpers.settings import read_settings
+from tests.kit.settings import read_settings
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:0",

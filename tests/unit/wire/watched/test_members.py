@@ -12,19 +12,9 @@ import pytest
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.watched.members import FileMembers, members_from
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
+from tests.kit.clock import ManualClock
 
 VARIABLE = "RAGCACHE_CACHESTORE"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def tick(self) -> None:
-        self.now += CHECK_EVERY_S
 
 
 def listing(*members: str) -> str:
@@ -59,26 +49,26 @@ def test_a_wrong_setting_is_named(setting: str) -> None:
 
 
 def test_a_swapped_mount_is_seen_within_a_second(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     members = FileMembers(mount(tmp_path, listing("a:1"), 1), clock)
     assert members.current() == ("a:1",)
     assert members.current() is members.current()
     mount(tmp_path, listing("a:1", "b:1"), 2)
     assert members.current() == ("a:1",), "checked more than once a second"
-    clock.tick()
+    clock.now += CHECK_EVERY_S
     assert members.current() == ("a:1", "b:1")
     mount(tmp_path, listing(), 3)
-    clock.tick()
+    clock.now += CHECK_EVERY_S
     assert members.current() == ()
 
 
 def test_before_there_is_a_file_there_are_no_members(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     path = tmp_path / "members.json"
     members = FileMembers(path, clock)
     assert members.current() == ()
     path.write_text(listing("a:1"))
-    clock.tick()
+    clock.now += CHECK_EVERY_S
     assert members.current() == ("a:1",)
 
 
@@ -90,7 +80,7 @@ def test_before_there_is_a_file_there_are_no_members(tmp_path: Path) -> None:
 def test_a_bad_file_leaves_the_members_as_they_were_and_is_logged_once(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     path = tmp_path / "members.json"
     path.write_text(listing("a:1"))
     members = FileMembers(path, clock)
@@ -100,9 +90,9 @@ def test_a_bad_file_leaves_the_members_as_they_were_and_is_logged_once(
         path.write_bytes(content.encode("latin-1"))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            clock.tick()
+            clock.now += CHECK_EVERY_S
             assert members.current() == ("a:1",)
     assert len(caplog.records) == 1
     path.write_text(listing("b:1"))
-    clock.tick()
+    clock.now += CHECK_EVERY_S
     assert members.current() == ("b:1",)

@@ -10,7 +10,7 @@ import pytest
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
-from tests.unit.wire.watched.test_members import Clock
+from tests.kit.clock import ManualClock
 
 ONE, TWO = bytes([1] * 32), bytes([2] * 32)
 
@@ -21,11 +21,11 @@ def write(path: Path, *keys: bytes) -> Path:
 
 
 def test_a_rotation_is_seen_within_a_second(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     keys = SigningKeys(write(tmp_path / "keys", ONE), clock)
     for now in ((ONE, TWO), (TWO, ONE), (TWO,)):
         write(tmp_path / "keys.next", *now).replace(tmp_path / "keys")
-        clock.tick()
+        clock.now += CHECK_EVERY_S
         assert keys.current() == now
     assert CHECK_EVERY_S <= 1
 
@@ -34,7 +34,7 @@ def test_a_rotation_is_seen_within_a_second(tmp_path: Path) -> None:
 def test_a_bad_file_leaves_the_keys_as_they_were(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     path = write(tmp_path / "keys", ONE)
     keys = SigningKeys(path, clock)
     assert keys.current() == (ONE,)
@@ -43,13 +43,13 @@ def test_a_bad_file_leaves_the_keys_as_they_were(
         path.write_bytes(content)
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
-            clock.tick()
+            clock.now += CHECK_EVERY_S
             assert keys.current() == (ONE,)
     [line] = caplog.messages
     assert line.startswith("watched file: reload failed name=signing keys kept=1 keys error=")
     assert ONE.hex() not in line
     write(path, TWO)
-    clock.tick()
+    clock.now += CHECK_EVERY_S
     assert keys.current() == (TWO,)
 
 

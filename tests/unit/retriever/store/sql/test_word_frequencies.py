@@ -13,7 +13,7 @@ from ragcache_retriever.store.sql.word_frequencies import MAX_WORDS, WordFrequen
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.lexical import count_chunks
-from tests.helpers.stored_documents import add_collection, put
+from tests.kit.stored_documents import add_collection, put
 
 
 @pytest.fixture

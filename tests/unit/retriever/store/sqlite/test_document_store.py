@@ -16,7 +16,7 @@ from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
-from tests.helpers.stored_documents import (
+from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
     a_document,

@@ -21,7 +21,7 @@ from ragcache_core.retrieval.filters import (
     number_of,
 )
 from ragcache_retriever.store.sqlite.filters import FilterSql, after_prefix
-from tests.helpers.memory_database import MemoryDatabase
+from tests.kit.memory_database import MemoryDatabase
 
 NAMES = ["team", "year", "id", "title", "updated_unix_ms", "missing"]
 VALUES = ["", "a", "ab", "b", "2020", "2021", "-1e3", "inf", "nan", "ü", "\U0010ffff", "d1", "7"]

@@ -13,7 +13,7 @@ from ragcache_core.retrieval.filters import In
 from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.stored_documents import add_collection, delete, put
+from tests.kit.stored_documents import add_collection, delete, put
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ragcache_retriever.store.outbox import (
 from ragcache_retriever.store.sql import outbox as rules
 from ragcache_retriever.store.sqlite import outbox as module
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
-from tests.helpers.memory_database import MemoryDatabase
+from tests.kit.memory_database import MemoryDatabase
 
 NOW_MS = 1_700_000_000_000
 

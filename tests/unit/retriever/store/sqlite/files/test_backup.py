@@ -18,7 +18,7 @@ from ragcache_retriever.store.sqlite.files.backup import (
     SqliteCopies,
 )
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.helpers.stored_documents import NOW_MS, add_collection, delete, put
+from tests.kit.stored_documents import NOW_MS, add_collection, delete, put
 
 
 def open_store(folder: Path) -> SqliteDocumentStore:

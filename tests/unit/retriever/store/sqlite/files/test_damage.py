@@ -26,7 +26,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 )
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
-from tests.helpers.stored_documents import NOW_MS, add_collection, put
+from tests.kit.stored_documents import NOW_MS, add_collection, put
 
 NUM_DOCUMENTS = 40
 PAGE_BYTES = 4096

@@ -12,7 +12,7 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import FILE_NAME, DiskReserve
-from tests.helpers.stored_documents import add_collection, delete, put
+from tests.kit.stored_documents import add_collection, delete, put
 
 DISK_BYTES = 40 << 20
 RESERVE_BYTES = 8 << 20

@@ -39,7 +39,7 @@ from ragcache_gateway.http.routes import (
 from ragcache_operator.spec import API_VERSION, KIND
 from ragcache_operator.spec.manifest import parse, parse_manifest
 from ragcache_operator.status import conditions
-from tests.helpers.documentation import ROOT, SUBSTITUTED, Command
+from tests.kit.documentation import ROOT, SUBSTITUTED, Command
 
 MAKEFILE: Final = (ROOT / "Makefile").read_text()
 CRDS: Final = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))]

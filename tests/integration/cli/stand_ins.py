@@ -49,6 +49,17 @@ def stand_ins(**habits: str) -> Callable[[RagCache, Site], list[dict[str, Any]]]
     return lambda cache, site: stand_in(cache, site, habits)
 
 
+def living(pids: list[int]) -> list[int]:
+    """Those of the processes that run."""
+    import psutil
+
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
 def _serve(port: int, habit: str) -> None:
     import signal
     import subprocess

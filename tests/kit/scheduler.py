@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -31,6 +30,7 @@ from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 from ragcache_wire.watched.signing_keys import SigningKeys
+from tests.kit.wait import wait_until
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
@@ -51,6 +51,7 @@ class FakeLookupStore:
         self.stored: dict[VariantKey, StoredVariant] = {}
         self.misses: dict[VariantKey, Miss] = {}
         self.outage: Exception | None = None
+        self.num_lookups = 0
         self.prefetched: list[list[VariantKey]] = []
         self.reported: list[ReportedUses] = []
 
@@ -59,6 +60,7 @@ class FakeLookupStore:
     ) -> ShardedLookup:
         assert exact
         assert domain
+        self.num_lookups += 1
         if self.outage is not None:
             raise self.outage
         return ShardedLookup(tuple(self._answer(want) for want in wants), AS_OF)
@@ -119,10 +121,15 @@ class SchedulerHarness:
 
     def loaded(self, request_id: str) -> int:
         """Ask until the lookup is complete, as vLLM does. Return the number of loaded tokens."""
-        deadline = time.monotonic() + 60
-        while (tokens := self.scheduler.loadable_tokens(request_id, 0)) is None:
-            assert time.monotonic() < deadline, "the lookup never completes"
-            time.sleep(0.001)
+        tokens: int | None = None
+
+        def is_known() -> bool:
+            nonlocal tokens
+            tokens = self.scheduler.loadable_tokens(request_id, 0)
+            return tokens is not None
+
+        wait_until(is_known, "the lookup")
+        assert tokens is not None
         self.scheduler.on_allocated(request_id, BLOCKS, tokens)
         return tokens
 

@@ -2,7 +2,7 @@
 
 Removals take many small transactions, so that a kill often comes between two of them.
 
-Usage: python -m tests.helpers.retriever_process FOLDER MODEL. It writes its port.
+Usage: python -m tests.kit.retriever_process FOLDER MODEL. It writes its port.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
+from tests.kit.retriever import make_knowledge_base, tokenizer_of
 
 REMOVED_CHUNKS = 4
 """Chunks that one transaction removes."""

@@ -13,6 +13,7 @@ from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.spec import GatewaySpec, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
+from tests.kit import manifests
 
 Object = dict[str, Any]
 
@@ -22,14 +23,7 @@ UID = "7f0c3b1e-0000-4000-8000-000000000001"
 
 
 def make_cache(name: str = "docs", namespace: str = NAMESPACE, **spec: Any) -> RagCache:
-    return parse_manifest(
-        {
-            "apiVersion": "ragcache.dev/v1alpha1",
-            "kind": "RagCache",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": spec,
-        }
-    )
+    return parse_manifest(manifests.cache(name, namespace, **spec))
 
 
 def children_of(

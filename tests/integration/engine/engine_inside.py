@@ -1,6 +1,6 @@
 """Checks inside a vLLM engine, in a process of its own. Prints the findings as one JSON object.
 
-python -m tests.helpers.engine_inside MODEL_FOLDER DTYPE
+python -m tests.integration.engine.engine_inside MODEL_FOLDER DTYPE
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,11 @@ from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.status.gateway_client import GatewayClient
+from tests.kit.wait import until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
 KEYS = ComponentKeys(bytes(32))
-_LIMIT_S = 60
 
 
 @contextmanager
@@ -42,15 +41,7 @@ async def _install(plane: ControlPlane) -> None:
     async with await Api.connect(plane.kubeconfig) as api:
         for path in sorted((ROOT / "crds").glob("*.yaml")):
             await api.create(CRDS, yaml.safe_load(path.read_text()))
-        await eventually(lambda: serves_our_kinds(api), "the CRDs are served")
-
-
-async def eventually(check: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait until a check succeeds."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not await check():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
+        await until(lambda: serves_our_kinds(api), "the CRDs are served")
 
 
 @dataclass
@@ -87,7 +78,7 @@ class Operator:
             calls.extend(self.audit.calls())
             return any("the-end" in call["requestURI"] for call in calls)
 
-        await eventually(is_whole, "an audit log")
+        await until(is_whole, "an audit log")
         reads = ("get", "list", "watch")
         return [
             f"{call['verb']} {call['objectRef']['resource']} {call['responseStatus']['code']}"
@@ -106,7 +97,7 @@ class Operator:
         async def is_seen() -> bool:
             return check()
 
-        await eventually(is_seen, "a change is seen")
+        await until(is_seen, "a change is seen")
 
 
 @asynccontextmanager

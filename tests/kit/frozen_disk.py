@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.preloaded import preloaded_library
+from tests.kit.preloaded import preloaded_library
 
 # Memory maps are not held. What they read is in the page cache, as long as memory suffices.
 _SOURCE = r"""

@@ -54,12 +54,13 @@ def examples() -> list[Object]:
     ]
 
 
-def cache(name: str = "docs", **spec: Any) -> Object:
+def cache(name: str = "docs", namespace: str = "", **spec: Any) -> Object:
     """Manifest of a RagCache."""
+    where = {"namespace": namespace} if namespace else {}
     return {
         "apiVersion": "ragcache.dev/v1alpha1",
         "kind": "RagCache",
-        "metadata": {"name": name},
+        "metadata": {"name": name, **where},
         "spec": spec,
     }
 

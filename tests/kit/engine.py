@@ -35,3 +35,7 @@ def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
         if best - second < MIN_LEAD:
             return False
     return True
+
+
+STORE_AWAY = ("store unavailable", "lookup timed out")
+"""Reasons while the store is away: its connection ends or the deadline passes first."""

@@ -14,7 +14,7 @@ from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, SearchM
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.records import ChunkSet, DocumentVersion
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from tests.helpers.stored_documents import NOW_MS, a_document, add_collection, digest_of_text
+from tests.kit.stored_documents import NOW_MS, a_document, add_collection, digest_of_text
 
 DIMENSION = 4
 

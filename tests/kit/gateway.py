@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,16 @@ import httpx
 import numpy as np
 import uvicorn
 
+from ragcache_core.access.caller import Scope
+from ragcache_core.access.key_file import entry_text, hash_text, key_of
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key, token_digest
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, VariantKey, chunk_key, token_digest
+from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.server import GatewayProtocol, bind_sockets
+from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
@@ -29,6 +33,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
+from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
@@ -42,7 +47,9 @@ from ragcache_wire.v1 import (
     retriever_pb2_grpc,
 )
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.memory_database import MemoryDatabase
+from ragcache_wire.watched.signing_keys import SigningKeys
+from tests.kit.memory_database import MemoryDatabase
+from tests.kit.wait import until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
@@ -864,6 +871,19 @@ async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
         yield await World(CONFIG.replace(**changes)).start(stack, model)
 
 
+async def until_status(client: httpx.AsyncClient, *wanted: int) -> httpx.Response:
+    """Wait until the gateway's status has one of these HTTP status codes."""
+    response = await client.get("/v1/status")
+
+    async def is_wanted() -> bool:
+        nonlocal response
+        response = await client.get("/v1/status")
+        return response.status_code in wanted
+
+    await until(is_wanted, f"a status in {wanted}")
+    return response
+
+
 async def until_predicted(client: httpx.AsyncClient) -> None:
     """Wait until the gateway predicts the caches of all its engines: the fakes have no feed."""
     async with asyncio.timeout(60):
@@ -880,3 +900,86 @@ def data_of(stream: str) -> list[Any]:
     """Parse the data of a stream's events; the end stays ``[DONE]``."""
     events = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+OPERATOR = key_of(b"o" * 32)
+BUILTIN = (("operator", hash_text(OPERATOR)),)
+
+
+def key(name: str) -> str:
+    """Return the key of a name, always the same."""
+    return key_of(name.encode().ljust(32, b"-"))
+
+
+def bearer(name: str) -> dict[str, str]:
+    """Return the header with the key of a name."""
+    return {"Authorization": f"Bearer {key(name)}"}
+
+
+def write_keys(path: Path, entries: Mapping[str, str]) -> Path:
+    """Write a key file: for each name, its fields after name and hash, in TOML."""
+    path.write_text(
+        "\n".join(
+            f'[[keys]]\nname = "{name}"\nhash = "{hash_text(key(name))}"\n{more}\n'
+            for name, more in entries.items()
+        )
+    )
+    return path
+
+
+def write_admin_key(path: Path) -> Path:
+    """Write a key file with the one key ``admin``."""
+    path.write_text(entry_text("admin", key("admin"), {Scope.ADMIN}))
+    return path
+
+
+WAIT_S = 60.0
+
+
+@dataclass
+class FollowedSource:
+    """A follower, and the tree that it fills."""
+
+    tree: KnowledgeTree
+    follower: SourceFollower
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self.follower.state is FeedState.SYNCHRONIZED
+
+    @property
+    def tiers(self) -> dict[VariantKey, str]:
+        """The tier of each node that the source has."""
+        return tiers_of(self.tree, self.follower.source)
+
+    async def synchronized(self) -> None:
+        await until(lambda: self.is_synchronized)
+
+    async def shows(self, tiers: dict[VariantKey, str]) -> None:
+        """Wait until the view of the source is this."""
+        await until(lambda: self.is_synchronized and self.tiers == tiers)
+
+
+def tiers_of(tree: KnowledgeTree, source: str) -> dict[VariantKey, str]:
+    """Return the tier of each node that a source has."""
+    tree.check()
+    return {
+        node.key: node.residency[source].tier
+        for node in tree._by_source.get(source, ())
+        if node.key is not None
+    }
+
+
+@asynccontextmanager
+async def following(
+    address: str, method: str, keys: SigningKeys | None = None
+) -> AsyncIterator[FollowedSource]:
+    """Follow the source at an address until the end."""
+    tree = KnowledgeTree(100_000)
+    follower = SourceFollower(tree, f"test:{address}", FeedClient(address, method, keys))
+    task = asyncio.create_task(follower.run())
+    try:
+        yield FollowedSource(tree, follower)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

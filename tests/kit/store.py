@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.feeds.feed_access import FeedGuard
@@ -39,38 +40,6 @@ from ragcache_wire.v1 import cachestore_pb2_grpc
 
 MIB = 1 << 20
 TIMEOUT_S = 60.0
-
-
-class ManualClock:
-    """A clock that a test sets."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class ManualTime:
-    """The time as a store reads it, which a test lets pass. The wall clock can be set.
-
-    Attributes:
-        now_ms: What the wall clock says.
-    """
-
-    def __init__(self, now_ms: int = 1_700_000_000_000, started_s: float = 0.0) -> None:
-        self.now_ms = now_ms
-        self._monotonic_s = started_s
-
-    def pass_ms(self, milliseconds: int) -> None:
-        """Let time pass."""
-        self.now_ms += milliseconds
-        self._monotonic_s += milliseconds / 1000
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of a store."""
-        return {"clock": lambda: self._monotonic_s, "wall_ms": lambda: self.now_ms}
 
 
 def key(chunk: int, prefix: int = 0) -> VariantKey:
@@ -286,3 +255,13 @@ def get_value(client: StoreClient, key: VariantKey) -> bytes | None:
     """Get one value through the client; None for a miss."""
     ((_, found),) = client.get([key], TIMEOUT_S)
     return None if isinstance(found, Miss) else bytes(found.value)
+
+
+def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
+    """Return whether sources, one after another, match the checksums of parts."""
+    verifier = Verifier(parts)
+    for source in sources:
+        verifier.add(source)
+        if not verifier.good:
+            return False
+    return verifier.complete and verifier.good

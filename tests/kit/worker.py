@@ -35,11 +35,12 @@ from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
-from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
-from tests.helpers.value_checksums import matches_checksums
+from tests.kit.store import matches_checksums
+from tests.kit.wait import wait_until
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
@@ -125,11 +126,13 @@ class FakeStoreClient:
         self.lock = threading.Lock()
         self.put_s = 0.0
         self.put_outages = 0
+        self.puts_timed_out = 0
         self.part_counts: list[int] = []
         self.costs_s: list[float] = []
         self.requested: list[list[VariantKey]] = []
         self.requested_exact: list[bool] = []
         self.was_read_to_end = False
+        self.ended_gets = 0
         self.reported: list[ReportedUses] = []
         self.as_of: list[object] = []
         self.connects: Callable[[], object] = lambda: None
@@ -161,12 +164,15 @@ class FakeStoreClient:
         self.requested.append(list(keys))
         self.requested_exact.append(exact)
         assert domain == "tenant"
-        for number, wanted in enumerate(keys):
-            self.get_gate.wait(TIMEOUT_S)
-            if number == self.outage_after:
-                raise Unavailable("cachestore", "gone")
-            yield wanted, self.values.get(wanted, Miss.EVICTED)
-        self.was_read_to_end = True
+        try:
+            for number, wanted in enumerate(keys):
+                self.get_gate.wait(TIMEOUT_S)
+                if number == self.outage_after:
+                    raise Unavailable("cachestore", "gone")
+                yield wanted, self.values.get(wanted, Miss.EVICTED)
+            self.was_read_to_end = True
+        finally:
+            self.ended_gets += 1
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, *, as_of: object
@@ -178,9 +184,13 @@ class FakeStoreClient:
                 raise Unavailable("cachestore", "gone")
         runs = OutgoingRuns(variant, value, time.monotonic() + (self.put_s or timeout_s))
         received = b""
-        for run in runs:
-            received += run
-            self.part_counts.append(len(runs.checksums))
+        try:
+            for run in runs:
+                received += run
+                self.part_counts.append(len(runs.checksums))
+        except IncompleteValue:
+            self.puts_timed_out += 1
+            raise
         completion = runs.completion()
         parts = tuple(map(ValuePart, variant.part_bytes, completion.checksums))
         assert matches_checksums([memoryview(received)], parts)
@@ -206,7 +216,7 @@ class FakeStoreClient:
 
 
 class WorkerHarness:
-    """Plays vLLM's part: polls wait_until the load has ended."""
+    """Plays vLLM's part: polls until the load has ended."""
 
     def __init__(
         self,
@@ -232,27 +242,21 @@ class WorkerHarness:
         self.connector.start_loads(StepJobs(loads=(job,)))
         return self.wait_for_outcome(job.request_id)
 
-    def wait_for_outcome(self, request_id: str) -> LoadOutcome:
-        deadline = time.monotonic() + TIMEOUT_S
-        while request_id not in self.connector.take_received():
-            assert time.monotonic() < deadline, "the load never ended"
-            time.sleep(0.001)
-            self.connector.advance((), busy=False)
+    def wait_for_outcome(self, request_id: str, *, busy: bool = False) -> LoadOutcome:
+        """Advance the load until it ends, as vLLM's steps do."""
+
+        def has_ended() -> bool:
+            if request_id in self.connector.take_received():
+                return True
+            self.connector.advance((), busy=busy)
+            return False
+
+        wait_until(has_ended, "the end of the load")
         report = self.connector.take_report()
         assert report is not None
         (outcome,) = report.outcomes
         return outcome
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def wait_for_puts(store: FakeStoreClient, count: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(store.puts) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(store.puts) >= count)

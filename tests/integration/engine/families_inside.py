@@ -1,6 +1,7 @@
 """Checks in a vLLM engine whether chunks of several model families can be blended.
 
-python -m tests.helpers.families_inside FOLDER makes small models there and prints one JSON object.
+``python -m tests.integration.engine.families_inside FOLDER`` makes small models there and prints
+one JSON object.
 """
 
 from __future__ import annotations

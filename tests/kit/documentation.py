@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
+import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import typer
 from markdown_it import MarkdownIt
+
+from ragcache_cli.main import app
+from tests.kit.sources import pdf
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _PARSER: Final = MarkdownIt("commonmark").enable("table")
@@ -214,3 +222,123 @@ def links(path: Path) -> Iterator[tuple[int, str]]:
             target = child.attrGet("href") if child.type == "link_open" else child.attrGet("src")
             if isinstance(target, str):
                 yield (token.map[0] + 1 if token.map else 0), target
+
+
+def cli_commands() -> dict[tuple[str, ...], Any]:
+    """Return the commands, without groups, by their words."""
+    return dict(_below((), typer.main.get_command(app)))
+
+
+def parse(words: list[str]) -> tuple[str, ...]:
+    """Parse the words after ``ragcache`` and return those of the command; nothing runs.
+
+    Raises what the parser raises.
+    """
+    command: Any = typer.main.get_command(app)
+    context, found = None, list[str]()
+    while hasattr(command, "commands"):
+        context = command.make_context("ragcache", [], parent=context, resilient_parsing=True)
+        name, command, words = command.resolve_command(context, words)
+        found.append(name)
+    command.make_context(found[-1], list(words), parent=context)
+    return tuple(found)
+
+
+def _below(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield words, command
+        return
+    for name, one in command.commands.items():
+        yield from _below((*words, name), one)
+
+
+PAGES: Final = tracked(
+    "README.md", "CONTRIBUTING.md", "docs/*.md", "docs/**/*.md", "charts/**/README.md"
+)
+_INLINE: Final = ("ragcache ", "kubectl ragcache ", "make ", "python -m bench.", "python -m tools.")
+"""How code inside a sentence begins that is a command as a whole."""
+
+_ALONE: Final = {"completion", "doctor", "keys", "render", "size"}
+"""Commands that need neither a platform nor a network."""
+_WITH_GATEWAY: Final = {
+    *("ask", "backup", "collection", "explain", "ingest", "restore", "top"),
+}
+_ELSEWHERE: Final = {
+    "up": "tests/integration/cli/test_up.py",
+    "down": "tests/integration/cli/test_up.py",
+    "status": "tests/integration/cli/test_platform.py",
+    "logs": "tests/integration/cli/test_platform.py",
+    "sync": "tests/integration/cli/test_sync.py",
+    "quality": "tests/unit/cli/commands/test_quality.py",  # a verdict needs more documents
+    "install": "tests/integration/cli/test_cluster.py",
+    "model": "tests/unit/cli/models/test_cache.py",
+}
+"""Commands that need processes, a cluster or the package index, and the tests that run them."""
+
+
+class RunBy(enum.Enum):
+    """Which test runs a command as it is written."""
+
+    ALONE = "tests/unit/docs/test_commands.py"
+    GATEWAY = "tests/integration/cli/test_documentation.py"
+    OTHER = "a test of the command with other arguments"
+
+
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """Return the code of all pages."""
+    return tuple(block for path in PAGES for block in blocks(path))
+
+
+@cache
+def all_commands() -> tuple[Command, ...]:
+    """Return the commands of all pages."""
+    found = [
+        command for block in all_blocks() if block.kind == "shell" for command in commands(block)
+    ]
+    for block in all_blocks():
+        is_command = block.kind == "inline" and block.text.startswith(_INLINE)
+        if is_command and "bench.NAME" not in block.text:
+            words = shlex.split(block.text.replace("...", ""))
+            if words[0] == "ragcache" and all(word.isalpha() for word in words):
+                words.append("--help")  # a sentence names the command and no arguments
+            found.append(Command(block.position, tuple(words)))
+    return tuple(found)
+
+
+def run_by(words: tuple[str, ...]) -> RunBy:
+    """Return which test runs a ``ragcache`` command.
+
+    Args:
+        words: Those after ``ragcache``.
+
+    Raises:
+        KeyError: No test is known to run it.
+    """
+    if "--help" in words or words[:2] == ("model", "list"):
+        return RunBy.ALONE
+    if words[0] in _ALONE:
+        return RunBy.OTHER if "FILE" in words else RunBy.ALONE
+    if words[0] in _WITH_GATEWAY:
+        return RunBy.GATEWAY
+    if not (ROOT / _ELSEWHERE[words[0]]).is_file():
+        raise KeyError(words[0])
+    return RunBy.OTHER
+
+
+def write_reader_folder(folder: Path) -> None:
+    """Write the files that a reader of the documentation is assumed to have."""
+    shutil.copy(ROOT / "examples" / "quickstart.yaml", folder / "ragcache.yaml")
+    for name in ("examples", "models"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("docs", "handbook"):
+        (folder / name).mkdir()
+        (folder / name / "billing.md").write_text("# Billing\n\nBilling runs in eu-north.\n")
+        (folder / name / "search.md").write_text("# Search\n\nSearch runs in us-east.\n")
+    (folder / "a.md").write_text("# Alerts\n\nAlerts go to the pager.\n")
+    for name in ("b.pdf", "report.pdf"):
+        (folder / name).write_bytes(pdf(["Backups run at night."], title="Report"))
+    line = {"id": "duty", "text": "Duty changes on Monday."}
+    (folder / "data.jsonl").write_text(json.dumps(line) + "\n")
+    question = {"question": "Where does billing run?"}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
