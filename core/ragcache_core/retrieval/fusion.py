@@ -18,8 +18,8 @@ Rows = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
 
 DEFAULT_LEXICAL_WEIGHT = 0.4
-"""Weight of the lexical leg in collections that set none. It is near the best one in all
-collections that were measured with ``bench.retrieval_quality``."""
+"""Weight of the lexical leg in collections that set none. With it both legs together find more than
+either leg alone, in all collections of ``bench.retrieval_quality``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
