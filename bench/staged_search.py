@@ -21,7 +21,7 @@ generator and the rules that are compared.
   with a declared recall, centroids included. ``oracle`` knows what later cells hold: no rule for
   the same cells can do better, so that ``fixed_over_declared`` is at most ``fixed_over_oracle``.
 * ``hnsw_waste_share``: vectors that a staged walk compares beyond one walk by faiss.
-* ``shared_scan_gain_*``: searches/s of so many callers over those of one, one scan at a time.
+* ``shared_scan_gain_*``: searches/s of so many callers over those of one.
 * ``sq8_recall``: of quantized vectors, against the hits of float32 in all cells.
 """
 

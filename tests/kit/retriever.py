@@ -26,7 +26,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.limited_service import LimitedService
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.faiss_base import SearchEffort
-from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -85,9 +85,9 @@ class HeldEmbedder(WordEmbedder):
 
 
 @functools.cache
-def index_threads() -> IndexThreads:
-    """Return threads that all indexes of the tests' process share."""
-    return IndexThreads.start(num_scans=1)
+def build_thread() -> BuildThread:
+    """Return the thread that all indexes of the tests' process share."""
+    return BuildThread()
 
 
 def make_knowledge_base(
@@ -107,7 +107,7 @@ def make_knowledge_base(
     return KnowledgeBase(
         store or SqliteDocumentStore(folder, DiskReserve(folder, 0)),
         indexes
-        or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), index_threads()),
+        or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), build_thread()),
         HybridRanking(),
         embedder or WordEmbedder(),
         tokenizer,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
 from ragcache_retriever.search.faiss_base import SearchEffort
-from ragcache_retriever.search.faiss_index import IndexThreads
 from ragcache_retriever.search.vector_index import IndexStage, Rows, VectorIndex, Vectors
 from ragcache_retriever.store.vector_indexes import RowIndex
 
@@ -53,12 +51,3 @@ def add(index: VectorIndex, rows: Sequence[int], vectors: Vectors) -> None:
 def wait_until_built(index: RowIndex) -> None:
     while index.is_building:
         threading.Event().wait(0.005)
-
-
-@contextmanager
-def running_threads(num_scans: int = 2) -> Iterator[IndexThreads]:
-    threads = IndexThreads.start(num_scans)
-    try:
-        yield threads
-    finally:
-        threads.close()

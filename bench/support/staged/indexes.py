@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search.faiss_base import FaissBase, Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import VectorSource, build_base, empty_base
-from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndex, IndexOptions
 
 Vectors = npt.NDArray[np.float32]
 
@@ -29,30 +29,25 @@ def build(
 
 @contextmanager
 def searched(base: FaissBase, effort: SearchEffort) -> Iterator[FaissIndex]:
-    """An index over a base, which has learned nothing yet. It scans for one search at a time."""
-    threads = IndexThreads.start(1)
+    """An index over a base, which has counted no search yet."""
     options = IndexOptions(base.kind, base.precision, None, effort)
-    index = FaissIndex(None, base.index.d, options, threads, base)
-    try:
+    with BuildThread() as builds:
+        index = FaissIndex(None, base.index.d, options, builds, base)
         yield index
-    finally:
         index.close()
-        threads.close()
 
 
 @contextmanager
 def opened_index(vectors: Vectors, effort: SearchEffort, folder: Path) -> Iterator[FaissIndex]:
     """An index of a folder, filled with the vectors in cells if it is empty."""
-    threads = IndexThreads.start(1)
     options = IndexOptions(IndexKind.IVF, effort=effort)
-    index = FaissIndex.open(folder, vectors.shape[1], options, threads)
-    if not len(index):
-        index.load(
-            (np.arange(begin, min(begin + _BATCH, len(vectors))), vectors[begin : begin + _BATCH])
-            for begin in range(0, len(vectors), _BATCH)
-        )
-    try:
+    with BuildThread() as builds:
+        index = FaissIndex.open(folder, vectors.shape[1], options, builds)
+        if not len(index):
+            index.load(
+                (np.arange(begin, begin + len(batch)), batch)
+                for begin in range(0, len(vectors), _BATCH)
+                for batch in [vectors[begin : begin + _BATCH]]
+            )
         yield index
-    finally:
         index.close()
-        threads.close()

@@ -38,7 +38,7 @@ from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
 from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
 from ragcache_retriever.ranking.rerankers.reranker import Reranker
-from ragcache_retriever.search.faiss_index import IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -110,8 +110,8 @@ async def _serve(
     except DocumentsDamaged as error:
         await _serve_damaged(settings, health, copies, error)
         return
-    threads = IndexThreads.start(usable_cores())
-    knowledge_base = await _make_knowledge_base(settings, health, store, threads)
+    builds = BuildThread()
+    knowledge_base = await _make_knowledge_base(settings, health, store, builds)
     restart = asyncio.Event()
     service = RetrieverService(
         knowledge_base,
@@ -146,7 +146,7 @@ async def _serve(
         await server.stop()
         await asyncio.gather(checking, return_exceptions=True)
         await knowledge_base.close()
-        await asyncio.to_thread(threads.close)
+        await asyncio.to_thread(builds.shutdown)
 
 
 async def _until_stopped_or(restart: asyncio.Event) -> None:
@@ -199,7 +199,7 @@ async def _make_knowledge_base(
     settings: RetrieverSettings,
     health: HealthServer,
     store: DocumentStore,
-    threads: IndexThreads,
+    builds: BuildThread,
 ) -> KnowledgeBase:
     defaults = collection_defaults(settings)
     health.set_progress("loading the model's tokenizer")
@@ -210,7 +210,7 @@ async def _make_knowledge_base(
     gate = QueryGate()
     return KnowledgeBase(
         store,
-        make_indexes(settings, store, index_options(settings), threads),
+        make_indexes(settings, store, index_options(settings), builds),
         HybridRanking(reranker),
         make_embedder(settings, gate),
         tokenizer,

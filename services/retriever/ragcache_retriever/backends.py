@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -39,13 +39,13 @@ def make_indexes(
     settings: RetrieverSettings,
     store: DocumentStore,
     options: IndexOptions,
-    threads: IndexThreads,
+    builds: BuildThread,
 ) -> VectorIndexes:
     """Return the vector indexes of the documents. They connect when one is opened.
 
     Args:
         options: Of the embedded index. Other backends use its recall.
-        threads: Of the embedded index.
+        builds: Of the embedded index.
 
     Raises:
         InvalidInput: The settings cannot be used.
@@ -69,7 +69,7 @@ def make_indexes(
             identity = index_identity(settings.data_dir)
             return MilvusIndexes(settings.backend_url or "", identity, options.recall)
         case _:
-            return FaissIndexes(settings.data_dir / INDEXES_FOLDER, options, threads)
+            return FaissIndexes(settings.data_dir / INDEXES_FOLDER, options, builds)
 
 
 def index_identity(folder: Path) -> str:

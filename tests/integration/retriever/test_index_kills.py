@@ -11,8 +11,8 @@ import numpy as np
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import faiss_index
-from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
-from tests.kit.vectors import DIMENSION, EVERYTHING, clustered, final, nearest, running_threads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndex, IndexOptions
+from tests.kit.vectors import DIMENSION, EVERYTHING, clustered, final, nearest
 
 NUM_KILLS = 10
 NUM_VECTORS = 20_000
@@ -26,9 +26,9 @@ add_and_merge(Path(sys.argv[1]))
 """
 
 
-def opened(folder: Path, threads: IndexThreads) -> FaissIndex:
+def opened(folder: Path, builds: BuildThread) -> FaissIndex:
     options = IndexOptions(IndexKind.IVF, effort=EVERYTHING)
-    return FaissIndex.open(folder, DIMENSION, options, threads)
+    return FaissIndex.open(folder, DIMENSION, options, builds)
 
 
 def add_and_merge(folder: Path) -> None:
@@ -36,8 +36,8 @@ def add_and_merge(folder: Path) -> None:
     faiss_index.MIN_TAIL = BATCH  # type: ignore[misc]
     faiss_index.TAIL_SHARE = 0  # type: ignore[misc]
     vectors = clustered(NUM_VECTORS, seed=1)
-    with running_threads(1) as threads:
-        index = opened(folder, threads)
+    with BuildThread() as builds:
+        index = opened(folder, builds)
         print("started", flush=True)
         while True:
             begin = int(index.rows().max(initial=-1)) + 1
@@ -60,8 +60,8 @@ def test_an_index_survives_kills_while_it_merges(tmp_path: Path) -> None:
             assert process.stdout.readline() == b"started\n"
             time.sleep(rng.uniform(0.05, 0.4))
             process.kill()
-        with running_threads(1) as threads:
-            index = opened(tmp_path / "index", threads)
+        with BuildThread() as builds:
+            index = opened(tmp_path / "index", builds)
             rows = index.rows()
             sizes.append(len(rows))
             query = vectors[rng.integers(NUM_VECTORS)]

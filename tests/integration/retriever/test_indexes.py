@@ -16,7 +16,7 @@ from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from tests.kit.retriever import index_threads
+from tests.kit.retriever import build_thread
 from tests.kit.stored_documents import RECIPE, add_collection, delete, put
 
 NUM_DOCUMENTS = 20
@@ -46,7 +46,7 @@ def texts(number: int) -> list[str]:
 
 def opened(store: SqliteDocumentStore, generation: int) -> GenerationIndexes:
     folder = store.database.folder / INDEXES_FOLDER
-    files = FaissIndexes(folder, IndexOptions(), index_threads())
+    files = FaissIndexes(folder, IndexOptions(), build_thread())
     indexes = GenerationIndexes(store, files)
     indexes.open(generation, RECIPE.dimension, IndexKind.AUTO)
     return indexes

@@ -28,7 +28,7 @@ from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.kit.retriever import index_threads
+from tests.kit.retriever import build_thread
 
 NUM_WRITERS = 4
 DOCUMENTS_OF_A_WRITER = 6
@@ -249,7 +249,7 @@ def check_nothing_left(folder: Path) -> None:
 
 def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimension: int) -> None:
     """Compare the index that was on disk, once reconciled, with the stored vectors."""
-    files = FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(), index_threads())
+    files = FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(), build_thread())
     indexes = GenerationIndexes(store, files)
     indexes.open(generation, dimension, IndexKind.AUTO)
     rows = store.rows(generation)

@@ -14,7 +14,7 @@ from pymilvus import MilvusClient
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
-from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.search.remote import milvus
 from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
 from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
@@ -125,14 +125,13 @@ class PgvectorHarness:
 def embedded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[IndexKind], OwnHarness]]:
-    threads = IndexThreads.start(1)
+    with BuildThread() as builds:
 
-    def make(kind: IndexKind) -> OwnHarness:
-        folder = tmp_path_factory.mktemp("embedded")
-        return OwnHarness(FaissIndexes(folder, IndexOptions(), threads), kind)
+        def make(kind: IndexKind) -> OwnHarness:
+            folder = tmp_path_factory.mktemp("embedded")
+            return OwnHarness(FaissIndexes(folder, IndexOptions(), builds), kind)
 
-    yield make
-    threads.close()
+        yield make
 
 
 def pgvector_harness(store: PostgresDocumentStore, kind: IndexKind) -> PgvectorHarness:

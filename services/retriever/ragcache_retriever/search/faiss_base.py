@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.sizing.retriever_size import index_bytes
+from ragcache_retriever.search.staged_hits import STAGE_SHARES
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 Precision = Literal["float32", "sq8"]
@@ -27,11 +28,8 @@ Mask = npt.NDArray[np.bool_]
 
 _faiss: Any = faiss  # its types leave out much of what Python can call
 
-STAGE_SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Share of the scanned vectors at the end of each stage. After 13 % of the scan, 95 % of searches
-have their final hits (RAGCache Fig. 8)."""
 STEP_VECTORS: Final = 1 << 14
-"""Vectors of one part of a scan, about a millisecond. A search can be cancelled between parts."""
+"""Most vectors of one part of a scan, about a millisecond. A search can end between parts."""
 COMPARED_BLOCK: Final = 1 << 12
 FIRST_BEAM_SHARE: Final = 1 / 8
 MOST_FIRST_BEAM_SHARE: Final = 1 / 4
@@ -160,19 +158,19 @@ class FaissBase:
 
         Only vectors that may be found count.
         """
-        sizes = self._sizes
+        sizes, total = self._sizes, len(self)
         if allowed is not None:
-            sizes = self._num_in_cells(allowed)
+            sizes, total = self._num_in_cells(allowed), len(allowed)
         elif mask is not None:
             sizes = sizes - self._num_in_cells(np.flatnonzero(~mask))
         if self.kind is IndexKind.FLAT:
-            ranked, limit = np.arange(len(sizes)), int(sizes.sum())
+            ranked, limit = np.arange(len(sizes)), total
         else:
             ranked = self.index.quantizer.search(query[np.newaxis], len(sizes))[1][0]
-            limit = max(effort.exact_limit, math.ceil(effort.min_share * sizes.sum()))
+            limit = max(effort.exact_limit, math.ceil(effort.min_share * total))
         ranked = ranked[sizes[ranked] > 0]
-        scanned = np.cumsum(sizes[ranked])
-        end = int(np.searchsorted(scanned, limit)) + 1
+        scanned = sizes[ranked].cumsum()
+        end = int(scanned.searchsorted(limit)) + 1
         return ranked[:end], scanned[:end]
 
     def _num_in_cells(self, positions: Positions) -> Positions:
@@ -192,17 +190,18 @@ class FaissBase:
         selector: Any = None
         if mask is not None:
             selector = _faiss.IDSelectorBitmap(np.packbits(mask, bitorder="little"))
+        parameters = _faiss.SearchParametersIVF(sel=selector)
         begin = before = 0
         for end, ends_stage in scan_ends(scanned, shares):
-            found = self._scan_cells(query, top_k, cells[begin:end], selector)
+            parameters.nprobe = end - begin
+            found = self._scan_cells(query, top_k, cells[begin:end], parameters)
             so_far = int(scanned[end - 1])
             yield SearchPart(found, so_far / int(scanned[-1]), so_far - before, ends_stage)
             begin, before = end, so_far
 
     def _scan_cells(
-        self, query: Vectors, top_k: int, cells: Positions, selector: Any
+        self, query: Vectors, top_k: int, cells: Positions, parameters: Any
     ) -> list[tuple[int, float]]:
-        cells = np.ascontiguousarray(cells, np.int64)
         distances = np.zeros(len(cells), np.float32)
         scores = np.empty(top_k, np.float32)
         positions = np.empty(top_k, np.int64)
@@ -216,7 +215,7 @@ class FaissBase:
             faiss.swig_ptr(scores),
             faiss.swig_ptr(positions),
             False,
-            _faiss.SearchParametersIVF(nprobe=len(cells), sel=selector),
+            parameters,
         )
         is_hit = positions >= 0
         return pairs(self.rows[positions[is_hit]], scores[is_hit])
@@ -270,7 +269,12 @@ def scan_ends(scanned: Positions, shares: tuple[float, ...]) -> list[tuple[int, 
         shares: Share of the vectors at the end of each stage, the last one 1.
     """
     total = int(scanned[-1])
-    stages = {int(np.searchsorted(scanned, share * total)) + 1 for share in shares}
-    steps = np.arange(STEP_VECTORS, total, STEP_VECTORS)
-    parts = stages | set((np.searchsorted(scanned, steps) + 1).tolist())
-    return [(end, end in stages) for end in sorted(parts)]
+    targets, is_stage, begin = [], [], 0.0
+    for share in shares:
+        num_parts = max(1, math.ceil((share * total - begin) / STEP_VECTORS))
+        size = (share * total - begin) / num_parts
+        targets += [begin + i * size for i in range(1, num_parts)] + [share * total]
+        is_stage += [False] * (num_parts - 1) + [True]
+        begin = share * total
+    ends = (np.searchsorted(scanned, targets) + 1).tolist()
+    return sorted(dict(sorted(zip(ends, is_stage, strict=True))).items())

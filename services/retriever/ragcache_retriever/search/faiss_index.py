@@ -11,12 +11,11 @@ compares them with the rows of the documents (``rows``), and applies the differe
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -27,6 +26,7 @@ from threadpoolctl import threadpool_limits
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.stage_counts import StageCounts
+from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.search.faiss_base import FaissBase, Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import (
     BuildAborted,
@@ -51,37 +51,15 @@ TAIL_SHARE: Final = 1 / 8
 MAX_BACKOFF: Final = 8
 """After each failed merge the next one waits for twice the changes, up to this factor."""
 
-_BUILD_NICENESS: Final = 15
 
+class BuildThread(ThreadPoolExecutor):
+    """The thread that builds the bases of all indexes of a process, at a low priority."""
 
-@dataclass(frozen=True, slots=True)
-class IndexThreads:
-    """What the indexes of a process share.
-
-    Attributes:
-        cores: Limits the scans at a time. A search runs in the thread of its caller.
-        background: Builds bases, at a low priority.
-    """
-
-    cores: threading.Semaphore
-    background: Executor
-
-    @classmethod
-    def start(cls, num_scans: int) -> IndexThreads:
-        """Allow so many scans at a time, and start one thread for all bases."""
-        # Products of a scan are too small for several threads, and cores have other work.
+    def __init__(self) -> None:
+        # The threads that faiss starts to train inherit the priority.
+        super().__init__(1, "index-build", initializer=lower_priority)
+        # Products of a search are too small for several threads, and cores have other work.
         threadpool_limits(1, user_api="blas")
-        background = ThreadPoolExecutor(1, "index-build", initializer=_lower_priority)
-        return cls(threading.Semaphore(num_scans), background)
-
-    def close(self) -> None:
-        """End the thread. All indexes are closed."""
-        self.background.shutdown(cancel_futures=True)
-
-
-def _lower_priority() -> None:
-    # On Linux a priority belongs to one thread. The ones that faiss starts to train inherit it.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILD_NICENESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +91,13 @@ class FaissIndex:
         folder: Path | None,
         dimension: int,
         options: IndexOptions,
-        threads: IndexThreads,
+        builds: BuildThread,
         base: FaissBase,
     ) -> None:
         self._folder = folder
         self._dimension = dimension
         self._options = options
-        self._threads = threads
+        self._builds = builds
         self._counts = StageCounts()
         self._lock = threading.Lock()  # guards changes of the view, for microseconds
         self._view = IndexView(base, None, Tail.empty(dimension))
@@ -131,7 +109,7 @@ class FaissIndex:
 
     @classmethod
     def open(
-        cls, folder: Path | None, dimension: int, options: IndexOptions, threads: IndexThreads
+        cls, folder: Path | None, dimension: int, options: IndexOptions, builds: BuildThread
     ) -> FaissIndex:
         """Open the index of a folder, or an empty one. A damaged file counts as none.
 
@@ -146,8 +124,8 @@ class FaissIndex:
                 log.warning("index: built again from the documents error=%s", error)
                 shutil.rmtree(folder, ignore_errors=True)
         if found is None:
-            return cls(folder, dimension, options, threads, empty_base(options.precision))
-        index = cls(folder, dimension, options, threads, found)
+            return cls(folder, dimension, options, builds, empty_base(options.precision))
+        index = cls(folder, dimension, options, builds, found)
         index.set_kind(options.kind)
         return index
 
@@ -224,8 +202,7 @@ class FaissIndex:
         num_scored = 0
         caller_s, resumed = 0.0, time.perf_counter()
         while cancelled is None or not cancelled():
-            with self._threads.cores:
-                part = next(parts)
+            part = next(parts)
             found += part.found
             num_scored += part.num_scored
             if not part.ends_stage:
@@ -269,7 +246,7 @@ class FaissIndex:
         may_merge = not (self.is_building or self._is_closed)
         if (has_grown or has_new_kind) and may_merge:
             self._has_new_kind = False
-            self._merge = self._threads.background.submit(self._merge_tail)
+            self._merge = self._builds.submit(self._merge_tail)
 
     def _merge_tail(self) -> None:
         """Build a base from the view of now, and swap it in with the changes since."""
@@ -314,16 +291,16 @@ class FaissIndexes:
         options: Of each index, besides its kind.
     """
 
-    def __init__(self, folder: Path | None, options: IndexOptions, threads: IndexThreads) -> None:
+    def __init__(self, folder: Path | None, options: IndexOptions, builds: BuildThread) -> None:
         self._folder = folder
         self._options = options
-        self._threads = threads
+        self._builds = builds
 
     def open(self, generation: int, dimension: int, kind: IndexKind) -> FaissIndex:
         """Open the index of a generation. See VectorIndexes."""
         folder = None if self._folder is None else self._folder / str(generation)
         options = replace(self._options, kind=kind)
-        return FaissIndex.open(folder, dimension, options, self._threads)
+        return FaissIndex.open(folder, dimension, options, self._builds)
 
     def remove(self, generation: int) -> None:
         """Remove the files of a generation."""

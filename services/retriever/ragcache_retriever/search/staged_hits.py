@@ -11,7 +11,8 @@ from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.search.vector_index import IndexStage
 
 STAGE_SHARES = (1 / 8, 1 / 2, 1.0)
-"""Share of the effort at the end of each stage of an index in another service."""
+"""Share of the effort at the end of each stage. After 13 % of the scan, 95 % of searches have their
+final hits (RAGCache Fig. 8)."""
 
 
 class StagedHits:

@@ -18,7 +18,7 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.search import faiss_base, faiss_index
 from ragcache_retriever.search.faiss_base import Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import build_base
-from ragcache_retriever.search.faiss_index import FaissIndex, IndexOptions, IndexThreads
+from ragcache_retriever.search.faiss_index import BuildThread, FaissIndex, IndexOptions
 from tests.kit.vectors import (
     DIMENSION,
     EVERYTHING,
@@ -27,7 +27,6 @@ from tests.kit.vectors import (
     clustered,
     final,
     nearest,
-    running_threads,
     wait_until_built,
 )
 
@@ -37,31 +36,31 @@ KINDS = (*CELL_KINDS, IndexKind.HNSW)
 
 
 @pytest.fixture(scope="module")
-def threads() -> Iterator[IndexThreads]:
-    with running_threads() as started:
+def builds() -> Iterator[BuildThread]:
+    with BuildThread() as started:
         yield started
 
 
 def opened(
-    threads: IndexThreads,
+    builds: BuildThread,
     kind: IndexKind = IndexKind.AUTO,
     folder: Path | None = None,
     effort: SearchEffort = EVERYTHING,
     precision: Precision = "float32",
 ) -> FaissIndex:
     options = IndexOptions(kind=kind, effort=effort, precision=precision)
-    return FaissIndex.open(folder, DIMENSION, options, threads)
+    return FaissIndex.open(folder, DIMENSION, options, builds)
 
 
 def loaded(
-    threads: IndexThreads,
+    builds: BuildThread,
     kind: IndexKind,
     vectors: np.ndarray,
     effort: SearchEffort = EVERYTHING,
     precision: Precision = "float32",
 ) -> FaissIndex:
     """An index of the kind, with the vectors in rows from 0."""
-    index = opened(threads, kind, None, effort, precision)
+    index = opened(builds, kind, None, effort, precision)
     index.load([(np.arange(len(vectors)), vectors)])
     wait_until_built(index)
     return index
@@ -79,10 +78,10 @@ def recall(index: FaissIndex, rows: np.ndarray, vectors: np.ndarray) -> float:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 1000])
 @pytest.mark.parametrize("top_k", [1, 10, 1000])
 def test_the_final_stage_over_all_cells_is_exact(
-    threads: IndexThreads, kind: IndexKind, count: int, top_k: int
+    builds: BuildThread, kind: IndexKind, count: int, top_k: int
 ) -> None:
     vectors, rows = clustered(count, seed=1), np.arange(count) * 3 + 7
-    index = opened(threads, kind)
+    index = opened(builds, kind)
     order = np.random.default_rng(1).permutation(count)
     index.load([(rows[order], vectors[order])])
     for query in clustered(5, seed=2):
@@ -101,8 +100,8 @@ def test_the_final_stage_of_cells_equals_a_plain_search_with_the_same_nprobe(
 ) -> None:
     vectors = clustered(count, seed=3)
     effort = SearchEffort(exact_limit=limit, min_share=1 / 16)
-    with running_threads(1) as threads:
-        index = loaded(threads, IndexKind.IVF, vectors, effort, precision)
+    with BuildThread() as builds:
+        index = loaded(builds, IndexKind.IVF, vectors, effort, precision)
         for query in clustered(10, seed=4):
             cells, scanned = index.base.planned_cells(query, effort)
             ranked = index.base.index.quantizer.search(query[None], index.base.index.nlist)[1][0]
@@ -119,9 +118,9 @@ def test_the_final_stage_of_cells_equals_a_plain_search_with_the_same_nprobe(
 
 @pytest.mark.parametrize("precision", ["float32", "sq8"])
 def test_the_final_stage_of_a_graph_equals_a_plain_search_with_the_same_beam(
-    threads: IndexThreads, precision: Precision
+    builds: BuildThread, precision: Precision
 ) -> None:
-    index = loaded(threads, IndexKind.HNSW, clustered(3000, seed=5), SearchEffort(), precision)
+    index = loaded(builds, IndexKind.HNSW, clustered(3000, seed=5), SearchEffort(), precision)
     assert index.kind is IndexKind.HNSW
     for query in clustered(20, seed=6):
         *early, last = index.search(query, 10)
@@ -138,10 +137,10 @@ def test_any_sequence_of_changes_equals_a_plain_search(
 ) -> None:
     pool = clustered(300, seed=6)
     live: dict[int, int] = {}  # row -> vector
-    with running_threads(1) as threads, pytest.MonkeyPatch.context() as patch:
+    with BuildThread() as builds, pytest.MonkeyPatch.context() as patch:
         if is_merged:
             patch.setattr(faiss_index, "MIN_TAIL", 20)
-        index = opened(threads, kind, effort=EVERYTHING)
+        index = opened(builds, kind, effort=EVERYTHING)
         fresh = itertools.count()
         for _ in range(data.draw(st.integers(1, 6))):
             gone = data.draw(st.lists(st.sampled_from(sorted(live)), unique=True)) if live else []
@@ -188,10 +187,10 @@ def assert_equal_hits(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.7])
 def test_a_filter_holds_whether_few_or_many_rows_are_allowed(
-    threads: IndexThreads, kind: IndexKind, share: float
+    builds: BuildThread, kind: IndexKind, share: float
 ) -> None:
     vectors = clustered(4000, seed=7)
-    index = loaded(threads, kind, vectors[:3000], SearchEffort(exact_limit=500, min_share=1))
+    index = loaded(builds, kind, vectors[:3000], SearchEffort(exact_limit=500, min_share=1))
     add(index, range(3000, 4000), vectors[3000:])
     index.apply(range(0, 4000, 7), (), NONE)
     mask = (np.random.default_rng(7).random(4000) < share) & (np.arange(4000) % 7 > 0)
@@ -204,12 +203,12 @@ def test_a_filter_holds_whether_few_or_many_rows_are_allowed(
 @pytest.mark.parametrize("kind", [IndexKind.IVF, IndexKind.HNSW])
 @pytest.mark.parametrize("are_removed", [False, True])
 def test_rows_far_from_the_query_still_fill_the_hits(
-    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch, kind: IndexKind, are_removed: bool
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch, kind: IndexKind, are_removed: bool
 ) -> None:
     vectors = clustered(6000, seed=9)
     query = vectors[0]
     far = np.sort(np.argsort(vectors @ query)[:3000])
-    index = loaded(threads, kind, vectors, SearchEffort(exact_limit=100, min_share=1 / 16))
+    index = loaded(builds, kind, vectors, SearchEffort(exact_limit=100, min_share=1 / 16))
     allowed: np.ndarray | None = far
     if are_removed:
         monkeypatch.setattr(faiss_index, "MIN_TAIL", len(vectors))  # no merge meanwhile
@@ -222,11 +221,11 @@ def test_rows_far_from_the_query_still_fill_the_hits(
         assert found == nearest(far, vectors[far], query, 10)
 
 
-def test_stages_advance_to_the_end_and_count_what_they_score(threads: IndexThreads) -> None:
-    index = loaded(threads, IndexKind.IVF, clustered(6000, seed=10))
+def test_stages_advance_to_the_end_and_count_what_they_score(builds: BuildThread) -> None:
+    index = loaded(builds, IndexKind.IVF, clustered(6000, seed=10))
     for query in clustered(10, seed=11):
         stages = list(index.search(query, 10))
-        assert 2 <= len(stages) <= 4
+        assert 2 <= len(stages) <= 3
         assert stages[-1].progress == 1
         assert stages[-1].final_probability == 1
         assert stages[-1].num_scored == 6000
@@ -237,8 +236,8 @@ def test_stages_advance_to_the_end_and_count_what_they_score(threads: IndexThrea
         assert all(0 <= stage.final_probability <= 1 for stage in stages)
 
 
-def test_a_slow_caller_gets_the_first_and_the_last_stage(threads: IndexThreads) -> None:
-    index = loaded(threads, IndexKind.IVF, clustered(6000, seed=10))
+def test_a_slow_caller_gets_the_first_and_the_last_stage(builds: BuildThread) -> None:
+    index = loaded(builds, IndexKind.IVF, clustered(6000, seed=10))
     progress = []
     for stage in index.search(clustered(1, seed=11)[0], 10):
         progress.append(stage.progress)
@@ -250,12 +249,12 @@ def test_a_slow_caller_gets_the_first_and_the_last_stage(threads: IndexThreads) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cancelled_search_ends_without_a_final_stage(
-    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch, kind: IndexKind
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch, kind: IndexKind
 ) -> None:
     monkeypatch.setattr(faiss_base, "STEP_VECTORS", 1000)
     monkeypatch.setattr(faiss_base, "COMPARED_BLOCK", 100)
     vectors = clustered(9000, seed=13)
-    index = loaded(threads, kind, vectors)
+    index = loaded(builds, kind, vectors)
     few = np.arange(3000) if kind is IndexKind.HNSW else None
     asked = itertools.count()
     stages = list(index.search(vectors[0], 10, allowed=few, cancelled=lambda: next(asked) > 1))
@@ -264,9 +263,9 @@ def test_a_cancelled_search_ends_without_a_final_stage(
     assert not list(index.search(vectors[0], 10, allowed=few, cancelled=lambda: True))
 
 
-def test_changes_are_seen_by_later_searches_only(threads: IndexThreads) -> None:
+def test_changes_are_seen_by_later_searches_only(builds: BuildThread) -> None:
     vectors = clustered(5000, seed=14)
-    index = loaded(threads, IndexKind.IVF, vectors)
+    index = loaded(builds, IndexKind.IVF, vectors)
     query = vectors[17]
     before = index.search(query, 5)
     first = next(before)  # its view is taken now
@@ -278,7 +277,7 @@ def test_changes_are_seen_by_later_searches_only(threads: IndexThreads) -> None:
 @pytest.mark.parametrize("kind", [IndexKind.AUTO, IndexKind.HNSW])
 @pytest.mark.parametrize("precision", ["float32", "sq8"])
 def test_bases_are_built_beside_searches_and_changes(
-    threads: IndexThreads,
+    builds: BuildThread,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     kind: IndexKind,
@@ -287,7 +286,7 @@ def test_bases_are_built_beside_searches_and_changes(
     monkeypatch.setattr(faiss_index, "MIN_TAIL", 200)
     monkeypatch.setattr(faiss_index, "FLAT_LIMIT", 1000)
     vectors = clustered(6000, seed=15)
-    index = opened(threads, kind, tmp_path / "index", precision=precision)
+    index = opened(builds, kind, tmp_path / "index", precision=precision)
     removed: set[int] = set()
     problems: list[str] = []
     stop = threading.Event()
@@ -321,10 +320,10 @@ def test_bases_are_built_beside_searches_and_changes(
 
 
 def test_a_search_does_not_wait_while_the_next_base_is_built(
-    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vectors = clustered(2000, seed=16)
-    index = loaded(threads, IndexKind.FLAT, vectors[:1000])
+    index = loaded(builds, IndexKind.FLAT, vectors[:1000])
     is_building, may_end = threading.Event(), threading.Event()
 
     def held(*arguments: object) -> object:
@@ -348,11 +347,11 @@ def test_a_search_does_not_wait_while_the_next_base_is_built(
 
 
 def test_a_build_that_fails_leaves_the_index_as_it_was(
-    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(faiss_index, "MIN_TAIL", 50)
     vectors = clustered(900, seed=16)
-    index = opened(threads, folder=tmp_path / "index")
+    index = opened(builds, folder=tmp_path / "index")
     index.load([(np.arange(100), vectors[:100])])
     (tmp_path / "index").rename(tmp_path / "moved")
     (tmp_path / "index").write_text("a file where the folder was")
@@ -363,14 +362,14 @@ def test_a_build_that_fails_leaves_the_index_as_it_was(
     add(index, range(200, 900), vectors[200:])
     wait_until_built(index)
     index.close()
-    again = opened(threads, folder=tmp_path / "index")
+    again = opened(builds, folder=tmp_path / "index")
     assert again.rows().tolist() == list(range(900))
     again.close()
 
 
-def test_the_kind_changes_in_the_background(threads: IndexThreads) -> None:
+def test_the_kind_changes_in_the_background(builds: BuildThread) -> None:
     vectors = clustered(3000, seed=17)
-    index = loaded(threads, IndexKind.AUTO, vectors)
+    index = loaded(builds, IndexKind.AUTO, vectors)
     for kind in (IndexKind.FLAT, IndexKind.IVF, IndexKind.HNSW, IndexKind.AUTO):
         index.set_kind(kind)
         wait_until_built(index)
@@ -381,16 +380,16 @@ def test_the_kind_changes_in_the_background(threads: IndexThreads) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["float32", "sq8"])
 def test_a_reopened_index_has_the_rows_of_its_last_base(
-    threads: IndexThreads, tmp_path: Path, kind: IndexKind, precision: Precision
+    builds: BuildThread, tmp_path: Path, kind: IndexKind, precision: Precision
 ) -> None:
     vectors = clustered(3000, seed=18)
-    index = opened(threads, kind, tmp_path, precision=precision)
+    index = opened(builds, kind, tmp_path, precision=precision)
     index.load([(np.arange(2000) * 2, vectors[:2000])])
     wait_until_built(index)
     hits = final(index, vectors[9], 5)
     add(index, range(1, 21, 2), vectors[2000:2010])
     index.close()
-    again = opened(threads, kind, tmp_path, precision=precision)
+    again = opened(builds, kind, tmp_path, precision=precision)
     assert not again.is_building
     assert again.rows().tolist() == list(range(0, 4000, 2)), "the owner adds the tail again"
     assert again.kind is kind
@@ -398,30 +397,30 @@ def test_a_reopened_index_has_the_rows_of_its_last_base(
     again.close()
 
 
-def test_a_reopened_index_takes_on_another_kind(threads: IndexThreads, tmp_path: Path) -> None:
+def test_a_reopened_index_takes_on_another_kind(builds: BuildThread, tmp_path: Path) -> None:
     vectors = clustered(3000, seed=20)
-    index = opened(threads, IndexKind.IVF, tmp_path)
+    index = opened(builds, IndexKind.IVF, tmp_path)
     index.load([(np.arange(3000), vectors)])
     index.close()
-    again = opened(threads, IndexKind.FLAT, tmp_path)
+    again = opened(builds, IndexKind.FLAT, tmp_path)
     wait_until_built(again)
     assert again.kind is IndexKind.FLAT
     assert again.rows().tolist() == list(range(3000))
     again.close()
 
 
-def test_an_index_of_another_precision_opens_empty(threads: IndexThreads, tmp_path: Path) -> None:
-    index = opened(threads, folder=tmp_path, precision="sq8")
+def test_an_index_of_another_precision_opens_empty(builds: BuildThread, tmp_path: Path) -> None:
+    index = opened(builds, folder=tmp_path, precision="sq8")
     index.load([(np.arange(50), clustered(50, seed=21))])
     index.close()
-    assert len(opened(threads, folder=tmp_path)) == 0, "exact vectors cannot be made from codes"
+    assert len(opened(builds, folder=tmp_path)) == 0, "exact vectors cannot be made from codes"
 
 
 @pytest.mark.parametrize("damage", ["a byte changed", "the end is missing", "no index"])
 def test_a_damaged_file_counts_as_none_and_is_removed(
-    threads: IndexThreads, tmp_path: Path, damage: str
+    builds: BuildThread, tmp_path: Path, damage: str
 ) -> None:
-    index = opened(threads, folder=tmp_path)
+    index = opened(builds, folder=tmp_path)
     index.load([(np.arange(500), clustered(500, seed=22))])
     index.close()
     [file] = tmp_path.glob("*.faiss")
@@ -429,21 +428,21 @@ def test_a_damaged_file_counts_as_none_and_is_removed(
     content[len(content) // 2] ^= 1
     damaged = {"a byte changed": bytes(content), "the end is missing": file.read_bytes()[:-9]}
     file.write_bytes(damaged.get(damage, b"damage"))
-    again = opened(threads, folder=tmp_path)
+    again = opened(builds, folder=tmp_path)
     assert len(again) == 0
     again.load([(np.arange(500), clustered(500, seed=22))])
     again.close()
-    assert len(opened(threads, folder=tmp_path)) == 500
+    assert len(opened(builds, folder=tmp_path)) == 500
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_vectors_keep_their_codes_through_merges(
-    threads: IndexThreads, monkeypatch: pytest.MonkeyPatch, kind: IndexKind
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch, kind: IndexKind
 ) -> None:
     monkeypatch.setattr(faiss_index, "MIN_TAIL", 50)
     monkeypatch.setattr(faiss_index, "TAIL_SHARE", 0)
     vectors = clustered(3000, seed=19)
-    index = loaded(threads, kind, vectors[:2000], precision="sq8")
+    index = loaded(builds, kind, vectors[:2000], precision="sq8")
     first = index.base
     stored = first.gather(np.arange(2000))
     assert np.abs(stored - vectors[:2000]).max() < 0.01
