@@ -127,7 +127,7 @@ def _seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-MODEL = Path(__file__).resolve().parents[2] / "models/tinyrag/model"
+MODEL = Path(__file__).resolve().parents[1] / "models/tinyrag/model"
 QUERIES = 64
 """Number of last positions of a text whose attention is measured."""
 
