@@ -159,7 +159,7 @@ def measure() -> dict[str, object]:
     return {
         "product_lines": num_lines(files),
         "retriever_lines": num_lines(python_files(RETRIEVER)),
-        "test_lines": num_lines(python_files("tests")),
+        "test_lines": num_lines(python_files("tests", "harness")),
         "bench_lines": num_lines(python_files("bench")),
         "tools_lines": num_lines(python_files("tools")),
         "modules": sum(path.name not in _NO_MODULE for path in files),

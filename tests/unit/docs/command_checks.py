@@ -149,6 +149,10 @@ def check_python(words: Sequence[str]) -> None:
     parse_arguments(source, arguments)
 
 
+_QUICK: Final = {"options", "is_quick"}
+"""Functions of ``bench.support.program`` that add ``--quick``."""
+
+
 def parse_arguments(source: Path, arguments: Sequence[str]) -> None:
     """Parse arguments as a script declares them, without running the script.
 
@@ -165,6 +169,9 @@ def parse_arguments(source: Path, arguments: Sequence[str]) -> None:
     }
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in _QUICK:
+            parser.add_argument("--quick", action="store_true")
             continue
         is_short = isinstance(node.func, ast.Name) and node.func.id in short_names
         if not is_short and not _is_add_argument(node.func):
