@@ -302,11 +302,6 @@ def test_status_and_scale_are_subresources(server: CrdServer) -> None:
         "retriever": {
             "replicas": 2,
             "readyReplicas": 1,
-            "writer": "scaled-retriever-1",
-            "pods": [
-                {"name": "scaled-retriever-0"},
-                {"name": "scaled-retriever-1", "role": "Writer", "lagChanges": 0, "lagSeconds": 0},
-            ],
             "remakeProgress": "12 of 40",
             "remakes": [
                 {"collection": "faq", "documentsDone": 12, "documents": 40, "reason": "embedder"}
