@@ -328,7 +328,6 @@ def test_status_and_scale_are_subresources(server: CrdServer) -> None:
     wide = server.kubectl("get", "rgc", "scaled", "-o", "wide")
     assert "tinyrag" in wide
     assert "http://scaled-gateway.default.svc:8080" in wide
-    assert "scaled-retriever-1" in wide
     assert "12 of 40" in wide
     server.delete(manifest)
 
