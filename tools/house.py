@@ -25,13 +25,13 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 100_000,
-    "retriever_lines": 20_000,
-    "test_lines": 95_000,
-    "bench_lines": 17_000,
-    "tools_lines": 8_000,
-    "modules": 900,
-    "long_argument_lists": 60,
+    "product_lines": 96_000,
+    "retriever_lines": 16_000,
+    "test_lines": 88_500,
+    "bench_lines": 12_500,
+    "tools_lines": 7_600,
+    "modules": 665,
+    "long_argument_lists": 45,
     "duplicate_class_names": 0,
     "import_cycles": 0,
     "architecture_lines": 160,
