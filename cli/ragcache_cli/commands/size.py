@@ -175,7 +175,7 @@ def _rows(found: Sizes) -> Iterator[tuple[str, str, str]]:
     yield (
         "memory of a retriever's pod",
         _amount(found.retriever_pod_bytes),
-        f"768 MiB + a vector of {BUNDLED_DIMENSION} numbers for each chunk",
+        f"768 MiB + twice a vector of {BUNDLED_DIMENSION} numbers for each chunk",
     )
     yield "retriever.storage.size", _amount(found.retriever_volume_bytes), "6 KiB for each chunk"
     yield (

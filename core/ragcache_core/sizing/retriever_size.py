@@ -33,8 +33,11 @@ def index_bytes(
 
 
 def retriever_memory_bytes(index: int) -> int:
-    """Return the memory of the process with an index of this size, in whole MiB."""
-    return -(-(_PROCESS_BYTES + index) >> 20) << 20
+    """Return the memory of the process with an index of this size, in whole MiB.
+
+    It holds the index twice while the next one is built beside it.
+    """
+    return -(-(_PROCESS_BYTES + 2 * index) >> 20) << 20
 
 
 def documents_bytes(num_chunks: int, chunk_tokens: int, dimension: int) -> int:

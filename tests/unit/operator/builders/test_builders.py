@@ -600,9 +600,9 @@ def test_the_retrievers_memory_follows_from_the_index() -> None:
 
     small = memory(index={"expectedChunks": 1})
     million = memory(index={"expectedChunks": 1_000_000}) - small
-    assert million == pytest.approx(1_000_000 * (384 * 4 + 24), rel=0.01)
+    assert million == pytest.approx(2 * 1_000_000 * (384 * 4 + 24), rel=0.01)
     quantized = memory(index={"expectedChunks": 1_000_000, "precision": "sq8"}) - small
-    assert quantized == pytest.approx(1_000_000 * (384 + 24), rel=0.01)
+    assert quantized == pytest.approx(2 * 1_000_000 * (384 + 24), rel=0.01)
     endpoint = {"source": "http://e/v1", "model": "m"}
     assert memory(index={"expectedChunks": 1_000_000}, embedder=endpoint) > small + 2 * million
 
