@@ -9,12 +9,10 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
+from ragcache_retriever.store.sqlite.files.backup import IDENTITY_FILE, INDEXES_FOLDER
 from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
-
-_IDENTITY_FILE = "index-identity"
 
 
 def open_store(settings: RetrieverSettings) -> DocumentStore:
@@ -78,7 +76,7 @@ def index_identity(folder: Path) -> str:
     An index in another service carries it. So the index of a lost folder is never mistaken for
     that of a new one.
     """
-    path = folder / _IDENTITY_FILE
+    path = folder / IDENTITY_FILE
     if not path.exists():
         part = path.with_suffix(".part")
         part.write_text(secrets.token_hex(8))

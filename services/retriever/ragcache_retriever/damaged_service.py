@@ -30,10 +30,11 @@ def damaged_service(
     """
 
     async def refuse(self: object, request: Any, context: Context) -> Any:
-        raise problem
+        # Else the error would keep what each of its calls held.
+        raise problem.with_traceback(None)
 
     async def refuse_stream(self: object, request: Any, context: Context) -> AsyncIterator[Any]:
-        raise problem
+        raise problem.with_traceback(None)
         yield
 
     async def restore(

@@ -7,7 +7,7 @@ from typing import Final
 from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
 from ragcache_operator.builders.components.model import model_environment, model_mounts
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import HEADLESS, service
+from ragcache_operator.builders.objects.service import HEADLESS, HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
 from ragcache_operator.builders.pods.environment import (
@@ -62,9 +62,11 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     meta = workloads.metadata(cache, workload)
     pods = workloads.selector(cache, workload)
     ports = [(port, PORT_NUMBERS[port]) for port in workload.ports]
+    # Clients balance between all ready pods. A single pod also takes a restore while its documents
+    # are damaged, and it is not ready then.
+    addressing = HEADLESS if retriever.backend.kind == "postgres" else HEADLESS_ALL_PODS
     return [
-        # Clients balance between all ready pods.
-        service(meta, pods, ports, HEADLESS),
+        service(meta, pods, ports, addressing),
         *workloads.build(cache, workload, site),
     ]
 

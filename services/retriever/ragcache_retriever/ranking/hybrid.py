@@ -108,7 +108,8 @@ class HybridRanking:
     def __init__(self, reranker: Reranker | None = None) -> None:
         self._reranker = reranker
         self._threads = ThreadPoolExecutor(LEXICAL_THREADS, "lexical")
-        self._counts: defaultdict[int, StageCounts] = defaultdict(StageCounts)  # by generation
+        # By generation, and whether a reranker changes the final stage alone.
+        self._counts: defaultdict[tuple[int, bool], StageCounts] = defaultdict(StageCounts)
 
     @property
     def reranker(self) -> Reranker | None:
@@ -165,7 +166,7 @@ class HybridRanking:
 
     def _stage(self, running: _HybridSearch, stage: IndexStage) -> RankedStage:
         rows = self._ranked(running, stage, is_final=stage.final)
-        counts = self._counts[running.search.generation]
+        counts = self._counts[running.search.generation, running.reranker is not None]
         found = tuple(one.row for one in rows)
         if stage.final:
             counts.learn(running.stages, found)

@@ -60,7 +60,8 @@ def build_base(
 ) -> FaissBase:
     """Build a base of the precision of another one.
 
-    Quantized vectors that come from that base keep their codes, because its ranges are used.
+    Quantized vectors that come from that base keep their codes while its ranges are used. An index
+    that has doubled gets ranges of its own, because a few vectors tell little about many.
 
     Args:
         kind: FLAT, IVF or HNSW.
@@ -73,7 +74,7 @@ def build_base(
         return empty_base(before.precision)
     faiss.omp_set_num_threads(usable_cores())  # of this thread only
     index = _trained(source, kind, before.precision)
-    if before.precision == "sq8" and len(before):
+    if before.precision == "sq8" and _has_lasting_ranges(before, len(source.rows)):
         _quantizer(index).trained = _quantizer(before.index).trained
     block_size = _GRAPH_BLOCK if kind is IndexKind.HNSW else _BLOCK
     for positions in _blocks(len(source.rows), block_size):
@@ -86,6 +87,11 @@ def build_base(
     faiss.copy_array_to_vector(source.rows, with_rows.id_map)
     with_rows.ntotal = len(source.rows)
     return FaissBase(kind, before.precision, with_rows)
+
+
+def _has_lasting_ranges(before: FaissBase, num_vectors: int) -> bool:
+    """Whether the quantizer of a base fits a number of vectors that contain its own."""
+    return len(before) >= _RANGE_VECTORS or num_vectors < 2 * len(before)
 
 
 def _trained(source: VectorSource, kind: IndexKind, precision: Precision) -> Any:

@@ -23,6 +23,7 @@ from ragcache_retriever.search.faiss_build import VectorSource
 from ragcache_retriever.search.vector_index import Rows, Vectors
 
 _SUFFIX: Final = ".faiss"
+_DRAFT: Final = "draft"
 _BLOCK_BYTES: Final = 8 << 20
 
 
@@ -35,9 +36,13 @@ def write_base(folder: Path, base: FaissBase) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     before = _files(folder)
     if len(base):
-        draft = folder / "draft"
-        faiss.write_index(base.with_rows, str(draft))
-        _synchronize(draft)
+        draft = folder / _DRAFT
+        try:
+            faiss.write_index(base.with_rows, str(draft))
+            _synchronize(draft)
+        except BaseException:
+            draft.unlink(missing_ok=True)  # the disk may be full
+            raise
         number = 1 + max((_number(path) for path in before), default=0)
         draft.rename(folder / f"{number}-{base.kind}-{_checksum(draft)}{_SUFFIX}")
         _synchronize(folder)
@@ -51,6 +56,7 @@ def read_base(folder: Path, dimension: int, precision: Precision) -> FaissBase |
     Raises:
         DamagedIndex: Its file has other content than was written, or other vectors than wanted.
     """
+    (folder / _DRAFT).unlink(missing_ok=True)  # of a killed process
     path = max(_files(folder), key=_number, default=None)
     if path is None:
         return None

@@ -51,6 +51,9 @@ TAIL_SHARE: Final = 1 / 8
 MAX_BACKOFF: Final = 8
 """After each failed merge the next one waits for twice the changes, up to this factor."""
 
+KIND_RETRY_S: Final = 15.0
+"""Time after a failed merge in which a change of the kind causes no other one, as often doubled."""
+
 
 class BuildThread(ThreadPoolExecutor):
     """The thread that builds the bases of all indexes of a process, at a low priority."""
@@ -105,6 +108,7 @@ class FaissIndex:
         self._removed_in_merge: list[Rows] = []
         self._num_failures = 0
         self._has_new_kind = False
+        self._no_new_kind_until = 0.0
         self._is_closed = False
 
     @classmethod
@@ -242,7 +246,11 @@ class FaissIndex:
         limit = max(MIN_TAIL, int(TAIL_SHARE * len(view.base)))
         limit *= min(1 << self._num_failures, MAX_BACKOFF)
         has_grown = view.tail.count > limit or view.num_removed > max(limit, len(view.base) // 4)
-        has_new_kind = self._has_new_kind and _chosen(self._options.kind, len(view)) != self.kind
+        has_new_kind = (
+            self._has_new_kind
+            and _chosen(self._options.kind, len(view)) != self.kind
+            and time.monotonic() >= self._no_new_kind_until
+        )
         may_merge = not (self.is_building or self._is_closed)
         if (has_grown or has_new_kind) and may_merge:
             self._has_new_kind = False
@@ -270,6 +278,9 @@ class FaissIndex:
             log.exception("index: base not built folder=%s", self._folder)
             with self._lock:
                 self._num_failures += 1
+                self._has_new_kind = True
+                backoff = min(1 << self._num_failures, MAX_BACKOFF)
+                self._no_new_kind_until = time.monotonic() + KIND_RETRY_S * backoff
             return
         with self._lock:
             self._num_failures = 0

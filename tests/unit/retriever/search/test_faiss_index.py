@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search import faiss_base, faiss_index
+from ragcache_retriever.search import faiss_base, faiss_files, faiss_index
 from ragcache_retriever.search.faiss_base import Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import build_base
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndex, IndexOptions
@@ -452,3 +452,47 @@ def test_quantized_vectors_keep_their_codes_through_merges(
     assert len(index.base) == 2900
     assert index.base is not first
     assert np.array_equal(index.base.gather(np.arange(2000)), stored)
+
+
+@pytest.mark.parametrize("kind", CELL_KINDS)
+def test_ranges_of_a_few_vectors_do_not_last(
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch, kind: IndexKind
+) -> None:
+    """One vector tells no range, and all others would get its code."""
+    monkeypatch.setattr(faiss_index, "MIN_TAIL", 50)
+    vectors = clustered(2000, seed=23)
+    index = loaded(builds, kind, vectors[:1], precision="sq8")
+    add(index, range(1, 2000), vectors[1:])
+    wait_until_built(index)
+    assert len(index.base) == 2000
+    assert recall(index, np.arange(2000), vectors) > 0.9
+
+
+def test_a_build_that_failed_leaves_no_draft_and_is_tried_again(
+    builds: BuildThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = clustered(300, seed=29)
+    index = opened(builds, IndexKind.FLAT, tmp_path / "1")
+    index.load([(np.arange(300), vectors)])
+
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(faiss_files, "_synchronize", fail)
+        full.setattr(faiss_index, "KIND_RETRY_S", 0.0)
+        index.set_kind(IndexKind.IVF)
+        wait_until_built(index)
+    assert index.kind is IndexKind.FLAT
+    assert not list(tmp_path.rglob("draft"))
+    add(index, [300], clustered(1, seed=31))
+    wait_until_built(index)
+    assert index.kind is IndexKind.IVF
+
+
+def test_the_draft_of_a_killed_process_is_removed(builds: BuildThread, tmp_path: Path) -> None:
+    folder = tmp_path / "1"
+    folder.mkdir()
+    (folder / "draft").write_bytes(b"half")
+    opened(builds, IndexKind.FLAT, folder)
+    assert not (folder / "draft").exists()

@@ -18,7 +18,11 @@ from typing import Any, TypeAlias
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import number_of
-from ragcache_retriever.store.sqlite.files.backup import install_backup
+from ragcache_retriever.store.sqlite.files.backup import (
+    forget_indexes,
+    install_backup,
+    is_damage,
+)
 from ragcache_retriever.store.sqlite.files.damage import (
     MARKER_NAME,
     DocumentsDamaged,
@@ -38,7 +42,6 @@ MAX_IDLE_LOG_BYTES = 16 << 20
 Row: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = int | float | str | bytes | None
 
-_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
@@ -89,6 +92,7 @@ class Database:
             # What a delete removes is overwritten. The default depends on the build of SQLite.
             writer.execute("PRAGMA secure_delete = ON")
             if not is_present:
+                forget_indexes(self.folder)
                 writer.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
         except sqlite3.Error as error:
             if is_damage(error):
@@ -265,9 +269,3 @@ def _cancelled_by(
         yield
     finally:
         connection.set_progress_handler(None, 0)
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file is damaged."""
-    # The lower byte is the primary code.
-    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _DAMAGE

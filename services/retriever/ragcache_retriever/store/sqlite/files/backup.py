@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
 INDEXES_FOLDER = "indexes"
+IDENTITY_FILE = "index-identity"
+"""Names the indexes of the folder in another service, such as Milvus."""
 RESTORE_READY = "restore.ready"
 """A checked backup, which replaces the documents at the next start."""
 DAMAGED_NAME = "documents.sqlite3.damaged"
@@ -28,6 +30,7 @@ DAMAGED_NAME = "documents.sqlite3.damaged"
 LOG_SUFFIXES = ("-wal", "-shm", "-journal")
 """Of the files that SQLite keeps beside a database."""
 
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _BACKUP_PART = "backup.part"
 _INCOMING_PART = "incoming.part"
 _backup_lock = threading.Lock()
@@ -171,14 +174,41 @@ def install_backup(folder: Path) -> None:
     if not ready.exists():
         return
     path = folder / FILE_NAME
-    delete_everything(ready)
+    try:
+        delete_everything(ready)
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise InvalidInput(
+                "RAGCACHE_DATA_DIR",
+                f"a restored backup cannot be installed: {error}",
+                "free space on the volume, and start the retriever again",
+            ) from error
+        log.warning("document store: restored backup ignored, damaged error=%s", error)
+        remove_database(ready)
+        return
     remove_database(path)
     remove_database(folder / DAMAGED_NAME)
-    # Its rows may mean other chunks now.
-    shutil.rmtree(folder / INDEXES_FOLDER, ignore_errors=True)
+    forget_indexes(folder)
     os.replace(ready, path)
     sync_folder(folder)
     log.info("document store: replaced by a backup")
+
+
+def forget_indexes(folder: Path) -> None:
+    """Remove the indexes of documents that are replaced: the rows will mean other chunks.
+
+    Raises:
+        OSError: The disk refuses. An index that stayed would find wrong chunks.
+    """
+    (folder / IDENTITY_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder / INDEXES_FOLDER)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error says that the file is damaged."""
+    # The lower byte is the primary code.
+    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _DAMAGE
 
 
 def delete_everything(path: Path) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import sqlite3
 import threading
 import time
@@ -19,9 +18,9 @@ from pathlib import Path
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.store.sqlite.files.backup import (
     DAMAGED_NAME,
-    INDEXES_FOLDER,
     LOG_SUFFIXES,
     delete_everything,
+    forget_indexes,
     remove_database,
     sync_folder,
 )
@@ -52,14 +51,16 @@ def refuse_damage(folder: Path) -> None:
     Raises:
         DocumentsDamaged: A damaged file was moved aside, now or at an earlier start.
     """
-    marker = folder / MARKER_NAME
+    marker, path, aside = folder / MARKER_NAME, folder / FILE_NAME, folder / DAMAGED_NAME
     if marker.exists():
-        problem = find_damage(folder / FILE_NAME, threading.Event())
+        # An earlier start may have moved the file and ended before it removed the marker.
+        problem = find_damage(path, threading.Event(), is_thorough=True) if path.exists() else None
         if problem is not None:
             set_aside(folder, problem)
         marker.unlink()
-    aside = folder / DAMAGED_NAME
-    if aside.exists():
+    if not aside.exists():
+        remove_database(aside)  # its log
+    else:
         _create_empty(folder)
         raise DocumentsDamaged(
             f"they were moved to {aside}; run 'ragcache restore FILE' with a backup, or remove"
@@ -94,8 +95,7 @@ def _create_empty(folder: Path) -> None:
     for suffix in LOG_SUFFIXES:
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{path}{suffix}", folder / f"{DAMAGED_NAME}{suffix}")
-    # Its rows would mean other chunks.
-    shutil.rmtree(folder / INDEXES_FOLDER, ignore_errors=True)
+    forget_indexes(folder)
     remove_database(part)
     with contextlib.closing(sqlite3.connect(part, isolation_level=None)) as connection:
         connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
@@ -104,11 +104,12 @@ def _create_empty(folder: Path) -> None:
     sync_folder(folder)
 
 
-def find_damage(path: Path, stopped: threading.Event) -> str | None:
+def find_damage(path: Path, stopped: threading.Event, *, is_thorough: bool = False) -> str | None:
     """Return the first damage of a database, or None. It reads the whole file.
 
     Args:
         stopped: Ends the check early. It has then found nothing.
+        is_thorough: Whether it also compares the indexes of tables with their rows.
     """
 
     def pause() -> int:
@@ -119,7 +120,8 @@ def find_damage(path: Path, stopped: threading.Event) -> str | None:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("PRAGMA query_only = ON")
             connection.set_progress_handler(pause, _STEP_INSTRUCTIONS)
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()
+            check = "integrity_check" if is_thorough else "quick_check"
+            found = connection.execute(f"PRAGMA {check}(1)").fetchone()
     except sqlite3.OperationalError:
         return None  # stopped, or the file is busy
     except sqlite3.DatabaseError as error:

@@ -176,3 +176,13 @@ def test_one_backup_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: 
     second.write(b"no backup")
     second.abort()
     assert names(tmp_path) == {"source", RESTORE_READY}
+
+
+def test_a_restored_backup_that_was_damaged_since_is_ignored(store: SqliteDocumentStore) -> None:
+    put(store, "d", ["a"])
+    folder = store.database.folder
+    store.close()
+    (folder / RESTORE_READY).write_bytes(b"no database" * 1000)
+    store.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
+    assert store.get("c", "d") is not None
+    assert RESTORE_READY not in names(folder)

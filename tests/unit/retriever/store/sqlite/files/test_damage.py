@@ -136,6 +136,52 @@ def test_damage_that_a_read_finds_is_moved_aside_at_the_next_start(folder: Path)
         open_store(folder)
 
 
+def test_a_start_that_ended_before_it_removed_the_marker_loses_no_log(folder: Path) -> None:
+    damage(folder, [0])
+    with pytest.raises(DocumentsDamaged):
+        open_store(folder)
+    (folder / FILE_NAME).unlink()
+    (folder / MARKER_NAME).touch()
+    (folder / f"{FILE_NAME}-wal").write_bytes(b"changes")
+    with pytest.raises(DocumentsDamaged):
+        open_store(folder)
+    assert (folder / f"{DAMAGED_NAME}-wal").read_bytes() == b"changes"
+    (folder / DAMAGED_NAME).unlink()
+    store = open_store(folder)
+    with store.transaction():
+        assert store.outbox.claim(10, NOW_MS).deletes[0].everything
+    store.close()
+    assert not (folder / f"{DAMAGED_NAME}-wal").exists()
+
+
+def test_an_index_of_a_table_that_lacks_a_row_is_damage_at_a_marked_start(folder: Path) -> None:
+    connection = sqlite3.connect(folder / FILE_NAME)
+    connection.execute("PRAGMA writable_schema = ON")
+    where = "name = 'chunks_by_digest'"
+    [(sql,)] = connection.execute(f"SELECT sql FROM sqlite_master WHERE {where}").fetchall()
+    connection.execute(f"UPDATE sqlite_master SET sql = sql || ' WHERE row < 0' WHERE {where}")
+    connection.commit()
+    connection.close()
+    connection = sqlite3.connect(folder / FILE_NAME)
+    connection.execute("REINDEX chunks_by_digest")
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute(f"UPDATE sqlite_master SET sql = ? WHERE {where}", (sql,))
+    connection.commit()
+    connection.close()
+    assert find_damage(folder / FILE_NAME, threading.Event()) is None
+    (folder / MARKER_NAME).touch()
+    with pytest.raises(DocumentsDamaged, match="moved to"):
+        open_store(folder)
+
+
+def test_a_new_file_does_not_use_the_indexes_of_an_earlier_one(folder: Path) -> None:
+    for path in folder.glob(f"{FILE_NAME}*"):
+        path.unlink()
+    (folder / INDEXES_FOLDER).mkdir()
+    open_store(folder).close()
+    assert not (folder / INDEXES_FOLDER).exists()
+
+
 def test_a_marked_file_without_damage_is_opened(folder: Path) -> None:
     (folder / MARKER_NAME).touch()
     store = open_store(folder)
