@@ -2,8 +2,8 @@
 
 ``--data DIR`` (or RAGCACHE_BENCH_DATA) has the folders ``scifact``, ``cranfield`` and ``xquad_en``,
 see ``bench/support/retrieval/test_collections.py``. Each abstract or paragraph is one chunk in a
-real document store with the bundled embedder. The legs are searched alone, and fused with the
-weight that collections have by default.
+real document store with the bundled embedder. Each leg is searched alone. Then both
+are fused with the default weight.
 
 ``worst_loss_to_better_leg`` is the largest difference, over all collections, from the nDCG@10 of
 the better leg to that of both legs together. A negative one is a gain.

@@ -5,8 +5,7 @@ that is not in the engine's prefix cache is always one of the options.
 
 Some engines of a pool may not have reported what prefills and loads take: those without RagCache,
 and a new replica until its first report. They are predicted with the costs of the median engine of
-those that have. So an engine without costs changes neither the predictions for other engines nor
-the choice between them.
+those that have. So they do not change the choice between the other engines.
 
 Source: Mooncake section 2.2, equations 1 and 2, and section 4.1; RAGCache section 5.
 """
