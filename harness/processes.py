@@ -180,7 +180,7 @@ class Engine:
 
 @contextlib.contextmanager
 def running_cachestore(folder: Path, **settings: Any) -> Iterator[CacheStore]:
-    """A cache store with its data in folder/data. settings: see start_cachestore."""
+    """A cache store with its data in folder/data. settings: see launch_cachestore."""
     store = start_cachestore(folder, **settings)
     try:
         yield store
@@ -188,30 +188,9 @@ def running_cachestore(folder: Path, **settings: Any) -> Iterator[CacheStore]:
         store.service.stop()
 
 
-def start_cachestore(
-    folder: Path,
-    *,
-    memory_bytes: int = 256 << 20,
-    disk_bytes: int = 4 << 30,
-    port: int | None = None,
-    shared: bool = True,
-    members: str = "",
-    env: Mapping[str, str] | None = None,
-) -> CacheStore:
-    """Start a cache store and wait until it serves.
-
-    ``shared`` also offers shared memory, unless the path is too long for a Unix socket.
-    members: RAGCACHE_CACHESTORE, for one shard of several. env: further settings.
-    """
-    store = launch_cachestore(
-        folder,
-        memory_bytes=memory_bytes,
-        disk_bytes=disk_bytes,
-        port=port,
-        shared=shared,
-        members=members,
-        env=env,
-    )
+def start_cachestore(folder: Path, **settings: Any) -> CacheStore:
+    """Start a cache store and wait until it serves. settings: see launch_cachestore."""
+    store = launch_cachestore(folder, **settings)
     wait_for_cachestore(store)
     return store
 
@@ -226,7 +205,11 @@ def launch_cachestore(
     members: str = "",
     env: Mapping[str, str] | None = None,
 ) -> CacheStore:
-    """Start a cache store without waiting for it; see start_cachestore."""
+    """Start a cache store, and do not wait for it.
+
+    ``shared`` also offers shared memory, unless the path is too long for a Unix socket.
+    members: RAGCACHE_CACHESTORE, for one shard of several. env: further settings.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{port or free_port()}"
     settings = {
