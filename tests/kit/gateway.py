@@ -31,7 +31,7 @@ from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
-from ragcache_retriever.store.outbox import OutboxDelete
+from ragcache_retriever.messages.replies import delete_message
 from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
 from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
@@ -184,7 +184,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         now_ms = _now_ms()
         self.outbox.add(collection, document, digests, names_document=names_document, now_ms=now_ms)
         claimed = self.outbox.claim_of(collection, document, now_ms, is_repeated=False)
-        return list(map(_delete_message, claimed))
+        return list(map(delete_message, claimed))
 
     async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         """See the proto."""
@@ -205,7 +205,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
     async def ClaimDeletes(self, request: Any, context: Any) -> Any:  # noqa: N802
         claim = self.outbox.claim(request.limit, _now_ms())
         return retriever_pb2.ClaimDeletesReply(
-            deletes=map(_delete_message, claim.deletes), unacknowledged=claim.num_unacknowledged
+            deletes=map(delete_message, claim.deletes), unacknowledged=claim.num_unacknowledged
         )
 
     async def AcknowledgeDeletes(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -305,18 +305,6 @@ def _with_defaults(collection: retriever_pb2.Collection) -> retriever_pb2.Collec
     shown = retriever_pb2.Collection(window=1, chunking=chunking)
     shown.MergeFrom(collection)
     return shown
-
-
-def _delete_message(delete: OutboxDelete) -> retriever_pb2.OutboxDelete:
-    return retriever_pb2.OutboxDelete(
-        id=delete.id,
-        collection=delete.collection,
-        document_id=delete.document,
-        names_document=delete.names_document,
-        token_digests=delete.token_digests,
-        everything=delete.everything,
-        acknowledged_unix_ms=delete.acknowledged_unix_ms,
-    )
 
 
 def _now_ms() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ragcache_retriever.knowledge_base import collections, remake
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
-from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.v1 import retriever_pb2_grpc
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
@@ -24,7 +24,7 @@ REMOVED_CHUNKS = 4
 
 async def serve(folder: Path, model: Path) -> None:
     knowledge_base = make_knowledge_base(folder, tokenizer_of(model))
-    service = RetrieverService(knowledge_base, copies=SqliteCopies(folder))
+    service = RetrieverService(knowledge_base, backups=SqliteBackups(folder))
     server = GrpcServer(
         "127.0.0.1:0",
         [SERVICE_NAME],

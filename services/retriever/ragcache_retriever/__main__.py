@@ -42,7 +42,7 @@ from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
-from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_retriever.store.sqlite.files.damage import (
     DocumentsDamaged,
     find_damage,
@@ -104,11 +104,11 @@ async def _serve(
     settings: RetrieverSettings, health: HealthServer, spans: Tracer, metrics: Metrics
 ) -> None:
     health.set_progress("opening the documents")
-    copies = SqliteCopies(settings.data_dir)
+    backups = SqliteBackups(settings.data_dir)
     try:
         store = await asyncio.to_thread(open_store, settings)
     except DocumentsDamaged as error:
-        await _serve_damaged(settings, health, copies, error)
+        await _serve_damaged(settings, health, backups, error)
         return
     builds = BuildThread()
     knowledge_base = await _make_knowledge_base(settings, health, store, builds)
@@ -117,7 +117,7 @@ async def _serve(
         knowledge_base,
         spans,
         # Other backends have tools of their own.
-        copies=None if store.is_shared else copies,
+        backups=None if store.is_shared else backups,
         restart=restart.set,
         models=model_names(settings),
     )
@@ -177,13 +177,16 @@ async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.E
 
 
 async def _serve_damaged(
-    settings: RetrieverSettings, health: HealthServer, copies: SqliteCopies, error: DocumentsDamaged
+    settings: RetrieverSettings,
+    health: HealthServer,
+    backups: SqliteBackups,
+    error: DocumentsDamaged,
 ) -> None:
     """Wait for a backup to restore, or until the damaged file is removed."""
     log.error("%s", error)
     health.set_progress(str(error))
     decided = asyncio.Event()
-    service = damaged_service(error, copies, decided.set)
+    service = damaged_service(error, backups, decided.set)
     server = _make_server(settings.listen, service, health)
     await server.start()
     log.info("listening on port %d", server.port)

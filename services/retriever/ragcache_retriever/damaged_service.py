@@ -10,7 +10,7 @@ import grpc.aio
 
 from ragcache_core.errors import RagCacheError
 from ragcache_retriever.messages.backups import received_backup
-from ragcache_retriever.store.copies import Copies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def damaged_service(
-    problem: RagCacheError, copies: Copies, restored: Callable[[], None]
+    problem: RagCacheError, backups: SqliteBackups, restored: Callable[[], None]
 ) -> retriever_pb2_grpc.RetrieverServicer:
     """Return a service that answers all calls but Restore with the problem.
 
@@ -40,7 +40,7 @@ def damaged_service(
     async def restore(
         self: object, request: AsyncIterator[pb.BackupPart], context: Context
     ) -> pb.RestoreReply:
-        num_documents = await received_backup(copies, request)
+        num_documents = await received_backup(backups, request)
         asyncio.get_running_loop().call_later(RESTART_DELAY_S, restored)
         return pb.RestoreReply(documents=num_documents)
 

@@ -40,7 +40,7 @@ from ragcache_retriever.messages.requests import (
     unset_settings,
 )
 from ragcache_retriever.ranking.stages import SearchMode
-from ragcache_retriever.store.copies import Copies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry import span_attributes
@@ -80,7 +80,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     Args:
         tracer: Makes spans of calls whose callers are traced.
         models: Named in those spans.
-        copies: Backups of the store. None: its backend has tools of its own.
+        backups: Backups of the store. None: its backend has tools of its own.
         restart: Ends the process after a restore. Its supervisor starts it again.
     """
 
@@ -89,14 +89,14 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         knowledge_base: KnowledgeBase,
         tracer: Tracer | None = None,
         *,
-        copies: Copies | None = None,
+        backups: SqliteBackups | None = None,
         restart: Callable[[], None] = lambda: None,
         models: ModelNames = ModelNames(),
     ) -> None:
         self._knowledge_base = knowledge_base
         self._tracer = tracer or Tracer()
         self._models = models
-        self._copies = copies
+        self._backups = backups
         self._restart = restart
 
     async def PutCollection(
@@ -315,14 +315,14 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         self, request: pb.BackupRequest, context: Context
     ) -> AsyncIterator[pb.BackupPart]:
         """Yield the parts of a copy of all documents."""
-        async for part in sent_backup(self._copies):
+        async for part in sent_backup(self._backups):
             yield part
 
     async def Restore(
         self, request: AsyncIterator[pb.BackupPart], context: Context
     ) -> pb.RestoreReply:
         """Replace all documents by a backup, and restart with it."""
-        num_documents = await received_backup(self._copies, request)
+        num_documents = await received_backup(self._backups, request)
         asyncio.get_running_loop().call_later(RESTART_DELAY_S, self._restart)
         return pb.RestoreReply(documents=num_documents)
 

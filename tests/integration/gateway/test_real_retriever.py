@@ -15,7 +15,7 @@ import pytest
 
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
-from ragcache_retriever.store.sqlite.files.backup import SqliteCopies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from tests.kit.gateway import CONFIG, FakeRetriever, World
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.sources import HTML, pdf
@@ -52,7 +52,7 @@ async def start(stack: AsyncExitStack, folder: Path, model: Path) -> Platform:
     knowledge_base = make_knowledge_base(folder, tokenizer_of(model))
     stack.push_async_callback(knowledge_base.close)
     restarts = asyncio.Event()
-    service = RetrieverService(knowledge_base, copies=SqliteCopies(folder), restart=restarts.set)
+    service = RetrieverService(knowledge_base, backups=SqliteBackups(folder), restart=restarts.set)
     world = World(CONFIG, retriever=cast("FakeRetriever", service))
     await world.start(stack, model)
     await knowledge_base.load()

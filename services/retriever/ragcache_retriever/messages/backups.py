@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.store.copies import Copies
+from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 
-async def sent_backup(copies: Copies | None) -> AsyncIterator[pb.BackupPart]:
+async def sent_backup(backups: SqliteBackups | None) -> AsyncIterator[pb.BackupPart]:
     """Yield the parts of a copy of all documents."""
-    parts = _checked(copies).backup()
+    parts = _checked(backups).backup()
     reading = None
     try:
         while True:
@@ -27,14 +27,16 @@ async def sent_backup(copies: Copies | None) -> AsyncIterator[pb.BackupPart]:
         await asyncio.to_thread(parts.close)
 
 
-async def received_backup(copies: Copies | None, parts: AsyncIterator[pb.BackupPart]) -> int:
+async def received_backup(
+    backups: SqliteBackups | None, parts: AsyncIterator[pb.BackupPart]
+) -> int:
     """Receive a backup for the next start, and return the number of its documents.
 
     Raises:
         InvalidInput: It is no backup of a retriever, or damaged.
         Unavailable: The disk refuses it.
     """
-    incoming = _checked(copies).receive()
+    incoming = _checked(backups).receive()
     try:
         async for part in complete_parts(parts):
             await asyncio.to_thread(incoming.write, part)
@@ -56,11 +58,11 @@ async def complete_parts(parts: AsyncIterator[pb.BackupPart]) -> AsyncIterator[b
     raise InvalidInput("backup", "has ended early", "send all parts, and then the mark of the last")
 
 
-def _checked(copies: Copies | None) -> Copies:
-    if copies is None:
+def _checked(backups: SqliteBackups | None) -> SqliteBackups:
+    if backups is None:
         raise InvalidInput(
             "spec.retriever.backend",
             "keeps its documents in a database of its own",
             "use the database's tools, such as pg_dump and pg_restore",
         )
-    return copies
+    return backups

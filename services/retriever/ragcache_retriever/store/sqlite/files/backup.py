@@ -85,7 +85,7 @@ def _copy(source_path: Path, path: Path) -> None:
         target.execute("PRAGMA journal_mode = DELETE")
 
 
-class SqliteCopies:
+class SqliteBackups:
     """Backups of the database of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,12 +95,12 @@ class SqliteCopies:
         """Yield the parts of a consistent copy."""
         return backup_parts(self._folder / FILE_NAME)
 
-    def receive(self) -> SqliteBackup:
+    def receive(self) -> IncomingBackup:
         """Begin to receive a backup."""
-        return SqliteBackup(self._folder)
+        return IncomingBackup(self._folder)
 
 
-class SqliteBackup:
+class IncomingBackup:
     """Receives a backup in parts, checks it, and leaves it for the next start."""
 
     def __init__(self, folder: Path) -> None:

@@ -14,8 +14,8 @@ from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import (
     INDEXES_FOLDER,
     RESTORE_READY,
-    SqliteBackup,
-    SqliteCopies,
+    IncomingBackup,
+    SqliteBackups,
 )
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.kit.stored_documents import NOW_MS, add_collection, delete, put
@@ -34,12 +34,12 @@ def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
 
 
 def copy_of(store: SqliteDocumentStore) -> bytes:
-    return b"".join(SqliteCopies(store.database.folder).backup())
+    return b"".join(SqliteBackups(store.database.folder).backup())
 
 
 def receive(folder: Path, content: bytes) -> int:
     folder.mkdir(exist_ok=True)
-    incoming = SqliteBackup(folder)
+    incoming = IncomingBackup(folder)
     try:
         for first in range(0, len(content), 1000):
             incoming.write(content[first : first + 1000])
@@ -56,7 +56,7 @@ def test_a_backup_is_restored_with_its_embeddings(
     store: SqliteDocumentStore, tmp_path: Path
 ) -> None:
     change = put(store, "d", ["a", "b"])
-    parts = list(SqliteCopies(store.database.folder).backup())
+    parts = list(SqliteBackups(store.database.folder).backup())
     assert all(0 < len(part) <= 1 << 20 for part in parts)
     target = tmp_path / "target"
     with_other = open_store(target)
@@ -144,7 +144,7 @@ def test_content_that_is_no_backup_is_refused(store: SqliteDocumentStore, tmp_pa
 
 
 def test_one_backup_runs_at_a_time_and_leaves_nothing(store: SqliteDocumentStore) -> None:
-    copies = SqliteCopies(store.database.folder)
+    copies = SqliteBackups(store.database.folder)
     before = names(store.database.folder)
     first = copies.backup()
     next(first)
@@ -161,17 +161,17 @@ def test_a_backup_needs_disk_space(
     usage = type("Usage", (), {"free": 1})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(Unavailable, match="bytes of free disk space, and 1 are free"):
-        next(SqliteCopies(store.database.folder).backup())
+        next(SqliteBackups(store.database.folder).backup())
 
 
 def test_one_backup_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: Path) -> None:
     put(store, "d", ["a"])
-    first = SqliteBackup(tmp_path)
+    first = IncomingBackup(tmp_path)
     with pytest.raises(Unavailable, match="another backup"):
-        SqliteBackup(tmp_path)
+        IncomingBackup(tmp_path)
     first.write(copy_of(store))
     assert first.finish() == 1
-    second = SqliteBackup(tmp_path)
+    second = IncomingBackup(tmp_path)
     first.abort()  # it is finished, and takes nothing from the other one
     second.write(b"no backup")
     second.abort()

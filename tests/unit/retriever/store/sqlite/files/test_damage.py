@@ -15,7 +15,7 @@ from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import (
     DAMAGED_NAME,
     INDEXES_FOLDER,
-    SqliteBackup,
+    IncomingBackup,
     backup_parts,
 )
 from ragcache_retriever.store.sqlite.files.damage import (
@@ -99,7 +99,7 @@ def test_a_restored_backup_replaces_the_damaged_file(filled: Path, folder: Path)
     damage(folder, [0])
     with pytest.raises(DocumentsDamaged):
         open_store(folder)
-    incoming = SqliteBackup(folder)
+    incoming = IncomingBackup(folder)
     for part in backup_parts(filled / FILE_NAME):
         incoming.write(part)
     assert incoming.finish() == NUM_DOCUMENTS
