@@ -318,7 +318,7 @@ def tried(tree: Path, mutants: Sequence[Mutant], killers: dict[Mutant, str]) -> 
     lines, seconds = reach_of(tree)
     for number, mutant in enumerate(mutants):
         function = here.get(mutant.function)
-        source = function and mutated(function, mutant)
+        source = mutated(function, mutant) if function else None
         if function is None or source is None:
             continue
         tests = {
