@@ -23,7 +23,7 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
-from ragcache_gateway.http.parts_watch import PartsWatch
+from ragcache_gateway.http.component_watch import ComponentWatch
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.planning.cache_view import CacheView
@@ -31,11 +31,10 @@ from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
 from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -136,7 +135,7 @@ async def connect_services(
             extractor=extractor,
             retriever=clients.retriever,
             store=clients.store,
-            parts_watch=_start_parts_watch(tools, engines, clients),
+            component_watch=_start_component_watch(tools, engines, clients),
             cache_view=view,
             tree_reader=TreeReader(view.tree, recent_answers, planner.now),
         )
@@ -177,8 +176,8 @@ async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
     return engines
 
 
-def _start_parts_watch(tools: _Tools, engines: EnginePool, clients: _Clients) -> PartsWatch:
-    watch = PartsWatch(engines, clients.retriever_health, tools.settings.engine_watch_s)
+def _start_component_watch(tools: _Tools, engines: EnginePool, clients: _Clients) -> ComponentWatch:
+    watch = ComponentWatch(engines, clients.retriever_health, tools.settings.engine_watch_s)
     watch.start()
     tools.stack.push_async_callback(watch.close)
     return watch

@@ -28,7 +28,7 @@ from ragcache_gateway.planning.cache_view import (
     shard_source,
 )
 from ragcache_gateway.planning.source_follower import MAX_SILENCE_S
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_gateway.engines.pool import MAX_LOST_ENGINES
-from ragcache_gateway.engines.resolver import host_and_port, resolve
+from ragcache_gateway.engines.pool import MAX_LOST_ENGINES, host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc

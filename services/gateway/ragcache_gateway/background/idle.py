@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from ragcache_core.scheduling.idle_gaps import IdleGaps
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 
 IDLE_POLL_S = 0.02
 

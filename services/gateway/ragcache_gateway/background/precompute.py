@@ -68,8 +68,8 @@ from ragcache_gateway.engines.completion import Usage, completion_body
 from ragcache_gateway.engines.completion_stream import is_engine_loss
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2

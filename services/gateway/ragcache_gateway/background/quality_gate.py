@@ -23,8 +23,7 @@ from ragcache_core.quality.calibration import Calibration
 from ragcache_core.quality.controller import QualityDecision
 from ragcache_core.quality.report import DEFAULT_WANTED_QUALITY, QualityReport, Verdict
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
 from ragcache_wire.clients.retriever_client import RetrieverClient
 
 log = logging.getLogger(__name__)

@@ -35,12 +35,11 @@ from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleW
 from ragcache_gateway.documents.events import TextRemoved
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import PART, completion_body
+from ragcache_gateway.engines.completion import ENGINE, completion_body
 from ragcache_gateway.engines.completion_stream import Completion, is_engine_loss
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ class QualityTrials:
         try:
             return "".join(texts), await engine.request_record(request)
         except Unavailable as error:
-            raise Unavailable(f"record of an {PART}", str(error)) from error
+            raise Unavailable(f"record of an {ENGINE}", str(error)) from error
 
     def _plan(self, replay: QuestionReplay, request: str) -> ReusePlan:
         question = replay.question

@@ -22,7 +22,7 @@ from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder
 from ragcache_gateway.prompts.conversation import Conversation, Turn
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.store_api import Deletion
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import SERVICE
 from ragcache_wire.clients.retriever_client import RetrieverClient

@@ -19,7 +19,7 @@ from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
 from ragcache_wire.watched.signing_keys import SigningKeys
 
-PART = "engine"
+ENGINE = "engine"
 
 TRANSFER_PARAMS = "kv_transfer_params"
 """Field of a body with the plan and its signature."""
@@ -284,7 +284,7 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
         if event.get("usage"):
             found.append(Usage.model_validate(event["usage"]))
     except (ValueError, TypeError, AttributeError) as error:
-        raise Unavailable(PART, f"it sent an event that cannot be read: {error}") from error
+        raise Unavailable(ENGINE, f"it sent an event that cannot be read: {error}") from error
     return found
 
 
@@ -299,12 +299,12 @@ def error_from_response(status: int, body: bytes) -> RagCacheError:
         return InvalidInput(
             _error_field(parsed), f"is refused by the engine: {message}", "correct it"
         )
-    return Unavailable(PART, f"it answered {status}: {message}")
+    return Unavailable(ENGINE, f"it answered {status}: {message}")
 
 
 def error_from_event(event: Mapping[str, Any]) -> RagCacheError:
     """Return the error that an error event of a stream stands for."""
-    return Unavailable(PART, _error_message(event))
+    return Unavailable(ENGINE, _error_message(event))
 
 
 def _error_of(value: object) -> object:

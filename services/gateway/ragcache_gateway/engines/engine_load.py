@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ragcache_core.cost.engine_costs import EngineCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.cost.queue_time import QueueTime
-from ragcache_core.errors import RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.planner.speculation import GuessCost, Load
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.engines.prefill_costs import profile_of
 from ragcache_wire.v1 import engine_pb2
 
 REFRESH_S = 1.0
@@ -139,3 +139,20 @@ class EngineLoads:
             profile = profile_of(costs.prefill)
             loads = {load.tier: (load.latency_s, load.bytes_per_s) for load in costs.loads}
             known.costs = EngineCosts(profile, costs.correction or 1.0, loads) if profile else None
+
+
+def profile_of(message: engine_pb2.PrefillProfile) -> PrefillProfile | None:
+    """Read an engine's profile; None if it has none."""
+    if not message.computed:
+        return None
+    width = len(message.computed)
+    rows = range(0, len(message.seconds), width)
+    try:
+        return PrefillProfile(
+            tuple(message.cached),
+            tuple(message.computed),
+            tuple(tuple(message.seconds[first : first + width]) for first in rows),
+            message.pass_tokens,
+        )
+    except InvalidInput:
+        return None

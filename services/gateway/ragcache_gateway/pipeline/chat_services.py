@@ -16,11 +16,10 @@ from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
 from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.tracing import Tracer
 

@@ -18,8 +18,8 @@ from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache
 from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
-from ragcache_gateway.status.cache import SourceSummary
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.cache import SourceSummary
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient
 from ragcache_wire.watched.signing_keys import SigningKeys
 

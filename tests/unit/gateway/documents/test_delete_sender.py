@@ -15,8 +15,8 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key_of_dig
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.documents import delete_sender
 from ragcache_gateway.documents.delete_sender import ANSWER_WAIT_S, POLL_S, RETRY_S, DeleteSender
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb

@@ -19,7 +19,7 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.planning.request_planner import ComputedAhead, Order, RequestPlanner
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from tests.kit.stored_prefix import stored_prefix
 

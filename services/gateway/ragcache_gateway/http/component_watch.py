@@ -57,7 +57,7 @@ class NotAnswering(BaseModel):
     parts: AllReadiness
 
 
-class PartsWatch:
+class ComponentWatch:
     """Asks the retriever for its state periodically, and the pool which engines have failed.
 
     Args:
