@@ -45,8 +45,9 @@ from ragcache_gateway.http.routes import (
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_gateway.telemetry.metrics import Metrics
-from ragcache_gateway.wiring import connect_services
+from ragcache_gateway.wiring import Shared, connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.telemetry.export import export_metrics
@@ -105,15 +106,18 @@ def create_app(
         exports_content=settings.trace_content,
     )
 
+    model = ServedModel(
+        settings.model_name, settings.max_model_len, space, settings.signing_key_file
+    )
+    shared = Shared(settings, limits, model, prompts, metrics, spans)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         exported = export_metrics(settings.otlp_endpoint, "gateway", instance, metrics.registry)
         try:
             async with (
                 metrics_server(settings.metrics_listen, metrics.registry),
-                connect_services(
-                    settings, space, prompts, keys, limits, metrics, spans
-                ) as services,
+                connect_services(shared, keys) as services,
             ):
                 app.state.services = services
                 yield

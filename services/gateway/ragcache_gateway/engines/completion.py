@@ -14,9 +14,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.identity.keys import domain_salt
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 ENGINE = "engine"
@@ -101,33 +103,36 @@ def text_of(body: Mapping[str, Any]) -> str:
 
 
 def completion_body(
-    sampling: Mapping[str, Any],
-    *,
-    model: str,
+    model: ServedModel,
     token_ids: Sequence[int],
-    max_tokens: int,
     plan: ReusePlan,
-    plan_keys: SigningKeys | None,
-    cache_salt: str | None,
+    *,
+    max_tokens: int,
     priority: int,
+    stop: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Make the body of a streamed completion of the gateway's own, for ``/v1/completions``.
+    """Make the body of a streamed, greedy completion of the gateway's own.
+
+    It is for ``/v1/completions``. The engine's own prefix cache shares nothing of a trial, and
+    otherwise what is of the plan's domain.
 
     Args:
-        sampling: Further fields.
-        cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
-        priority: Of the caller's key. 0 is not sent: not every engine schedules by priority.
+        priority: Of the caller's key, or of background work.
+        stop: Texts that end the answer.
     """
     body: dict[str, Any] = {
-        "model": model,
+        "model": model.name,
         "prompt": PackedIds.of(token_ids),
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
-        TRANSFER_PARAMS: transfer_params(plan, token_ids, plan_keys),
-        **sampling,
+        TRANSFER_PARAMS: transfer_params(plan, token_ids, model.plan_keys),
+        "temperature": 0.0,
+        **({"stop": list(stop)} if stop else {}),
     }
-    return with_engine_controls(body, cache_salt=cache_salt, priority=priority)
+    # No other request has the salt of a trial.
+    salt = plan.request if plan.trial else domain_salt(plan.domain)
+    return with_engine_controls(body, cache_salt=salt, priority=priority)
 
 
 def client_body(

@@ -20,6 +20,7 @@ from ragcache_gateway.engines.completion_stream import (
     RequestNotSent,
     WholeCompletion,
 )
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -71,7 +72,7 @@ MAX_LOST_ENGINES = 2
 take down all engines."""
 
 
-class EnginePool:
+class EnginePool(BackgroundTasks):
     """The engines behind every configured host name, which the pool resolves periodically.
 
     Args:
@@ -86,6 +87,7 @@ class EnginePool:
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
+        super().__init__()
         self._settings = settings
         self._limits = limits
         self._probe = probe
@@ -95,8 +97,6 @@ class EnginePool:
         self._choice_numbers = itertools.count(1)
         self._last_chosen: dict[Engine, int] = {}
         self._health_tasks: dict[Engine, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._resolver_task: asyncio.Task[None] | None = None
 
     @property
     def known(self) -> list[Engine]:
@@ -124,19 +124,14 @@ class EnginePool:
     async def start(self) -> None:
         """Resolve the host names from now on; wait for the first result, but not long."""
         resolved = asyncio.Event()
-        self._resolver_task = asyncio.create_task(self._resolve_periodically(resolved))
+        self._spawn(self._resolve_periodically(resolved))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.engine_connect_timeout_s):
                 await resolved.wait()
 
     async def close(self) -> None:
         """Stop every task and close every connection."""
-        tasks = [*self._health_tasks.values(), *self._closing]
-        if self._resolver_task is not None:
-            tasks.append(self._resolver_task)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().close()
         for engine in self._health_tasks:
             await engine.close()
 
@@ -326,7 +321,7 @@ class EnginePool:
             watching = watch_health(
                 engine, self._probe, self._settings.engine_watch_s, self._move_waiting
             )
-            self._health_tasks[engine] = asyncio.create_task(watching)
+            self._health_tasks[engine] = self._spawn(watching)
 
     def _move_waiting(self, failed: Engine) -> None:
         """End the requests that wait on a failed engine, so that another engine gets them.
@@ -343,6 +338,4 @@ class EnginePool:
         self._health_tasks.pop(engine).cancel()
         self._last_chosen.pop(engine, None)
         self._metrics.remove_engine(engine.address)
-        closing = asyncio.create_task(engine.close_when_idle())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._spawn(engine.close_when_idle())

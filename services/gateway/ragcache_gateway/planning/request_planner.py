@@ -24,7 +24,6 @@ from ragcache_core.planner.request_plan import (
 from ragcache_core.planner.stored_path import is_on_disk_only
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
-from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.planning.cache_view import CacheView, engine_address, engine_source
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_kv.values.layout import value_bytes
@@ -66,7 +65,6 @@ class RequestPlanner:
         self,
         settings: GatewaySettings,
         space: KVSpace,
-        engines: EnginePool,
         loads: EngineLoads,
         view: CacheView,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +75,7 @@ class RequestPlanner:
         self._default_order: Order = settings.order
         self._max_displacement = settings.max_displacement
         self._token_bytes = value_bytes(space, 1)
-        self._engines = engines
+        self._engines = loads.engines
         self._loads = loads
         self._clock = clock
         self._waiting_s: dict[str, float] = {}  # predicted work without a first token, by address

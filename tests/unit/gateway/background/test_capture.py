@@ -67,7 +67,7 @@ def test_a_questions_context_is_computed_as_it_is() -> None:
 
 
 def test_a_questions_chunks_are_reversed_after_its_head() -> None:
-    prompt = question().prompt
+    prompt = question().asked.prompt
     found = reversed_chunks(prompt)
     assert found.head == prompt.head
     assert found.token_ids[: prompt.head] == prompt.token_ids[: prompt.head]

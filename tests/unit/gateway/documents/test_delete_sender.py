@@ -84,11 +84,11 @@ class World:
         self.domains: tuple[str, ...] = (PUBLIC_DOMAIN,)
         self.sender = DeleteSender(
             MODEL,
-            domains=lambda: self.domains,
-            retriever=cast("RetrieverClient", self.outbox),
-            store=cast("AsyncShardedStore", self.store),
-            metrics=self.metrics,
-            now_ms=lambda: NOW_MS,
+            lambda: self.domains,
+            cast("RetrieverClient", self.outbox),
+            cast("AsyncShardedStore", self.store),
+            self.metrics,
+            lambda: NOW_MS,
         )
 
     def metric(self, name: str) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import base64
 import sys
 import uuid
@@ -203,10 +202,7 @@ def _check_model(services: GatewayServices, model: str | None, own: str) -> None
 
 
 async def _usage(services: GatewayServices, texts: Sequence[str]) -> EmbeddingUsage:
-    chat = services.chat
-    count = await asyncio.get_running_loop().run_in_executor(
-        chat.tokenizing, chat.prompts.count_tokens, texts
-    )
+    count = await services.chat.prompts.run(lambda prompts: prompts.count_tokens(texts))
     return EmbeddingUsage(prompt_tokens=count, total_tokens=count)
 
 
