@@ -827,6 +827,34 @@ class World:
         }
         return await self.client.put("/v1/quality/report", json=report | changes)
 
+    async def metric(self, name: str) -> float:
+        """Return the value of a series of the gateway's metrics; 0 if there is none."""
+        return (await self._metrics(name)).get(name, 0.0)
+
+    async def until_metric(self, name: str, value: float) -> None:
+        """Wait until every series whose name begins so has a value."""
+
+        async def has_value() -> bool:
+            found = await self._metrics(name)
+            return bool(found) and set(found.values()) == {value}
+
+        await until(has_value, f"{name} {value}")
+
+    async def _metrics(self, beginning: str) -> dict[str, float]:
+        text = (await self.client.get("/metrics")).text
+        prefix = "ragcache_gateway_"
+        lines = [one for one in text.splitlines() if one.startswith(prefix + beginning)]
+        pairs = (line.removeprefix(prefix).rsplit(" ", 1) for line in lines)
+        return {name: float(value) for name, value in pairs}
+
+    async def until_verdict(self, verdict: str) -> None:
+        """Wait until the quality gate judges blends so."""
+
+        async def is_judged() -> bool:
+            return bool((await self.client.get("/v1/quality")).json()["verdict"] == verdict)
+
+        await until(is_judged, f"the verdict {verdict}")
+
     def _register_retriever(self, server: Any) -> None:
         retriever_pb2_grpc.add_RetrieverServicer_to_server(self.retriever, server)
 
@@ -888,6 +916,11 @@ def data_of(stream: str) -> list[Any]:
     """Parse the data of a stream's events; the end stays ``[DONE]``."""
     events = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def plan_of(body: Mapping[str, Any]) -> ReusePlan:
+    """Return the reuse plan in the body of an engine's request."""
+    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 OPERATOR = key_of(b"o" * 32)

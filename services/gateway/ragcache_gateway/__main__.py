@@ -13,7 +13,7 @@ from ragcache_gateway.http.server import build_server as build_http_server
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.settings import GatewaySettings

@@ -28,10 +28,8 @@ from ragcache_gateway.http.errors import error_body, from_status, from_validatio
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.body_limit import BodyLimit
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
-from ragcache_gateway.http.middleware.key_check import KeyCheck
-from ragcache_gateway.http.middleware.port_guard import PortGuard
-from ragcache_gateway.http.middleware.request_limit import RequestLimit
-from ragcache_gateway.http.middleware.request_pools import RequestPools
+from ragcache_gateway.http.middleware.key_check import KeyCheck, PortGuard
+from ragcache_gateway.http.middleware.request_pools import RequestLimit, RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
 from ragcache_gateway.http.openapi import describe
 from ragcache_gateway.http.routes import (
@@ -40,17 +38,16 @@ from ragcache_gateway.http.routes import (
     collection_routes,
     document_routes,
     embedding_routes,
-    explain_routes,
     response_routes,
     search_routes,
     status_routes,
-    tree_routes,
 )
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.status.metrics import Metrics
-from ragcache_gateway.wiring import connect_services
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
+from ragcache_gateway.wiring import Shared, connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.telemetry.export import export_metrics
@@ -65,10 +62,8 @@ _ROUTES: Final = (
     document_routes,
     collection_routes,
     search_routes,
-    explain_routes,
     backup_routes,
     status_routes,
-    tree_routes,
 )
 
 EXPOSED_HEADERS: Final = (
@@ -111,15 +106,18 @@ def create_app(
         exports_content=settings.trace_content,
     )
 
+    model = ServedModel(
+        settings.model_name, settings.max_model_len, space, settings.signing_key_file
+    )
+    shared = Shared(settings, limits, model, prompts, metrics, spans)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         exported = export_metrics(settings.otlp_endpoint, "gateway", instance, metrics.registry)
         try:
             async with (
                 metrics_server(settings.metrics_listen, metrics.registry),
-                connect_services(
-                    settings, space, prompts, keys, limits, metrics, spans
-                ) as services,
+                connect_services(shared, keys) as services,
             ):
                 app.state.services = services
                 yield
@@ -194,7 +192,7 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
             return response_to(to_rest_error(error))
         metrics.upstream_failures.labels(error.component).inc()
         services: GatewayServices = request.app.state.services
-        return response_to(error, services.parts_watch.recovery_s(error.component))
+        return response_to(error, services.component_watch.recovery_s(error.component))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

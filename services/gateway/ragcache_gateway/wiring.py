@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from ragcache_core.identity.keys import KVSpace, token_digest
+from ragcache_core.identity.keys import token_digest
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.auth.tenant_domains import TenantDomains
-from ragcache_gateway.background.idle import IdleWindows
+from ragcache_gateway.background.idle import IdleEngines, IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
@@ -23,19 +23,18 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
-from ragcache_gateway.http.parts_watch import PartsWatch
+from ragcache_gateway.http.component_watch import ComponentWatch
 from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner
-from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
+from ragcache_gateway.prompts.builder import PromptBuilder, PromptThread, TemplateFrame
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
 from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -44,18 +43,42 @@ from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.limits import Limits
 
 
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+class _Startable(_Closable, Protocol):
+    def start(self) -> None: ...
+
+
+_C = TypeVar("_C", bound=_Closable)
+_S = TypeVar("_S", bound=_Startable)
+
+
+class _Services(AsyncExitStack):
+    """Closes the services at the end, the last one first."""
+
+    def closing(self, service: _C) -> _C:
+        """Close a service at the end."""
+        self.push_async_callback(service.close)
+        return service
+
+    def started(self, service: _S) -> _S:
+        """Start a service, and close it at the end."""
+        service.start()
+        return self.closing(service)
+
+
 @dataclass(frozen=True, slots=True)
-class _Tools:
-    """What every service is built with. The stack closes the services at the end."""
+class Shared:
+    """What every service is built with."""
 
     settings: GatewaySettings
     limits: Limits
     model: ServedModel
     prompts: PromptBuilder
-    tokenizing: Executor
     metrics: Metrics
     tracer: Tracer
-    stack: AsyncExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +90,57 @@ class _Clients:
     store: AsyncShardedStore
 
 
+@dataclass(frozen=True, slots=True)
+class _Background:
+    """What engines work on in idle windows, and what decides about blends."""
+
+    precomputer: Precomputer | None
+    trials: QualityTrials | None
+    gate: QualityGate
+
+
 @asynccontextmanager
 async def connect_services(
-    settings: GatewaySettings,
-    space: KVSpace,
-    prompts: PromptBuilder,
-    keys: ApiKeys | None,
-    limits: Limits,
-    metrics: Metrics,
-    tracer: Tracer,
+    shared: Shared, keys: ApiKeys | None
 ) -> AsyncGenerator[GatewayServices, None]:
     """Build and start every service; stop them at the end."""
-    async with AsyncExitStack() as stack:
-        model = ServedModel(
-            name=settings.model_name,
-            max_model_len=settings.max_model_len,
-            space=space,
-            plan_keys=settings.signing_key_file,
+    settings, model, metrics = shared.settings, shared.model, shared.metrics
+    async with _Services() as services:
+        clients = _Clients(
+            services.closing(RetrieverClient(settings.retriever)),
+            services.closing(HealthClient("retriever", settings.retriever)),
+            services.closing(AsyncShardedStore(settings.cachestore)),
         )
-        clients = _connect_clients(settings, stack)
-        tokenizing = ThreadPoolExecutor(1, "tokenizing")
-        stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
-        tools = _Tools(settings, limits, model, prompts, tokenizing, metrics, tracer, stack)
-        removals = RemovalFeed(clients.retriever)
-        deletes = _start_deletes(tools, clients, keys)
-        template = prompts.frame(Conversation.asking(None, "?"))
-        engines = await _start_engines(tools, template)
-        view = _start_cache_view(tools, engines, clients)
-        loads = EngineLoads(engines)
-        stack.push_async_callback(loads.close)
+        retriever, store = clients.retriever, clients.store
+        prompts = PromptThread(shared.prompts)
+        services.callback(prompts.close)
+        removals = RemovalFeed(retriever)
+        domains = TenantDomains(keys, retriever)
+        deletes = services.started(DeleteSender(model, domains.current, retriever, store, metrics))
+        services.closing(domains).start(deletes)
+        template = shared.prompts.frame(Conversation.asking(None, "?"))
+        engines = await _start_engines(services, shared, template)
+        view = services.started(
+            CacheView(
+                lambda: {engine.address: engine.records for engine in engines.known},
+                store.addresses,
+                settings,
+                metrics,
+            )
+        )
+        loads = services.closing(EngineLoads(engines))
         await loads.start()
-        idle = IdleWindows(engines, metrics)
-        precomputer = _start_precomputer(tools, template, engines, idle, clients, removals)
-        trials = _start_trials(tools, engines, idle, removals)
-        gate = _start_gate(tools, template, clients, trials)
-        writer = _document_writer(clients, removals, deletes, precomputer, trials)
-        planner = RequestPlanner(settings, space, engines, loads, view, tracer=tracer)
+        windows = IdleWindows(engines, metrics)
+        idle = IdleEngines(model, engines, windows, removals, metrics)
+        background = _start_background(services, shared, clients, template, idle, prompts)
+        planner = RequestPlanner(settings, model.space, loads, view, tracer=shared.tracer)
+        speculator = None
+        if settings.speculation != "off":
+            speculator = Speculator(engines, loads, planner, metrics, shared.tracer)
         recent_answers = RecentAnswers()
-        extractor = TextExtractor()
-        stack.push_async_callback(extractor.close)
+        extractor = services.closing(TextExtractor())
         await removals.start()
-        stack.push_async_callback(removals.close)
+        services.closing(removals)
         yield GatewayServices(
             settings=settings,
             metrics=metrics,
@@ -116,175 +149,86 @@ async def connect_services(
                 default_reuse=ReuseMode(settings.reuse, settings.max_recompute_share),
                 default_rewrite=settings.rewrite,
                 prompts=prompts,
-                tokenizing=tokenizing,
-                retriever=clients.retriever,
+                retriever=retriever,
                 engines=engines,
-                idle=idle,
-                gate=gate,
-                trials=trials,
-                precomputer=precomputer,
-                speculator=_speculator(tools, engines, loads, planner),
-                prefetcher=StorePrefetcher(planner, clients.store, space, metrics, tracer),
+                idle=windows,
+                gate=background.gate,
+                trials=background.trials,
+                precomputer=background.precomputer,
+                speculator=speculator,
+                prefetcher=StorePrefetcher(planner, store, model.space, metrics, shared.tracer),
                 recent_answers=recent_answers,
                 planner=planner,
                 chunk_keys=ChunkKeys(model),
                 loads=loads,
                 metrics=metrics,
-                tracer=tracer,
+                tracer=shared.tracer,
             ),
-            documents=writer,
+            documents=_document_writer(retriever, removals, deletes, background),
             extractor=extractor,
-            retriever=clients.retriever,
-            store=clients.store,
-            parts_watch=_start_parts_watch(tools, engines, clients),
+            retriever=retriever,
+            store=store,
+            component_watch=services.started(
+                ComponentWatch(engines, clients.retriever_health, settings.engine_watch_s)
+            ),
             cache_view=view,
             tree_reader=TreeReader(view.tree, recent_answers, planner.now),
         )
 
 
-def _connect_clients(settings: GatewaySettings, stack: AsyncExitStack) -> _Clients:
-    retriever = RetrieverClient(settings.retriever)
-    stack.push_async_callback(retriever.close)
-    health = HealthClient("retriever", settings.retriever)
-    stack.push_async_callback(health.close)
-    store = AsyncShardedStore(settings.cachestore)
-    stack.push_async_callback(store.close)
-    return _Clients(retriever, health, store)
-
-
-def _start_deletes(tools: _Tools, clients: _Clients, keys: ApiKeys | None) -> DeleteSender:
-    domains = TenantDomains(keys, clients.retriever)
-    deletes = DeleteSender(
-        tools.model,
-        domains=domains.current,
-        retriever=clients.retriever,
-        store=clients.store,
-        metrics=tools.metrics,
-    )
-    deletes.start()
-    tools.stack.push_async_callback(deletes.close)
-    domains.start(deletes)
-    tools.stack.push_async_callback(domains.close)
-    return deletes
-
-
-async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
+async def _start_engines(
+    services: _Services, shared: Shared, template: TemplateFrame
+) -> EnginePool:
     # Most prompts begin with the template's head, so the probe caches it in the engine.
-    probe = probe_body(tools.model.name, template.head or [0])
-    engines = EnginePool(tools.settings, tools.limits, probe, tools.metrics, tools.tracer)
-    tools.stack.push_async_callback(engines.close)
+    probe = probe_body(shared.model.name, template.head or [0])
+    engines = services.closing(
+        EnginePool(shared.settings, shared.limits, probe, shared.metrics, shared.tracer)
+    )
     await engines.start()
     return engines
 
 
-def _start_parts_watch(tools: _Tools, engines: EnginePool, clients: _Clients) -> PartsWatch:
-    watch = PartsWatch(engines, clients.retriever_health, tools.settings.engine_watch_s)
-    watch.start()
-    tools.stack.push_async_callback(watch.close)
-    return watch
-
-
-def _start_cache_view(tools: _Tools, engines: EnginePool, clients: _Clients) -> CacheView:
-    view = CacheView(
-        lambda: {engine.address: engine.records for engine in engines.known},
-        clients.store.addresses,
-        tools.settings.signing_key_file,
-        max_nodes=tools.settings.view_max_nodes,
-        predicted_tokens=tools.settings.engine_cache_tokens,
-        poll_s=tools.settings.engine_watch_s,
-        metrics=tools.metrics,
-    )
-    view.start()
-    tools.stack.push_async_callback(view.close)
-    return view
-
-
-def _start_precomputer(
-    tools: _Tools,
-    template: TemplateFrame,
-    engines: EnginePool,
-    idle: IdleWindows,
+def _start_background(
+    services: _Services,
+    shared: Shared,
     clients: _Clients,
-    removals: RemovalFeed,
-) -> Precomputer | None:
-    if not tools.settings.precompute:
-        return None
-    precomputer = Precomputer(
-        tools.model,
-        template,
-        tools.settings.reuse,
-        prompts=tools.prompts,
-        tokenizing=tools.tokenizing,
-        engines=engines,
-        idle=idle,
-        store=clients.store,
-        retriever=clients.retriever,
-        removals=removals,
-        metrics=tools.metrics,
+    template: TemplateFrame,
+    idle: IdleEngines,
+    prompts: PromptThread,
+) -> _Background:
+    settings, retriever = shared.settings, clients.retriever
+    share = settings.max_recompute_share
+    precomputer, trials = None, None
+    if settings.precompute:
+        precomputer = services.started(
+            Precomputer(idle, template, settings.reuse, prompts, clients.store, retriever)
+        )
+    if settings.quality is not None:
+        trials = services.started(QualityTrials(idle, settings.quality, share))
+    gate = services.started(
+        QualityGate(
+            shared.model,
+            token_digest(template.head).hex(),
+            wanted_quality=settings.quality,
+            max_recompute_share=share,
+            retriever=retriever,
+            trials=trials,
+        )
     )
-    precomputer.start()
-    tools.stack.push_async_callback(precomputer.close)
-    return precomputer
-
-
-def _speculator(
-    tools: _Tools,
-    engines: EnginePool,
-    loads: EngineLoads,
-    planner: RequestPlanner,
-) -> Speculator | None:
-    if tools.settings.speculation == "off":
-        return None
-    return Speculator(engines, loads, planner, tools.metrics, tools.tracer)
-
-
-def _start_trials(
-    tools: _Tools, engines: EnginePool, idle: IdleWindows, removals: RemovalFeed
-) -> QualityTrials | None:
-    if tools.settings.quality is None:
-        return None
-    trials = QualityTrials(
-        tools.model,
-        quality=tools.settings.quality,
-        max_recompute_share=tools.settings.max_recompute_share,
-        engines=engines,
-        idle=idle,
-        removals=removals,
-        metrics=tools.metrics,
-    )
-    trials.start()
-    tools.stack.push_async_callback(trials.close)
-    return trials
-
-
-def _start_gate(
-    tools: _Tools, template: TemplateFrame, clients: _Clients, trials: QualityTrials | None
-) -> QualityGate:
-    gate = QualityGate(
-        tools.model,
-        token_digest(template.head).hex(),
-        wanted_quality=tools.settings.quality,
-        max_recompute_share=tools.settings.max_recompute_share,
-        retriever=clients.retriever,
-        trials=trials,
-    )
-    gate.start()
-    tools.stack.push_async_callback(gate.close)
-    return gate
+    return _Background(precomputer, trials, gate)
 
 
 def _document_writer(
-    clients: _Clients,
+    retriever: RetrieverClient,
     removals: RemovalFeed,
     deletes: DeleteSender,
-    precomputer: Precomputer | None,
-    trials: QualityTrials | None,
+    background: _Background,
 ) -> DocumentWriter:
     """Build the writer, and subscribe what a changed document concerns."""
-    if trials is not None:
-        removals.subscribe(trials.text_removed)
+    if background.trials is not None:
+        removals.subscribe(background.trials.text_removed)
     written = []
-    if precomputer is not None:
-        removals.subscribe(precomputer.text_removed)
-        written.append(precomputer.document_written)
-    return DocumentWriter(clients.retriever, removals, deletes, written)
+    if background.precomputer is not None:
+        removals.subscribe(background.precomputer.text_removed)
+        written.append(background.precomputer.document_written)
+    return DocumentWriter(retriever, removals, deletes, written)

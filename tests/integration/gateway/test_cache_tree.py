@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.gateway import BUILTIN, World, bearer, until_predicted, world, write_keys
+from tests.kit.gateway import World, until_predicted, world
 
 
 @pytest.fixture
@@ -60,18 +60,6 @@ async def test_a_limit_out_of_bounds_is_refused(gateway: World, limit: str) -> N
     response = await gateway.client.get("/v1/cache/tree", params={"limit": limit})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "limit"
-
-
-async def test_it_needs_the_scope_admin(tiny_model: Path, tmp_path: Path) -> None:
-    entries = {name: f'scopes = ["{name}"]' for name in ("ask", "write", "admin")}
-    keys = write_keys(tmp_path / "keys.toml", entries)
-    async with world(tiny_model, api_keys_file=keys, builtin_keys=BUILTIN) as gateway:
-        statuses = {
-            name: (await gateway.client.get("/v1/cache/tree", headers=bearer(name))).status_code
-            for name in entries
-        }
-        assert statuses == {"ask": 403, "write": 403, "admin": 200}
-        assert (await gateway.client.get("/v1/cache/tree")).status_code == 401
 
 
 async def test_the_document_of_the_api_describes_it(gateway: World) -> None:

@@ -28,13 +28,13 @@ from ragcache_gateway.planning.cache_view import (
     shard_source,
 )
 from ragcache_gateway.planning.source_follower import MAX_SILENCE_S
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.connection import CuttableConnection
-from tests.kit.gateway import WAIT_S, following, tiers_of
+from tests.kit.gateway import CONFIG, WAIT_S, following, tiers_of
 from tests.kit.store import key, put_value, value
 from tests.kit.stored_prefix import stored_tokens
 from tests.kit.wait import until
@@ -73,11 +73,8 @@ class Sources:
         view = CacheView(
             lambda: self.engines,
             lambda: (self.store.address,),
-            keys or self.keys,
-            max_nodes=10_000,
-            predicted_tokens=65_536,
-            poll_s=0.02,
-            metrics=self.metrics,
+            CONFIG.replace(signing_key_file=keys or self.keys, engine_watch_s=0.02),
+            self.metrics,
         )
         view.start()
         self.stack.push_async_callback(view.close)

@@ -16,8 +16,8 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
-from tests.kit.gateway import MODEL, World, world
+from ragcache_core.plan.reuse_plan import NO_REUSE
+from tests.kit.gateway import MODEL, World, plan_of, world
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
 TOOL: Any = {
@@ -41,17 +41,6 @@ async def client(gateway: World) -> AsyncGenerator[openai.AsyncOpenAI, None]:
     base_url = f"{gateway.base_url}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as found:
         yield found
-
-
-async def test_a_chat_has_usage_with_the_tokens_of_each_source(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(model=MODEL, messages=ASK)
-    assert answer.choices[0].message.content == "It runs in eu-north."
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 70
-    tokens = answer.usage.to_dict()["ragcache"]
-    assert isinstance(tokens, dict)
-    assert sum(tokens.values()) == 100
 
 
 async def test_several_answers_share_one_plan(gateway: World, client: openai.AsyncOpenAI) -> None:
@@ -97,32 +86,10 @@ async def test_tool_calls_come_whole_and_streamed_and_go_back(
     assert [one.query for one in gateway.retriever.searches] == [ASK[0]["content"]] * 3
 
 
-async def test_log_probabilities_are_the_engines(
-    gateway: World, client: openai.AsyncOpenAI
-) -> None:
-    gateway.engine.top_logprobs = {"It": -0.5, "They": -1.5}
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, logprobs=True, top_logprobs=2
-    )
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.content is not None
-    top = answer.choices[0].logprobs.content[0].top_logprobs
-    assert {one.token: one.logprob for one in top} == gateway.engine.top_logprobs
-
-
 class Location(BaseModel):
     """Where something is."""
 
     region: str
-
-
-async def test_structured_output_is_parsed(gateway: World, client: openai.AsyncOpenAI) -> None:
-    gateway.engine.words = ['{"region": ', '"north"}']
-    answer = await client.chat.completions.parse(
-        model=MODEL, messages=ASK, response_format=Location
-    )
-    assert answer.choices[0].message.parsed == Location(region="north")
-    assert gateway.engine.requests[0]["response_format"]["type"] == "json_schema"
 
 
 async def test_a_refusal_of_the_engine_has_its_message_and_field(
@@ -138,15 +105,6 @@ async def test_a_refusal_of_the_engine_has_its_message_and_field(
     assert "top_k must be -1 or more" in str(caught.value)
 
 
-async def test_images_are_refused_with_the_path_of_the_part(client: openai.AsyncOpenAI) -> None:
-    part: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": [part]}]
-        )
-    assert caught.value.param == "messages[0].content[0].type"
-
-
 async def test_an_answer_without_retrieval_keeps_the_head_as_a_segment(
     gateway: World, client: openai.AsyncOpenAI
 ) -> None:
@@ -159,7 +117,7 @@ async def test_an_answer_without_retrieval_keeps_the_head_as_a_segment(
     assert isinstance(extension, dict)
     assert (extension["citations"], extension["queries"]) == ([], [])
     (sent,) = gateway.engine.requests
-    plan = ReusePlan.decode(sent["kv_transfer_params"]["ragcache"])
+    plan = plan_of(sent)
     (head,) = plan.segments
     assert 0 < head.end < len(sent["prompt"])
 
@@ -209,7 +167,7 @@ async def test_the_model_may_ask_for_another_search(gateway: World) -> None:
     assert response.json()["ragcache"]["queries"] == ["Where does billing run?", "billing owner"]
     assert len(gateway.retriever.searches) == 2
     asking, _, answering = gateway.engine.requests
-    plan = ReusePlan.decode(asking["kv_transfer_params"]["ragcache"])
+    plan = plan_of(asking)
     end = plan.segments[-1].end
     assert asking["prompt"][:end] == answering["prompt"][:end], "the question's KV is reused"
     gateway.engine.query = "NONE"
@@ -261,7 +219,7 @@ async def test_completions_retrieve_if_asked_to(gateway: World, client: openai.A
     assert isinstance(extension, dict)
     assert len(extension["citations"]) == 2
     (sent,) = gateway.engine.requests
-    plan = ReusePlan.decode(sent["kv_transfer_params"]["ragcache"])
+    plan = plan_of(sent)
     assert [segment.document for segment in plan.segments][-1] == "default/search.md"
     assert sent["prompt"][plan.segments[-1].end :], "the text follows the chunks"
 

@@ -13,8 +13,6 @@ import pytest
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.server import GrpcServer
-from ragcache_wire.v1 import cachestore_pb2_grpc
 from tests.kit.gateway import World, world
 
 MIB = 1 << 20
@@ -75,35 +73,6 @@ async def test_a_deleted_document_is_deleted_from_the_store_by_name_too(gateway:
     (deletion,) = gateway.store.deletions
     assert (list(deletion.documents), deletion.domain) == (["default/a/b.md"], PUBLIC_DOMAIN)
     assert len(deletion.chunks) == 1
-
-
-async def test_an_unacknowledged_delete_is_sent_again(gateway: World) -> None:
-    await put(gateway)
-    shard = gateway.servers["cachestore"]
-    await shard.stop()
-    await gateway.client.delete("/v1/documents/a/b.md")
-    await until_waiting(gateway, 1)
-    back = GrpcServer(
-        f"127.0.0.1:{shard.port}",
-        ["ragcache.v1.CacheStore"],
-        lambda server: cachestore_pb2_grpc.add_CacheStoreServicer_to_server(gateway.store, server),
-    )
-    await back.start()
-    try:
-        await until_waiting(gateway, 0)
-    finally:
-        await back.stop()
-    (deletion,) = gateway.store.deletions
-    assert list(deletion.documents) == ["default/a/b.md"]
-
-
-async def until_waiting(gateway: World, count: int) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            text = (await gateway.client.get("/metrics")).text
-            if f"ragcache_gateway_deletes_waiting {count:.1f}" in text:
-                return
-            await asyncio.sleep(0.05)
 
 
 async def test_an_unavailable_store_does_not_fail_a_delete(gateway: World) -> None:
@@ -226,27 +195,3 @@ async def test_a_body_that_never_ends_times_out(tiny_model: Path) -> None:
         writer.close()
         assert answer.startswith(b"HTTP/1.1 400")
         assert b"did not arrive within 0.1 s" in answer
-
-
-async def test_collections_are_set_and_read(gateway: World) -> None:
-    settings = {"chunking": {"size_tokens": 128, "overlap_tokens": 16}, "window": 2}
-    response = await gateway.client.put("/v1/collections/guides", json=settings)
-    assert response.status_code == 200
-    read = (await gateway.client.get("/v1/collections/guides")).json()
-    assert (read["chunking"], read["window"]) == (settings["chunking"], 2)
-    listed = (await gateway.client.get("/v1/collections")).json()
-    assert [collection["name"] for collection in listed["data"]] == ["default", "guides"]
-    response = await gateway.client.get("/v1/collections/none")
-    assert response.json()["error"]["code"] == "collection_not_found"
-    response = await gateway.client.put("/v1/collections/guides", json={"chunk": {}})
-    assert response.json()["error"]["param"] == "chunk"
-
-
-async def test_search_gives_the_hits_of_the_final_stage(gateway: World) -> None:
-    response = await gateway.client.post("/v1/search", json={"query": "billing?", "top_k": 2})
-    found = response.json()
-    assert [hit["chunk"] for hit in found["data"]] == ["billing.md#1", "search.md#0"]
-    assert [chunk["chunk"] for chunk in found["data"][0]["before"]] == ["billing.md#0"]
-    assert found["timing_ms"]["stages"] == 2
-    response = await gateway.client.post("/v1/search", json={"query": "x", "collection": "none"})
-    assert response.status_code == 404

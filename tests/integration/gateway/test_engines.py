@@ -13,9 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_gateway.engines.pool import MAX_LOST_ENGINES
-from ragcache_gateway.engines.resolver import host_and_port, resolve
+from ragcache_gateway.engines.pool import MAX_LOST_ENGINES, host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
@@ -25,6 +23,7 @@ from tests.kit.gateway import (
     FakeRetriever,
     World,
     data_of,
+    plan_of,
     serving,
     until_predicted,
     world,
@@ -175,8 +174,7 @@ async def test_questions_go_to_the_engine_that_has_their_documents(two: Fleet) -
 async def test_the_record_comes_from_the_engine_that_answered(two: Fleet) -> None:
     ids = [(await two.ask()).json()["id"] for _ in range(4)]
     for ip, engine in two.engines.items():
-        plans = [body["kv_transfer_params"]["ragcache"] for body in engine.requests]
-        answered = [ReusePlan.decode(plan).request for plan in plans]
+        answered = [plan_of(body).request for body in engine.requests]
         assert two.records[ip].asked == answered
     assert sorted(i for records in two.records.values() for i in records.asked) == sorted(ids)
 

@@ -12,13 +12,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, VariantKey
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
-from ragcache_core.plan.reuse_plan import ReusePlan, document_name
+from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_wire.watched import watched_file
-from tests.kit.gateway import BUILTIN, CONFIG, OPERATOR, World, bearer, key, write_keys
+from tests.kit.gateway import BUILTIN, CONFIG, OPERATOR, World, bearer, key, plan_of, write_keys
 from tests.kit.store import ServedStore, get_value, put_value, serving
 from tests.kit.wait import until
 
@@ -212,10 +212,6 @@ async def test_identity_and_key_reach_no_other_component(gateway: KeyedWorld) ->
     assert plan_of(gateway.engine.requests[0]).domain == "tenant:red"
 
 
-def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
-
-
 def store_prompt(gateway: KeyedWorld, body: dict[str, Any]) -> list[VariantKey]:
     """Store KV of a prompt's segments, as an engine does that got it."""
     plan, client = plan_of(body), gateway.real_store.client
@@ -311,22 +307,12 @@ async def test_a_delete_removes_the_kv_of_every_tenant(gateway: KeyedWorld) -> N
         assert stored(gateway, of_document) == []
 
 
-async def test_the_domain_of_a_tenant_without_keys_is_deleted(
+async def test_the_kv_of_a_tenant_without_keys_is_deleted_with_and_without_plans(
     gateway: KeyedWorld,
 ) -> None:
     found = await variants_of_all(gateway)
-    assert gateway.config.api_keys_file is not None
-    write_keys(gateway.config.api_keys_file, {n: e for n, e in ENTRIES.items() if n != "red"})
-    detail(await ask(gateway, "red"), 401)
-    await until(lambda: not stored(gateway, found["red"]))
-    assert stored(gateway, found["blue"]) == found["blue"]
-    assert stored(gateway, found["app"]) == found["app"]
-
-
-async def test_the_prompts_without_a_plan_of_a_tenant_without_keys_are_deleted(
-    gateway: KeyedWorld,
-) -> None:
-    found = {name: await store_plain(gateway, name) for name in ("app", "red", "blue")}
+    for name in found:
+        found[name] += await store_plain(gateway, name)
     assert gateway.config.api_keys_file is not None
     write_keys(gateway.config.api_keys_file, {n: e for n, e in ENTRIES.items() if n != "red"})
     detail(await ask(gateway, "red"), 401)
@@ -370,13 +356,6 @@ async def test_a_changed_file_counts_at_once_and_a_wrong_one_changes_nothing(
     warning = next(r.getMessage() for r in caplog.records if "reload failed" in r.getMessage())
     assert "keys[0].hash" in warning
     assert "nonsense" not in warning
-
-
-async def test_a_gateway_without_keys_has_one_domain(tiny_model: Path) -> None:
-    async with AsyncExitStack() as stack:
-        world = await World(CONFIG).start(stack, tiny_model)
-        assert (await world.ask()).status_code == 200
-        assert plan_of(world.engine.requests[0]).domain == PUBLIC_DOMAIN
 
 
 async def test_an_explanation_is_for_the_tenant_that_asked(gateway: KeyedWorld) -> None:

@@ -18,14 +18,6 @@ from tests.kit.gateway import CONFIG, World, until_status, world
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
 
 
-async def until_pool_has(gateway: World, pool: str, count: int) -> None:
-    line = f'ragcache_gateway_requests_in_flight{{pool="{pool}"}} {count:.1f}'
-    async with asyncio.timeout(60):
-        # Only the gateway's metrics show what to wait for.
-        while line not in (await gateway.client.get("/metrics")).text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @asynccontextmanager
 async def hanging_questions(gateway: World, count: int, **more: Any) -> AsyncGenerator[None, None]:
     """Ask questions that the engine does not answer, until they hold their slots."""
@@ -34,10 +26,10 @@ async def hanging_questions(gateway: World, count: int, **more: Any) -> AsyncGen
         for _ in range(count):
             asking = asyncio.create_task(gateway.ask(**more))
             stack.callback(asking.cancel)
-        await until_pool_has(gateway, "question", count)
+        await gateway.until_metric('requests_in_flight{pool="question"}', count)
         yield
     gateway.engine.hold_after = None
-    await until_pool_has(gateway, "question", 0)
+    await gateway.until_metric('requests_in_flight{pool="question"}', 0)
 
 
 async def everything_but_questions(gateway: World) -> dict[str, int]:
@@ -83,7 +75,7 @@ async def test_documents_have_a_limit_of_their_own(tiny_model: Path) -> None:
     async with world(tiny_model, max_document_requests=1) as gateway:
         gateway.retriever.hold = asyncio.Event()
         searching = asyncio.create_task(gateway.client.post("/v1/search", json={"query": "Where?"}))
-        await until_pool_has(gateway, "document", 1)
+        await gateway.until_metric('requests_in_flight{pool="document"}', 1)
         assert (await gateway.client.post("/v1/documents", json=DOCUMENT)).status_code == 429
         assert (await gateway.client.get("/v1/cache")).status_code == 200
         gateway.retriever.hold.set()
@@ -95,7 +87,7 @@ async def test_refused_clients_are_told_to_come_one_after_the_other(tiny_model: 
     async with world(tiny_model, max_questions=1) as gateway:
         gateway.engine.prefill = asyncio.Event()
         slow = asyncio.create_task(gateway.ask())
-        await until_pool_has(gateway, "question", 1)
+        await gateway.until_metric('requests_in_flight{pool="question"}', 1)
         await asyncio.sleep(2)  # the one service time that the gateway knows
         gateway.engine.prefill.set()
         assert (await slow).status_code == 200

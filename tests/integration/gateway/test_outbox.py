@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from harness.processes import free_port
@@ -177,85 +178,69 @@ async def platform(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Platform]:
                 await knowledge_base.close()
 
 
-async def test_a_delete_that_the_gateway_does_not_survive_is_completed(platform: Platform) -> None:
+Change = Callable[[Platform], Awaitable[httpx.Response]]
+
+DELETE: Change = lambda platform: platform.client.delete("/v1/documents/d")  # noqa: E731
+UPDATE: Change = lambda platform: platform.client.post(  # noqa: E731
+    "/v1/documents", json={"id": "d", "text": "Another text."}
+)
+NEW_CHUNKING: Change = lambda platform: platform.client.put(  # noqa: E731
+    "/v1/collections/default", json={"chunking": {"size_tokens": 24, "overlap_tokens": 0}}
+)
+
+
+@pytest.mark.parametrize("change", [DELETE, UPDATE, NEW_CHUNKING])
+async def test_a_change_that_the_gateway_does_not_survive_is_completed(
+    platform: Platform, change: Change
+) -> None:
     await platform.put_document(TEXT)
     keys = await platform.store_kv()
-    await platform.kill_during(platform.client.delete("/v1/documents/d"))
+    await platform.kill_during(change(platform))
     assert platform.stored(keys) == keys
     await platform.start_gateway()
     took_s = await platform.until_gone(keys)
     print(f"no KV {took_s:.1f} s after the gateway's restart")
-    # A tombstone refuses what an engine is still computing.
-    [deletion] = platform.store.store.deletes_after(0).deletions
-    assert deletion.documents == (document_name("default", "d"),)
-    assert set(deletion.chunks) == {key.chunk for key in keys}
+    if change is DELETE:
+        # A tombstone refuses what an engine is still computing.
+        [deletion] = platform.store.store.deletes_after(0).deletions
+        assert deletion.documents == (document_name("default", "d"),)
+        assert set(deletion.chunks) == {key.chunk for key in keys}
 
 
-async def test_a_repeated_delete_completes_the_first_one(platform: Platform) -> None:
+@pytest.mark.parametrize("change", [DELETE, UPDATE])
+async def test_a_repeated_change_completes_the_first_one(
+    platform: Platform, change: Change
+) -> None:
     await platform.put_document(TEXT)
     keys = await platform.store_kv()
-    await platform.kill_during(platform.client.delete("/v1/documents/d"))
+    await platform.kill_during(change(platform))
     await platform.start_gateway()
-    reply = await platform.client.delete("/v1/documents/d")
+    reply = await change(platform)
     assert reply.status_code == 200
+    assert platform.stored(keys) == []
     # The background task may have been first.
     assert reply.json()["removed_variants"] in (len(keys), 0)
-    assert platform.stored(keys) == []
-    again = await platform.client.delete("/v1/documents/d")
-    assert (again.status_code, again.json()["removed_variants"]) == (200, 0)
-    never = await platform.client.delete("/v1/documents/never")
-    assert never.status_code == 404
+    if change is DELETE:
+        again = await change(platform)
+        assert (again.status_code, again.json()["removed_variants"]) == (200, 0)
+        never = await platform.client.delete("/v1/documents/never")
+        assert never.status_code == 404
+    else:
+        assert reply.json()["changed"] is False
 
 
-async def test_an_update_that_the_gateway_does_not_survive_is_completed(
-    platform: Platform,
-) -> None:
+async def test_a_change_that_was_not_interrupted_leaves_an_empty_outbox(platform: Platform) -> None:
     await platform.put_document(TEXT)
     keys = await platform.store_kv()
-    body = {"id": "d", "text": "Another text."}
-    await platform.kill_during(platform.client.post("/v1/documents", json=body))
-    assert platform.stored(keys) == keys
-    await platform.start_gateway()
-    took_s = await platform.until_gone(keys)
-    print(f"no KV {took_s:.1f} s after the gateway's restart")
-
-
-async def test_a_repeated_update_completes_the_first_one(platform: Platform) -> None:
-    await platform.put_document(TEXT)
-    keys = await platform.store_kv()
-    body = {"id": "d", "text": "Another text."}
-    await platform.kill_during(platform.client.post("/v1/documents", json=body))
-    await platform.start_gateway()
-    written = await platform.put_document("Another text.")
-    assert written["changed"] is False
-    assert platform.stored(keys) == []
-
-
-async def test_a_new_chunking_that_the_gateway_does_not_survive_is_completed(
-    platform: Platform,
-) -> None:
-    await platform.put_document(TEXT)
-    keys = await platform.store_kv()
-    body = {"chunking": {"size_tokens": 24, "overlap_tokens": 0}}
-    await platform.kill_during(platform.client.put("/v1/collections/default", json=body))
-    assert platform.stored(keys) == keys
-    await platform.start_gateway()
-    took_s = await platform.until_gone(keys)
-    print(f"no KV {took_s:.1f} s after the gateway's restart")
-
-
-async def test_a_change_that_was_not_interrupted_leaves_no_kv_and_an_empty_outbox(
-    platform: Platform,
-) -> None:
-    await platform.put_document(TEXT)
-    keys = await platform.store_kv()
-    reply = await platform.client.delete("/v1/documents/d")
+    reply = await DELETE(platform)
     assert reply.json()["removed_variants"] == len(keys)
     assert platform.stored(keys) == []
     client = RetrieverClient(platform.retriever_address)
+
+    async def is_empty() -> bool:
+        return not (await client.claim_deletes(10)).unacknowledged
+
     try:
-        async with asyncio.timeout(60):
-            while (await client.claim_deletes(10)).unacknowledged:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(is_empty)
     finally:
         await client.close()

@@ -65,17 +65,6 @@ async def test_ranks_decide_by_default_and_after_reuse_off(gateway: World) -> No
     assert prompt_order(gateway) == ["three.md", "two.md", "one.md"]
 
 
-async def test_the_spec_sets_the_order_and_how_far_documents_move(tiny_model: Path) -> None:
-    async with world(tiny_model, order="cached", max_displacement=1) as gateway:
-        await until_predicted(gateway.client)
-        await ask(gateway, "three.md", "one.md", "two.md", order="rank")
-        await ask(gateway, "one.md", "two.md", "three.md")
-        # The third document would move by two.
-        assert prompt_order(gateway) == list(NAMES)
-        await ask(gateway, "one.md", "three.md", "two.md")
-        assert prompt_order(gateway) == ["three.md", "one.md", "two.md"]
-
-
 async def test_what_one_tenant_has_asked_is_not_predicted_for_another(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -92,9 +81,3 @@ async def test_what_one_tenant_has_asked_is_not_predicted_for_another(
         gateway.client.headers.update(bearer("red"))
         await ask(gateway, *NAMES, order="cached")
         assert prompt_order(gateway) == ["two.md", "three.md", "one.md"]
-
-
-async def test_an_unknown_order_is_refused(gateway: World) -> None:
-    response = await gateway.ask(ragcache={"order": "random"})
-    assert response.status_code == 400
-    assert "ragcache.order" in response.text

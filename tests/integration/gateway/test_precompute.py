@@ -76,7 +76,7 @@ RECOMPUTED = {
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
+    return plan_of(body)
 
 
 def precomputed(gateway: World) -> list[dict[str, Any]]:

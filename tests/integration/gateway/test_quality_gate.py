@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,9 @@ from typing import Any
 import pytest
 
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
-from ragcache_core.quality.controller import (
-    MIN_QUESTIONS,
-    SAMPLE_UNDECIDED_EVERY,
-    alpha_ladder,
-)
-from ragcache_core.quality.report import MIN_QUESTIONS as MIN_REPORT_QUESTIONS
 from ragcache_gateway.background import quality_gate
 from ragcache_gateway.http.routes.chat_routes import QUALITY_HEADER, REUSE_HEADER
-from tests.kit.gateway import World, world
-from tests.kit.wait import until
+from tests.kit.gateway import World, plan_of, world
 
 SHARE = 0.4
 TARGET: dict[str, Any] = {"reuse": "blend", "max_recompute_share": SHARE, "quality": 0.9}
@@ -36,10 +28,6 @@ def quick_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
 async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
     async with world(tiny_model, **TARGET) as running:
         yield running
-
-
-def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 async def asked(gateway: World, **more: Any) -> tuple[str | None, str | None, ReusePlan]:
@@ -64,7 +52,10 @@ async def test_a_passing_report_allows_blends_with_the_least_share_that_passes(
     gateway: World,
 ) -> None:
     reply = await gateway.put_report(0.95, 0.25)
-    assert reply.json()["verdict"] == "passed"
+    state = reply.json()
+    assert state["verdict"] == "passed"
+    assert (state["wanted_quality"], state["reuse"], state["precompute"]) == (0.9, "blend", False)
+    assert state["report"]["budgets"][0]["rouge_l"] == 0.95
     verdict, reuse, plan = await asked(gateway)
     assert (verdict, reuse, plan.blends) == ("passed", "blend", True)
     assert plan.recompute_share == 0.25
@@ -116,77 +107,6 @@ async def test_a_report_that_cannot_be_read_is_refused(gateway: World) -> None:
     reply = await gateway.put_report(0.95, capture="never")
     assert reply.status_code == 400
     assert "report.capture" in reply.json()["error"]["message"]
-
-
-async def test_a_report_of_few_questions_proves_nothing(gateway: World) -> None:
-    state = (await gateway.put_report(0.95)).json()
-    budget = state["report"]["budgets"][0] | {"num_questions": MIN_REPORT_QUESTIONS - 1}
-    assert (await gateway.put_report(0.95, budgets=[budget])).json()["verdict"] == "unverified"
-
-
-async def until_verdict(gateway: World, verdict: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
-    while True:
-        state: dict[str, Any] = (await gateway.client.get("/v1/quality")).json()
-        if state["verdict"] == verdict:
-            return state
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
-async def test_a_report_holds_after_a_restart_and_in_other_gateways(
-    gateway: World, tiny_model: Path
-) -> None:
-    await gateway.put_report(0.95)
-    async with world(tiny_model, **TARGET) as other:
-        await until_verdict(other, "unverified")
-        other.retriever.reports = gateway.retriever.reports
-        state = await until_verdict(other, "passed")
-        assert state["report"]["budgets"][0]["rouge_l"] == 0.95
-        assert (state["wanted_quality"], state["reuse"], state["precompute"]) == (
-            0.9,
-            "blend",
-            False,
-        )
-
-
-async def test_until_trials_decide_some_exact_questions_are_kept_for_them(gateway: World) -> None:
-    def blended_in_trials(request: str) -> dict[str, int]:
-        return {"blended_tokens": 20 if request.startswith("trial-") else 0}
-
-    gateway.records.fields_of = blended_in_trials
-    for number in range(MIN_QUESTIONS * SAMPLE_UNDECIDED_EVERY):
-        verdict, reuse, plan = await asked(gateway)
-        if verdict != "unverified":
-            break
-        assert (reuse, plan.blends) == ("exact", False)
-        # What is kept is not stored: its KV would be exact, and a replay no blend.
-        assert plan.trial == (number % SAMPLE_UNDECIDED_EVERY == SAMPLE_UNDECIDED_EVERY - 1)
-        if plan.trial:
-            await asyncio.sleep(0.3)
-    await until_verdict(gateway, "passed")
-    assert (await asked(gateway))[:2] == ("passed", "blend")
-    replays = [plan_of(body) for body in gateway.engine.requests if "priority" in body]
-    # A replay that a question interrupts is repeated.
-    assert len(replays) >= MIN_QUESTIONS * (1 + len(alpha_ladder(SHARE)))
-
-
-async def test_a_decision_of_trials_holds_after_a_restart(gateway: World, tiny_model: Path) -> None:
-    await gateway.put_report(0.95)
-    for number in range(MIN_QUESTIONS):
-        await gateway.ask(f"Question {number}?")
-        await asyncio.sleep(0.2)
-    await until(lambda: quality_gate.TRIALS_NAME in gateway.retriever.reports)
-    trials = {quality_gate.TRIALS_NAME: gateway.retriever.reports[quality_gate.TRIALS_NAME]}
-    async with world(tiny_model, **TARGET) as other:
-        other.retriever.reports = trials
-        await until_verdict(other, "passed")
-        _, reuse, plan = await asked(other)
-        assert (reuse, plan.alpha) == ("blend", 0.0)  # all answers are equal
-    async with world(tiny_model, **TARGET | {"quality": 0.8}) as other:
-        other.retriever.reports = trials
-        await asyncio.sleep(0.3)
-        await until_verdict(other, "unverified")
 
 
 async def test_a_trial_request_is_blended_and_stores_nothing(gateway: World) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
-from ragcache_core.plan.signature import is_signed
+from ragcache_core.plan.reuse_plan import Action, document_name
 from ragcache_core.quality.controller import (
     MAX_ENGINE_LOSSES,
     MIN_QUESTIONS,
@@ -20,9 +18,7 @@ from ragcache_core.quality.controller import (
     alpha_ladder,
 )
 from ragcache_gateway.background import quality_trials
-from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.kit.gateway import World, world
+from tests.kit.gateway import World, plan_of, world
 from tests.kit.wait import until
 
 RECOMPUTE_SHARE = 0.4
@@ -42,10 +38,6 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
         yield running
 
 
-def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
-
-
 async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
     """Ask questions, wait for their trials, and return those of the last one."""
     for number in range(questions):
@@ -57,12 +49,6 @@ async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
 
         await until(is_tried)
     return gateway.engine.requests[-REPLAYS:]
-
-
-async def metric(gateway: World, name: str) -> float:
-    text = (await gateway.client.get("/metrics")).text
-    lines = [line for line in text.splitlines() if line.startswith(f"ragcache_gateway_{name} ")]
-    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
 async def paused_replay(gateway: World) -> asyncio.Event:
@@ -108,38 +94,26 @@ async def test_a_question_is_asked_again_in_full_and_as_a_blend_with_each_alpha(
     assert len({plan.request for plan in (full, *blends)}) == REPLAYS
 
 
-async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_path: Path) -> None:
-    key, path = bytes([1] * 32), tmp_path / "keys"
-    path.write_text(key.hex())
-    async with world(tiny_model, **SETTINGS, signing_key_file=SigningKeys(path)) as gateway:
-        await gateway.put_report(0.95, RECOMPUTE_SHARE)
-        for body in await tried(gateway):
-            params = body["kv_transfer_params"]
-            assert is_signed(
-                params["ragcache"], body["prompt"], params["ragcache_signature"], [key]
-            )
-
-
 async def test_trials_do_not_count_as_questions_in_metrics(gateway: World) -> None:
     await tried(gateway)
     text = (await gateway.client.get("/metrics")).text
     name = "gen_ai_server_time_to_first_token_seconds_count{"
     assert [line.rsplit(" ", 1)[1] for line in text.splitlines() if name in line] == ["1.0"]
-    assert await metric(gateway, 'prompt_tokens_total{source="blended"}') == 15
+    assert await gateway.metric('prompt_tokens_total{source="blended"}') == 15
 
 
 async def test_later_plans_have_the_least_alpha_that_reaches_the_target(gateway: World) -> None:
     await tried(gateway, MIN_QUESTIONS - 1)
     assert plan_of(gateway.engine.requests[-REPLAYS - 1]).alpha is None
-    assert await metric(gateway, "blend_alpha") == 3.0
-    assert math.isnan(await metric(gateway, "blend_expected_quality"))
+    assert await gateway.metric("blend_alpha") == 3.0
+    assert math.isnan(await gateway.metric("blend_expected_quality"))
     await tried(gateway)
     # All answers are equal, for every share that is recomputed.
-    await until_metric(gateway, "blend_alpha", 0.0)
-    assert await metric(gateway, "blend_expected_quality") == 1.0
-    assert await metric(gateway, "blend_expected_recomputed") == 0.25  # as the records say
+    await gateway.until_metric("blend_alpha", 0.0)
+    assert await gateway.metric("blend_expected_quality") == 1.0
+    assert await gateway.metric("blend_expected_recomputed") == 0.25  # as the records say
     trials = MIN_QUESTIONS * (REPLAYS - 1)
-    assert await metric(gateway, 'blend_trials_total{outcome="tried"}') == trials
+    assert await gateway.metric('blend_trials_total{outcome="tried"}') == trials
     await gateway.ask("And now?")
     question = plan_of(gateway.engine.requests[MIN_QUESTIONS * (REPLAYS + 1)])
     assert (question.alpha, question.recompute_share, question.trial) == (
@@ -149,17 +123,11 @@ async def test_later_plans_have_the_least_alpha_that_reaches_the_target(gateway:
     )
 
 
-async def until_metric(gateway: World, name: str, value: float) -> None:
-    deadline = time.monotonic() + 60
-    while await metric(gateway, name) != value:
-        assert time.monotonic() < deadline
-
-
 async def test_questions_are_reused_exactly_if_no_alpha_reaches_the_target(gateway: World) -> None:
     gateway.engine.blend_words = ["Something ", "else."]
     await tried(gateway, MIN_QUESTIONS)
-    await until_metric(gateway, "blend_alpha", math.inf)
-    assert await metric(gateway, "blend_expected_quality") == 1.0
+    await gateway.until_metric("blend_alpha", math.inf)
+    assert await gateway.metric("blend_expected_quality") == 1.0
     gateway.engine.requests.clear()
     gateway.records.fields = {"blended_tokens": 0}
     for _ in range(RETRY_EVERY):
@@ -172,7 +140,7 @@ async def test_questions_are_reused_exactly_if_no_alpha_reaches_the_target(gatew
     # The KV of one is not stored, so that a trial can blend it; here no chunk is blended.
     assert [plan.trial for plan in (*exact, left)] == [False] * (RETRY_EVERY - 1) + [True]
     assert (full.trial, blend.trial, blend.blends) == (True, True, True)
-    assert await metric(gateway, 'blend_trials_total{outcome="unblended"}') == 1
+    assert await gateway.metric('blend_trials_total{outcome="unblended"}') == 1
 
 
 async def test_questions_that_are_not_blended_are_not_asked_again(gateway: World) -> None:
@@ -220,12 +188,6 @@ async def test_a_question_interrupts_a_trial_before_its_first_token(gateway: Wor
     await until(lambda: len(gateway.engine.requests) == 3 + 2 * REPLAYS)
 
 
-async def test_trials_have_the_lowest_priority_and_questions_none(gateway: World) -> None:
-    replays = await tried(gateway)
-    assert {body["priority"] for body in replays} == {LOWEST_PRIORITY}
-    assert "priority" not in gateway.engine.requests[0]
-
-
 @pytest.mark.parametrize("change", ["delete", "replace"])
 async def test_no_trial_is_run_about_a_deleted_document(gateway: World, change: str) -> None:
     body = {"id": "search.md", "text": "Chunk 0 of search.md."}
@@ -244,7 +206,7 @@ async def test_a_trial_without_a_record_is_abandoned(gateway: World) -> None:
     resume = await paused_replay(gateway)
     gateway.records.has_no_records = True
     resume.set()
-    await until_metric(gateway, 'blend_trials_total{outcome="failed"}', 1)
+    await gateway.until_metric('blend_trials_total{outcome="failed"}', 1)
     assert len(gateway.engine.requests) == 2
 
 
@@ -280,4 +242,4 @@ async def test_no_trial_is_run_without_a_quality_target(tiny_model: Path) -> Non
         await gateway.ask()
         await asyncio.sleep(0.2)
         assert len(gateway.engine.requests) == 1
-        assert math.isnan(await metric(gateway, "blend_alpha"))
+        assert math.isnan(await gateway.metric("blend_alpha"))

@@ -18,7 +18,6 @@ from ragcache_retriever.service import RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from tests.kit.gateway import CONFIG, FakeRetriever, World
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
-from tests.kit.sources import HTML, pdf
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 
@@ -101,18 +100,6 @@ async def test_a_hit_names_the_version_that_it_is_from(platform: Platform) -> No
     assert hit["updated"] == "2023-11-14T22:13:20.000Z"
 
 
-async def test_documents_of_all_formats_are_found(platform: Platform) -> None:
-    files = [("file", ("a.html", HTML)), ("file", ("b.pdf", pdf(["Refunds take two days."])))]
-    await platform.world.client.post("/v1/documents:batch", files=files)
-    listed = (await platform.world.client.get("/v1/documents")).json()["data"]
-    assert [(one["id"], one["title"]) for one in listed] == [
-        ("a.html", "Billing"),
-        ("b.pdf", "b.pdf"),
-    ]
-    assert [one["content_type"] for one in listed] == ["markdown", "text"]
-    assert "b.pdf" in await platform.search("refunds two days")
-
-
 async def test_a_quota_refuses_documents_and_stops_no_other(platform: Platform) -> None:
     settings = {"max_documents": 2, "max_text_bytes": 100}
     reply = await platform.world.client.put("/v1/collections/small", json=settings)
@@ -130,16 +117,6 @@ async def test_a_quota_refuses_documents_and_stops_no_other(platform: Platform) 
         if one.get("state") == "done"
     ]
     assert again["changed"] is False
-
-
-async def test_a_deleted_collection_is_gone_with_its_documents(platform: Platform) -> None:
-    await platform.world.client.put("/v1/collections/docs", json={"index": "flat"})
-    await platform.batch(document("a"), document("b"), collection="docs")
-    reply = await platform.world.client.delete("/v1/collections/docs")
-    assert reply.json()["documents"] == 2
-    names = {name for one in platform.world.store.deletions for name in one.documents}
-    assert names == {"docs/a", "docs/b"}
-    assert (await platform.world.client.get("/v1/collections/docs")).status_code == 404
 
 
 async def test_a_backup_brings_all_documents_to_another_retriever(

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import MIN_QUESTIONS, SAMPLE_UNDECIDED_EVERY, alpha_ladder
 from ragcache_gateway.background import precompute, quality_gate, quality_trials
 from ragcache_gateway.documents import removal_feed
@@ -21,7 +20,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.kit.gateway import CONFIG, FakeRetriever, World
+from tests.kit.gateway import CONFIG, FakeRetriever, World, plan_of
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.wait import until
 
@@ -79,18 +78,6 @@ async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
     await knowledge_base.close()
 
 
-async def until_verdict(gateway: World, verdict: str) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if (await gateway.client.get("/v1/quality")).json()["verdict"] == verdict:
-                return
-            await asyncio.sleep(0.02)
-
-
-def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
-
-
 def background_requests(gateway: World) -> list[dict[str, Any]]:
     return [body for body in gateway.engine.requests if "priority" in body]
 
@@ -122,7 +109,7 @@ async def test_no_trial_replays_text_that_another_gateway_has_removed(
         for name, text in PAGES.items():
             await put(one, name, text + " It has a second part, which is long enough." * 3)
         await one.put_report(0.95, SHARE)
-        await until_verdict(other, "passed")
+        await other.until_verdict("passed")
         pause = other.engine.pause = asyncio.Event()
         asked = asyncio.create_task(other.ask("Where does search run?"))
         await asyncio.wait_for(other.engine.waiting.wait(), 20)
@@ -199,12 +186,12 @@ async def test_reuse_is_exact_until_a_report_and_every_gateway_learns_of_it(
             await gateway.ask()
             assert not plan_of(gateway.engine.requests[0]).blends
         assert (await one.put_report(0.95, SHARE)).status_code == 200
-        await until_verdict(other, "passed")
+        await other.until_verdict("passed")
         await other.ask("Another question?")
         questions = [body for body in other.engine.requests if "priority" not in body]
         assert plan_of(questions[1]).blends
     async with replicas.gateway() as restarted:
-        await until_verdict(restarted, "passed")
+        await restarted.until_verdict("passed")
 
 
 async def test_what_trials_decide_reaches_other_gateways_and_survives_restarts(
@@ -219,20 +206,28 @@ async def test_what_trials_decide_reaches_other_gateways_and_survives_restarts(
         one.records.fields_of = blended_in_trials
         for number in range(MIN_QUESTIONS * SAMPLE_UNDECIDED_EVERY):
             assert not other.engine.requests
-            await one.ask(f"Question {number}?")
+            asked = (await one.ask(f"Question {number}?")).json()
+            assert asked["ragcache"]["quality"] == {"verdict": "unverified", "reuse": "exact"}
             sampled = (number + 1) // SAMPLE_UNDECIDED_EVERY
+            # What is kept is not stored: its KV would be exact, and a replay no blend.
+            [plan] = [p for p in map(plan_of, one.engine.requests) if p.request == asked["id"]]
+            is_sampled = sampled * SAMPLE_UNDECIDED_EVERY == number + 1
+            assert (plan.blends, plan.trial) == (False, is_sampled)
 
             def is_tried(count: int = sampled * num_replays) -> bool:
                 return len(background_requests(one)) == count
 
             await until(is_tried)
-        await until_verdict(one, "passed")
-        await until_verdict(other, "passed")
+        await one.until_verdict("passed")
+        await other.until_verdict("passed")
         await other.ask()
         plan = plan_of(other.engine.requests[0])
         assert (plan.blends, plan.alpha) == (True, 0.0)  # all answers are equal
+    async with replicas.gateway(quality=0.8) as with_another_target:
+        await asyncio.sleep(0.3)
+        await with_another_target.until_verdict("unverified")
     async with replicas.gateway() as restarted:
-        await until_verdict(restarted, "passed")
+        await restarted.until_verdict("passed")
         await restarted.ask()
         plan = plan_of(restarted.engine.requests[0])
         assert (plan.blends, plan.alpha) == (True, 0.0)

@@ -62,6 +62,7 @@ async def test_a_search_returns_its_stages_if_they_are_wanted(gateway: World) ->
     assert (final["progress"], final["final"]) == (1, True)
     assert [hit["chunk"] for hit in final["hits"]] == [hit["chunk"] for hit in reply["data"]]
     assert reply["timing_ms"]["stages"] == 2
+    assert [chunk["chunk"] for chunk in reply["data"][0]["before"]] == ["billing.md#0"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.knowledge.stored_node import StoredNode
-from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.planner.speculation import common_tokens
 from ragcache_engine.telemetry.engine_feed import EngineFeed
@@ -30,6 +29,7 @@ from tests.kit.gateway import (
     bearer,
     chunk,
     data_of,
+    plan_of,
     until_predicted,
     write_keys,
 )
@@ -77,14 +77,6 @@ async def arrival(gateway: World, number: int) -> dict[str, Any]:
     return gateway.engine.requests[number - 1]
 
 
-async def counted(gateway: World, name: str, **labels: str) -> float:
-    text = (await gateway.client.get("/metrics")).text
-    label = ",".join(f'{key}="{value}"' for key, value in labels.items())
-    wanted = f"ragcache_gateway_speculation_{name}_total" + (f"{{{label}}}" if label else "")
-    values = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-    return sum(float(value) for series, value in values if series == wanted)
-
-
 def text_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["message"]["content"]
@@ -104,12 +96,12 @@ async def test_a_probable_guess_is_computed_while_the_search_runs(gateway: World
     assert "priority" not in question
     assert (question["temperature"], question["seed"]) == (0.7, 3)
     # The engine may store and load the same for both.
-    plans = [ReusePlan.decode(one["kv_transfer_params"]["ragcache"]) for one in (guess, question)]
+    plans = [plan_of(one) for one in (guess, question)]
     segments = [checked_segments(one, guess["prompt"], gateway.space()) for one in plans]
     assert segments[0] == segments[1]
     assert plans[0].request != plans[1].request
-    assert await counted(gateway, "guesses", outcome="confirmed") == 1
-    assert await counted(gateway, "wasted_tokens") == 0
+    assert await gateway.metric('speculation_guesses_total{outcome="confirmed"}') == 1
+    assert await gateway.metric("speculation_wasted_tokens_total") == 0
 
 
 async def test_the_time_that_a_confirmed_guess_saves_is_counted(gateway: World) -> None:
@@ -117,11 +109,11 @@ async def test_the_time_that_a_confirmed_guess_saves_is_counted(gateway: World) 
     gateway.retriever.stages = [stage]
     asking = asyncio.create_task(gateway.ask())
     await arrival(gateway, 1)
-    await _until_counted(gateway, "ragcache_gateway_engine_requests_in_flight", 0.0)
+    await gateway.until_metric("engine_requests_in_flight", 0.0)
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
-    assert await counted(gateway, "saved_seconds") > 0
-    await _until_counted(gateway, "ragcache_gateway_prediction_ratio_count", 1.0)
+    assert await gateway.metric("speculation_saved_seconds_total") > 0
+    await gateway.until_metric("prediction_ratio_count", 1.0)
 
 
 async def test_a_guess_that_is_running_at_the_end_of_the_search_is_ended(gateway: World) -> None:
@@ -134,7 +126,7 @@ async def test_a_guess_that_is_running_at_the_end_of_the_search_is_ended(gateway
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     await gateway.engine.aborted.wait()
-    assert await counted(gateway, "guesses", outcome="confirmed") == 1
+    assert await gateway.metric('speculation_guesses_total{outcome="confirmed"}') == 1
 
 
 async def test_stages_with_the_same_hits_keep_the_guess(gateway: World) -> None:
@@ -146,7 +138,7 @@ async def test_stages_with_the_same_hits_keep_the_guess(gateway: World) -> None:
         stage.go_on.set()
     assert text_of(await asking) == ANSWER
     assert len(gateway.engine.requests) == 2
-    assert await counted(gateway, "decisions", decision="start") == 1
+    assert await gateway.metric('speculation_decisions_total{decision="start"}') == 1
 
 
 async def test_a_changed_guess_replaces_the_first_one_after_what_both_begin_with(
@@ -167,12 +159,12 @@ async def test_a_changed_guess_replaces_the_first_one_after_what_both_begin_with
     assert text_of(await asking) == ANSWER
     first, _, question = gateway.engine.requests
     assert question["prompt"] == second["prompt"] != first["prompt"]
-    plan = ReusePlan.decode(first["kv_transfer_params"]["ragcache"])
+    plan = plan_of(first)
     common = plan.segments[1].end  # the head and the first chunk
     assert first["prompt"][:common] == second["prompt"][:common]
-    assert await counted(gateway, "guesses", outcome="confirmed") == 1
-    assert await counted(gateway, "guesses", outcome="wrong") == 1
-    assert await counted(gateway, "decisions", decision="replace") == 1
+    assert await gateway.metric('speculation_guesses_total{outcome="confirmed"}') == 1
+    assert await gateway.metric('speculation_guesses_total{outcome="wrong"}') == 1
+    assert await gateway.metric('speculation_decisions_total{decision="replace"}') == 1
 
 
 async def test_a_wrong_guess_changes_nothing_and_its_tokens_are_counted(gateway: World) -> None:
@@ -180,33 +172,22 @@ async def test_a_wrong_guess_changes_nothing_and_its_tokens_are_counted(gateway:
     gateway.retriever.stages = [stage]
     asking = asyncio.create_task(gateway.ask())
     guess = await arrival(gateway, 1)
-    computed = 'ragcache_gateway_engine_requests_in_flight{engine="127.0.0.1:'
-    await _until_counted(gateway, computed, 0.0)
+    await gateway.until_metric("engine_requests_in_flight", 0.0)
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     _, question = gateway.engine.requests
     assert question["prompt"] != guess["prompt"]
     common = common_tokens(guess["prompt"], question["prompt"])
     assert 0 < common < len(question["prompt"])
-    assert await counted(gateway, "wasted_tokens") == len(guess["prompt"]) - common
-    assert await counted(gateway, "guesses", outcome="wrong") == 1
-
-
-async def _until_counted(gateway: World, series: str, value: float) -> None:
-    while True:
-        lines = (await gateway.client.get("/metrics")).text.splitlines()
-        found = [line for line in lines if line.startswith(series)]
-        if found and all(float(line.rsplit(" ", 1)[1]) == value for line in found):
-            return
+    assert await gateway.metric("speculation_wasted_tokens_total") == len(guess["prompt"]) - common
+    assert await gateway.metric('speculation_guesses_total{outcome="wrong"}') == 1
 
 
 async def test_an_improbable_stage_starts_no_guess(gateway: World) -> None:
     stages = [HeldStage(gateway.retriever.hits, 0.01), HeldStage(gateway.retriever.hits, 0.9)]
     gateway.retriever.stages = stages
     asking = asyncio.create_task(gateway.ask())
-    await _until_counted(
-        gateway, 'ragcache_gateway_speculation_decisions_total{decision="nothing"}', 1.0
-    )
+    await gateway.until_metric('speculation_decisions_total{decision="nothing"}', 1.0)
     assert gateway.engine.requests == []
     # The same hits are more probable later.
     stages[0].go_on.set()
@@ -257,24 +238,14 @@ async def check_prefetch(gateway: World) -> None:
     assert len(gateway.engine.requests) == 1
     stage.go_on.set()
     question = await arrival(gateway, 2)
-    plan = ReusePlan.decode(question["kv_transfer_params"]["ragcache"])
+    plan = plan_of(question)
     named = checked_segments(plan, question["prompt"], gateway.space())
     assert [one.variant.to_bytes() for one in named] == [
         key.chunk + key.prefix for key in gateway.store.prefetched
     ]
     gateway.engine.pause.set()
     assert text_of(await busy) == text_of(await asking) == ANSWER
-    assert await counted(gateway, "prefetched_variants") == len(named)
-
-
-async def test_a_guess_that_fails_does_not_fail_the_answer(gateway: World) -> None:
-    gateway.engine.fails_guesses = True
-    stage = HeldStage(gateway.retriever.hits, 0.9)
-    gateway.retriever.stages = [stage]
-    asking = asyncio.create_task(gateway.ask())
-    await arrival(gateway, 1)
-    stage.go_on.set()
-    assert text_of(await asking) == ANSWER
+    assert await gateway.metric("speculation_prefetched_variants_total") == len(named)
 
 
 async def test_a_client_that_disconnects_ends_the_search_and_the_guess(gateway: World) -> None:
@@ -285,47 +256,27 @@ async def test_a_client_that_disconnects_ends_the_search_and_the_guess(gateway: 
     asking.cancel()
     await gateway.engine.aborted.wait()
     await gateway.retriever.cancelled.wait()
-    await _until_counted(gateway, "ragcache_gateway_engine_requests_in_flight", 0.0)
-    await _until_counted(
-        gateway, 'ragcache_gateway_speculation_guesses_total{outcome="abandoned"}', 1.0
-    )
+    await gateway.until_metric("engine_requests_in_flight", 0.0)
+    await gateway.until_metric('speculation_guesses_total{outcome="abandoned"}', 1.0)
 
 
-async def test_a_stream_begins_after_the_search(gateway: World) -> None:
-    stage = HeldStage(gateway.retriever.hits, 0.9)
-    gateway.retriever.stages = [stage]
-    asking = asyncio.create_task(gateway.ask(stream=True))
-    await arrival(gateway, 1)
-    stage.go_on.set()
-    assert words_of(await asking) == ANSWER
-
-
-@pytest.mark.parametrize("options", [{"reuse": "off"}, {"reuse": "blend"}])
-async def test_prompts_whose_kv_the_engine_does_not_keep_are_not_guessed(
-    gateway: World, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {"reuse": "off"}),  # the engine does not keep the KV
+        ({}, {"reuse": "blend"}),
+        ({"speculation": "off"}, {}),
+        ({"token_s": 0.0}, {}),  # the engine does not report its costs
+    ],
+)
+async def test_no_guess_is_computed(
+    tiny_model: Path, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    stage = HeldStage(gateway.retriever.hits, 0.9)
-    stage.go_on.set()
-    gateway.retriever.stages = [stage]
-    assert text_of(await gateway.ask(ragcache=options)) == ANSWER
-    assert len(gateway.engine.requests) == 1
-
-
-async def test_speculation_can_be_off(tiny_model: Path) -> None:
-    async with speculating(tiny_model, speculation="off") as gateway:
+    async with speculating(tiny_model, **settings) as gateway:
         stage = HeldStage(gateway.retriever.hits, 0.9)
         stage.go_on.set()
         gateway.retriever.stages = [stage]
-        assert text_of(await gateway.ask()) == ANSWER
-        assert len(gateway.engine.requests) == 1
-
-
-async def test_an_engine_that_does_not_say_its_costs_gets_no_guess(tiny_model: Path) -> None:
-    async with speculating(tiny_model, token_s=0.0) as gateway:
-        stage = HeldStage(gateway.retriever.hits, 0.9)
-        stage.go_on.set()
-        gateway.retriever.stages = [stage]
-        assert text_of(await gateway.ask()) == ANSWER
+        assert text_of(await gateway.ask(ragcache=options)) == ANSWER
         assert len(gateway.engine.requests) == 1
 
 
@@ -361,7 +312,7 @@ async def test_a_new_system_prompt_is_computed_while_the_search_runs(
         asking = asyncio.create_task(gateway.ask(messages=SYSTEM_PROMPT, ragcache=options))
         if number == 1:
             warm_up = await arrival(gateway, 2)
-            await _until_counted(gateway, "ragcache_gateway_engine_requests_in_flight", 0.0)
+            await gateway.until_metric("engine_requests_in_flight", 0.0)
         stage.go_on.set()
         text_of(await asking)
     # The second question with this system prompt needs no warm-up.
@@ -370,11 +321,11 @@ async def test_a_new_system_prompt_is_computed_while_the_search_runs(
     head = len(warm_up["prompt"])
     assert 0 < head < len(question["prompt"])
     assert question["prompt"][:head] == warm_up["prompt"]
-    plan = ReusePlan.decode(warm_up["kv_transfer_params"]["ragcache"])
+    plan = plan_of(warm_up)
     assert not plan.blends
     named = checked_segments(plan, warm_up["prompt"], gateway.space())
     assert named[-1].segment.end == head
-    assert await counted(gateway, "warm_ups") == 1
+    assert await gateway.metric("speculation_warm_ups_total") == 1
 
 
 async def test_a_system_prompt_that_was_computed_for_one_tenant_is_computed_for_another(

@@ -14,7 +14,7 @@ import pytest
 
 from ragcache_wire.v1 import retriever_pb2
 from tests.integration.gateway.test_speculation import ANSWER, hit, speculating
-from tests.kit.gateway import BUILTIN, HeldStage, World, bearer, chunk, data_of, world, write_keys
+from tests.kit.gateway import HeldStage, World, chunk, data_of
 
 QUESTION = {"messages": [{"role": "user", "content": "Where does billing run?"}], "stream": True}
 STAGED = {**QUESTION, "ragcache": {"events": True}}
@@ -243,15 +243,6 @@ async def test_a_text_completion_has_the_same_stages(gateway: World) -> None:
     stages = [data["stage"] for name, data in events if name]
     assert stages == ["search_begun", "search", "search", "plan", "engine", "first_token"]
     assert events[-1] == ("", "[DONE]")
-
-
-async def test_a_key_with_the_scope_ask_may_have_them(tiny_model: Path, tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys.toml", {"app": 'scopes = ["ask"]'})
-    async with world(tiny_model, api_keys_file=keys, builtin_keys=BUILTIN) as gateway:
-        response = await gateway.client.post(
-            "/v1/chat/completions", json=STAGED, headers=bearer("app")
-        )
-        assert response.text.startswith("event: ragcache.stage\n")
 
 
 async def test_the_document_of_the_api_names_the_events(gateway: World) -> None:

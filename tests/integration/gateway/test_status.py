@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.gateway import MODEL, World, serving, until_status, world
+from tests.kit.gateway import World, serving, until_status, world
 
 
 async def test_the_status_says_whether_an_engine_has_answered(gateway: World) -> None:
@@ -153,11 +153,6 @@ async def test_errors_of_unknown_routes_have_openais_shape(gateway: World) -> No
     assert response.json()["error"]["param"] == "id"
     response = await gateway.client.get("/v1/documents?limit=many")
     assert response.json()["error"]["param"] == "limit"
-
-
-async def test_the_served_model_is_listed(gateway: World) -> None:
-    model, *_ = (await gateway.client.get("/v1/models")).json()["data"]
-    assert (model["id"], model["object"]) == (MODEL, "model")
 
 
 async def test_the_openapi_document_is_consistent(gateway: World) -> None:

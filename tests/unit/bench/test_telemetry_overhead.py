@@ -17,7 +17,7 @@ from bench.telemetry_overhead import Compared
 LIMIT_S = 60.0
 RECORDS_NOTHING = """
 from bench.support.gateway_load.unmeasured_gateway import record_nothing
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 
 def total(metrics):
     families = metrics.registry.collect()

@@ -12,19 +12,20 @@ disappeared while no gateway ran, and those whose deletes another gateway did no
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
+from functools import partial
 from typing import Final
 
 from ragcache_core.access.caller import tenant_domain
-from ragcache_core.errors import NotFound, RagCacheError
+from ragcache_core.errors import NotFound
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
 from ragcache_core.plan.prefix_pieces import plain_domain
 from ragcache_core.store_api import ID_BYTES
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.retriever_client import RetrieverClient
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ REPORT_NAME: Final = "tenants"
 """Report of the retriever: a JSON list of the tenants whose domains may hold KV."""
 
 
-class TenantDomains:
+class TenantDomains(BackgroundTasks):
     """Knows every domain, and deletes those whose tenant has gone. For one event loop.
 
     Args:
@@ -43,13 +44,13 @@ class TenantDomains:
     """
 
     def __init__(self, keys: ApiKeys | None, retriever: RetrieverClient) -> None:
+        super().__init__()
         self._keys = keys
         self._retriever = retriever
         self._tenants: frozenset[str] = frozenset()
         self._leaving: dict[str, bytes] = {}  # the id of the delete, by tenant
         self._deleted: set[str] = set()  # tenants that may still be stored
         self._stored: frozenset[str] | None = None  # None: not read yet
-        self._task: asyncio.Task[None] | None = None
 
     def current(self) -> tuple[str, ...]:
         """Return every domain that may hold KV, the public one first."""
@@ -60,13 +61,8 @@ class TenantDomains:
     def start(self, deletes: DeleteSender) -> None:
         """Delete the domains of tenants that have disappeared, and of those that will."""
         self._update()
-        self._task = asyncio.create_task(self._run(deletes), name="tenant domains")
-
-    async def close(self) -> None:
-        """Stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        work = partial(self._delete_left, deletes)
+        self._spawn(self._repeat(work, POLL_S, "tenant domains: not stored"), "tenant domains")
 
     def _update(self) -> None:
         tenants = frozenset() if self._keys is None else self._keys.tenants()
@@ -78,21 +74,15 @@ class TenantDomains:
             log.info("tenant domains: no key is left tenant=%s", tenant)
             self._leaving[tenant] = secrets.token_bytes(ID_BYTES)
 
-    async def _run(self, deletes: DeleteSender) -> None:
-        while True:
-            self._update()
-            for tenant, id_ in list(self._leaving.items()):
-                if await deletes.send_domains(id_, _all_domains(tenant)):
-                    log.info("tenant domains: deleted tenant=%s", tenant)
-                    del self._leaving[tenant]
-                    self._deleted.add(tenant)
-            try:
-                await self._synchronize()
-            except RagCacheError as error:
-                log.info("tenant domains: not stored error=%s", error)
-            except Exception:
-                log.exception("tenant domains: not stored")
-            await asyncio.sleep(POLL_S)
+    async def _delete_left(self, deletes: DeleteSender) -> None:
+        """Delete the domains of tenants without keys, and store the tenants. Raises Unavailable."""
+        self._update()
+        for tenant, id_ in list(self._leaving.items()):
+            if await deletes.send_domains(id_, _all_domains(tenant)):
+                log.info("tenant domains: deleted tenant=%s", tenant)
+                del self._leaving[tenant]
+                self._deleted.add(tenant)
+        await self._synchronize()
 
     async def _synchronize(self) -> None:
         """Take over stored tenants at the first call, and store the tenants if they change."""

@@ -10,7 +10,7 @@ from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.scheduling.capture_sequence import first_order
 from ragcache_core.scheduling.precompute_queue import QueuedPrefill
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_core.plan.prompt import Prompt
+from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_core.scheduling.precompute_queue import Prefill
 from ragcache_wire.v1 import engine_pb2
 
@@ -29,22 +28,15 @@ Mode = Literal["exact", "blend"]
 
 @dataclass(frozen=True, slots=True)
 class AnsweredQuestion:
-    """A prompt that an engine has answered.
+    """A question that an engine has answered, with the text of each chunk in its prompt.
 
     Args:
         mode: How the question reused stored KV.
-        texts: Text of each chunk, in order.
-        documents: Name of each chunk's document.
-        asked_at_ms: Unix time before the chunks were searched for.
-        domain: Access domain of its KV.
     """
 
+    asked: AskedQuestion
     mode: Mode
-    prompt: Prompt
     texts: Sequence[str]
-    documents: Sequence[str]
-    asked_at_ms: int
-    domain: str = PUBLIC_DOMAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,7 @@ class _Costs:
     """
 
     def __init__(self, question: AnsweredQuestion, record: engine_pb2.RequestRecord) -> None:
-        prompt = question.prompt
+        prompt = question.asked.prompt
         self.question = question
         self.boundaries = (prompt.head, *prompt.chunk_ends)
         self._local_tokens = record.local_tokens
@@ -111,9 +103,13 @@ class _Costs:
 
     def _with_saving(self, first: int, end: int, mode: Mode, saved_s: float) -> PrefillDemand:
         question = self.question
-        texts, documents = question.texts[first:end], question.documents[first:end]
+        texts, documents = question.texts[first:end], question.asked.documents[first:end]
         prefill = Prefill(
-            tuple(texts), tuple(documents), question.asked_at_ms, mode, domain=question.domain
+            tuple(texts),
+            documents,
+            question.asked.planned_at_ms,
+            mode,
+            domain=question.asked.domain,
         )
         num_tokens = self.boundaries[end] - self.boundaries[first]
         return PrefillDemand(prefill, num_tokens, saved_s)
@@ -127,7 +123,7 @@ def prefill_demands(
     Args:
         template: Token ids before the chunks of a prefill.
     """
-    prompt, num_chunks = question.prompt, len(question.texts)
+    prompt, num_chunks = question.asked.prompt, len(question.texts)
     costs = _Costs(question, record)
     # Nothing is precomputed after a client's own system prompt.
     has_our_template = prompt.token_ids[: prompt.head] == PackedIds.of(template)
@@ -137,7 +133,7 @@ def prefill_demands(
             demands.append(costs.demand_for_context())
         return demands
     if has_our_template and num_chunks:
-        first = question.documents[0]
-        others = (i for i in range(num_chunks) if question.documents[i] != first)
+        documents = question.asked.documents
+        others = (i for i in range(num_chunks) if documents[i] != documents[0])
         return [costs.demand(0, next(others, num_chunks), "exact")]
     return []

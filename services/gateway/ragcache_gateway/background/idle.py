@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.scheduling.idle_gaps import IdleGaps
+from ragcache_gateway.documents.removal_feed import RemovalFeed
+from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.tasks import BackgroundTasks
+from ragcache_gateway.telemetry.metrics import Metrics
 
 IDLE_POLL_S = 0.02
 
@@ -86,3 +93,43 @@ class IdleWindows:
         if self._idle_since is None or work_s <= 0:
             return True
         return self._gaps.may_begin(time.monotonic() - self._idle_since, work_s)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEngines:
+    """Engines that do background work in idle windows.
+
+    Args:
+        removals: Is asked before each request which documents have lost text.
+    """
+
+    model: ServedModel
+    pool: EnginePool
+    windows: IdleWindows
+    removals: RemovalFeed
+    metrics: Metrics
+
+    def body(self, plan: ReusePlan, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Make the body of a request of background work."""
+        return completion_body(
+            self.model, token_ids, plan, max_tokens=max_tokens, priority=LOWEST_PRIORITY
+        )
+
+
+class IdleTask(BackgroundTasks):
+    """Work for idle engines that goes on while there is some."""
+
+    def __init__(self, idle: IdleEngines) -> None:
+        super().__init__()
+        self._model = idle.model
+        self._engines = idle.pool
+        self._idle = idle.windows
+        self._removals = idle.removals
+        self._metrics = idle.metrics
+        self._body = idle.body
+        self._has_work = asyncio.Event()
+
+
+def now_ms() -> int:
+    """Return the Unix time in milliseconds."""
+    return time.time_ns() // 1_000_000

@@ -26,13 +26,11 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.identity.keys import domain_salt
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments, longest_exact_chain
@@ -59,17 +57,13 @@ from ragcache_gateway.background.capture import (
 )
 from ragcache_gateway.background.chunk_ranking import ChunkRanking
 from ragcache_gateway.background.demand import AnsweredQuestion, prefill_demands
-from ragcache_gateway.background.idle import LOWEST_PRIORITY, IdleWindows
+from ragcache_gateway.background.idle import IdleEngines, IdleTask, now_ms
 from ragcache_gateway.background.slice_costs import SliceCosts
 from ragcache_gateway.documents.events import TextRemoved, WrittenDocument
-from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import Usage, completion_body
+from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.engines.completion_stream import is_engine_loss
-from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.builder import PromptThread, TemplateFrame
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2
@@ -118,41 +112,28 @@ class _Batch:
     num_sequences: int = 0
 
 
-class Precomputer:
+class Precomputer(IdleTask):
     """The queue of prefills, and the tasks that work on it. For one event loop.
 
     Args:
         template: Token ids around the chunks of every prompt.
         reuse: How questions reuse KV that do not say it.
-        tokenizing: Runs the prompt builder, which one thread may use at a time.
-        removals: Is asked before each request which documents have lost text.
     """
 
     def __init__(
         self,
-        model: ServedModel,
+        idle: IdleEngines,
         template: TemplateFrame,
         reuse: Literal["exact", "blend"],
-        *,
-        prompts: PromptBuilder,
-        tokenizing: Executor,
-        engines: EnginePool,
-        idle: IdleWindows,
+        prompts: PromptThread,
         store: AsyncShardedStore,
         retriever: RetrieverClient,
-        removals: RemovalFeed,
-        metrics: Metrics,
     ) -> None:
-        self._model = model
+        super().__init__(idle)
         self._head = tuple(template.head)
         self._reuse = reuse
         self._prompts = prompts
-        self._tokenizing = tokenizing
-        self._engines = engines
-        self._idle = idle
         self._store = store
-        self._removals = removals
-        self._metrics = metrics
         self._queue = PrecomputeQueue(max_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
         self._ranking = ChunkRanking(self._queue, retriever)
         self._costs: dict[Engine, SliceCosts] = {}
@@ -161,23 +142,11 @@ class Precomputer:
         self._last_written_s = -math.inf
         self._lost_engines: Counter[bytes] = Counter()  # by the name of the prefill
         self._consecutive_failures = 0
-        self._has_work = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start to compute what the queue gets."""
-        self._tasks = [
-            asyncio.create_task(self._run()),
-            asyncio.create_task(self._ranking.run()),
-        ]
-
-    async def close(self) -> None:
-        """Stop, and drop the queue."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        self._spawn(self._run())
+        self._spawn(self._ranking.run())
 
     def text_removed(self, removal: TextRemoved) -> None:
         """Drop the chunks of a document that has lost text."""
@@ -246,7 +215,7 @@ class Precomputer:
             await self._has_work.wait()
             async with self._idle.window():  # the most beneficial prefills at that time, not now
                 max_chars = CHARS_PER_TOKEN * self._max_tokens
-                sequence = self._queue.next_sequence(_now_ms(), max_chars)
+                sequence = self._queue.next_sequence(now_ms(), max_chars)
             linger_s = self._last_written_s + LINGER_S - time.monotonic()
             if linger_s > 0 and _is_short(sequence, max_chars):
                 await asyncio.sleep(min(linger_s, LINGER_POLL_S))
@@ -366,15 +335,12 @@ class Precomputer:
         return found
 
     async def _tokenize(self, sequence: Sequence[QueuedPrefill]) -> list[TokenizedPrefill]:
-        def encode() -> list[TokenizedPrefill]:
-            encode_chunk = self._prompts.encode_chunk
-            return [
-                TokenizedPrefill(queued, tuple(encode_chunk(text) for text in queued.prefill.texts))
+        return await self._prompts.run(
+            lambda prompts: [
+                TokenizedPrefill(queued, tuple(map(prompts.encode_chunk, queued.prefill.texts)))
                 for queued in sequence
             ]
-
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, encode)
+        )
 
     def _check_length(self, prompt: Prompt) -> None:
         if len(prompt.token_ids) >= self._model.max_model_len:
@@ -502,16 +468,7 @@ class Precomputer:
 
     async def _ask(self, engine: Engine, prompt: Prompt, plan: ReusePlan) -> Usage | None:
         """Have an engine compute a prompt, and return what it counted."""
-        body = completion_body(
-            {"temperature": 0.0},
-            model=self._model.name,
-            token_ids=prompt.token_ids,
-            max_tokens=1,
-            plan=plan,
-            plan_keys=self._model.plan_keys,
-            cache_salt=domain_salt(plan.domain),
-            priority=LOWEST_PRIORITY,
-        )
+        body = self._body(plan, prompt.token_ids, 1)
         async with AsyncExitStack() as stack:
             completion = await self._engines.complete_on(engine, body, stack)
             async for _ in completion.deltas():
@@ -541,7 +498,3 @@ async def _computed_tokens(engine: Engine, request: str, usage: Usage | None) ->
         record = await engine.request_record(request)
         return record.prompt_tokens - record.local_tokens - record.loaded_tokens
     return 0
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

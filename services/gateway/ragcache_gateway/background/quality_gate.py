@@ -10,7 +10,6 @@ Without a target, blends are allowed and say that nothing has verified them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -18,13 +17,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_core.errors import InvalidInput, NotFound
 from ragcache_core.quality.calibration import Calibration
 from ragcache_core.quality.controller import QualityDecision
 from ragcache_core.quality.report import DEFAULT_WANTED_QUALITY, QualityReport, Verdict
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.retriever_client import RetrieverClient
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class GatedReuse:
     refused: bool = False
 
 
-class QualityGate:
+class QualityGate(BackgroundTasks):
     """Knows the report of the served model. For one event loop.
 
     Args:
@@ -70,6 +69,7 @@ class QualityGate:
         retriever: RetrieverClient,
         trials: QualityTrials | None,
     ) -> None:
+        super().__init__()
         self._model = model
         self._space = model.space.digest().hex()
         self._template = template
@@ -78,18 +78,11 @@ class QualityGate:
         self._retriever = retriever
         self._trials = trials
         self._saved_decision = QualityDecision()
-        self._task: asyncio.Task[None] | None = None
         self.report: QualityReport | None = None
 
     def start(self) -> None:
         """Start to read what other gateways store, and to store what the trials find."""
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._spawn(self._repeat(self._refresh, REFRESH_S, "quality gate: not refreshed"))
 
     def describe(self) -> dict[str, Any]:
         """Return what a report is measured for, and the state of the gate, as JSON."""
@@ -155,17 +148,6 @@ class QualityGate:
         if self._wanted_quality is not None:
             return self._wanted_quality
         return report.wanted_quality or DEFAULT_WANTED_QUALITY
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._refresh()
-            except RagCacheError as error:
-                log.info("quality gate: not refreshed error=%s", error)
-            except Exception:
-                # What it knows stays valid.
-                log.exception("quality gate: not refreshed")
-            await asyncio.sleep(REFRESH_S)
 
     async def _refresh(self) -> None:
         value = await self._read(REPORT_NAME)

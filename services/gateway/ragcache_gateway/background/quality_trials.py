@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -23,24 +22,18 @@ from typing import Any
 
 from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
-from ragcache_core.plan.prompt import plan_blend, plan_compute
-from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import (
     QualityController,
     QualityDecision,
     QuestionReplay,
 )
 from ragcache_core.quality.reservoir import AskedQuestion
-from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleWindows
+from ragcache_gateway.background.idle import IDLE_POLL_S, IdleEngines, IdleTask, now_ms
 from ragcache_gateway.documents.events import TextRemoved
-from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import PART, completion_body
+from ragcache_gateway.engines.completion import ENGINE
 from ragcache_gateway.engines.completion_stream import Completion, is_engine_loss
-from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import Mode, ReuseMode, plan_reuse
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
@@ -60,50 +53,25 @@ class _QuestionArrived(Exception):
     """A question has arrived during a trial."""
 
 
-class QualityTrials:
+class QualityTrials(IdleTask):
     """Decides how questions are blended, and runs the trials behind that. For one event loop.
 
     Args:
         quality: Target ROUGE-L F1 with full recomputation, in [0, 1].
         max_recompute_share: Most that trials recompute, as a share of the tokens taken from after
             other prefixes.
-        removals: Is asked before each replay which documents have lost text.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        quality: float,
-        max_recompute_share: float,
-        engines: EnginePool,
-        idle: IdleWindows,
-        removals: RemovalFeed,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, idle: IdleEngines, quality: float, max_recompute_share: float) -> None:
+        super().__init__(idle)
         self._controller = QualityController(quality, max_recompute_share)
-        self._model = model
         self._max_recompute_share = max_recompute_share
-        self._engines = engines
-        self._idle = idle
-        self._removals = removals
-        self._metrics = metrics
-        self._has_work = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        metrics.blend_alpha.set(ALPHA)
+        self._metrics.blend_alpha.set(ALPHA)
 
     def start(self) -> None:
         """Start to ask questions again that are answered from now on."""
-        self._tasks = [
-            asyncio.create_task(self._run()),
-            asyncio.create_task(self._remove_expired()),
-        ]
-
-    async def close(self) -> None:
-        """Stop, and drop every question."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._spawn(self._run())
+        self._spawn(self._remove_expired())
 
     @property
     def decision(self) -> QualityDecision:
@@ -126,7 +94,7 @@ class QualityTrials:
     ) -> None:
         """Keep a question for trials if it was blended, or would be if it were asked again."""
         if record.blended_tokens or reuse.trial:
-            self._controller.offer(question, _now_ms(), is_sampled=reuse.trial)
+            self._controller.offer(question, now_ms(), is_sampled=reuse.trial)
             self._has_work.set()
 
     def text_removed(self, removal: TextRemoved) -> None:
@@ -140,7 +108,7 @@ class QualityTrials:
         """Drop old questions, as an idle window may not come before they expire."""
         while True:
             await asyncio.sleep(EXPIRY_CHECK_S)
-            self._controller.remove_expired(_now_ms())
+            self._controller.remove_expired(now_ms())
 
     async def _run(self) -> None:
         while True:
@@ -151,7 +119,7 @@ class QualityTrials:
 
     async def _try_next(self) -> float:
         """Ask the next question again and return the seconds to wait before another one."""
-        if self._controller.begin_replay(_now_ms()) is None:
+        if self._controller.begin_replay(now_ms()) is None:
             self._has_work.clear()
             return 0.0
         try:
@@ -160,7 +128,7 @@ class QualityTrials:
         except RagCacheError as error:
             log.info("quality trials: question postponed error=%s", error)
             return RETRY_S
-        replay = self._controller.begin_replay(_now_ms())
+        replay = self._controller.begin_replay(now_ms())
         return 0.0 if replay is None else await self._try(replay)
 
     async def _try(self, replay: QuestionReplay) -> float:
@@ -202,7 +170,7 @@ class QualityTrials:
         """
         request = f"trial-{uuid.uuid4().hex}"
         # In a thread, because it hashes, signs and copies all tokens.
-        body = await asyncio.to_thread(self._body, replay, request)
+        body = await asyncio.to_thread(self._request_body, replay, request)
         texts = []
         async with AsyncExitStack() as stack:
             engine = self._engines.choose()
@@ -214,41 +182,15 @@ class QualityTrials:
         try:
             return "".join(texts), await engine.request_record(request)
         except Unavailable as error:
-            raise Unavailable(f"record of an {PART}", str(error)) from error
+            raise Unavailable(f"record of an {ENGINE}", str(error)) from error
 
-    def _plan(self, replay: QuestionReplay, request: str) -> ReusePlan:
-        question = replay.question
-        space, domain = self._model.space, question.domain
-        if replay.alpha is None:
-            plan = plan_compute(question.prompt, space, domain, request)
-        else:
-            plan = plan_blend(
-                question.prompt,
-                space,
-                domain,
-                request,
-                self._max_recompute_share,
-                question.documents,
-                question.planned_at_ms,
-                replay.alpha,
-            )
-        return replace(plan, trial=True)
-
-    def _body(self, replay: QuestionReplay, request: str) -> dict[str, Any]:
-        plan = self._plan(replay, request)
+    def _request_body(self, replay: QuestionReplay, request: str) -> dict[str, Any]:
+        mode: Mode = "off" if replay.alpha is None else "blend"
+        reuse = ReuseMode(mode, self._max_recompute_share, replay.alpha)
+        plan = replace(plan_reuse(reuse, replay.question, self._model, request), trial=True)
         token_ids = replay.question.prompt.token_ids
         left_tokens = self._model.max_model_len - len(token_ids)
-        return completion_body(
-            {"temperature": 0.0},
-            model=self._model.name,
-            token_ids=token_ids,
-            max_tokens=min(MAX_ANSWER_TOKENS, left_tokens),
-            plan=plan,
-            plan_keys=self._model.plan_keys,
-            # No other request has this salt: the engine's own prefix cache must not serve trials.
-            cache_salt=request,
-            priority=LOWEST_PRIORITY,
-        )
+        return self._body(plan, token_ids, min(MAX_ANSWER_TOKENS, left_tokens))
 
     async def _start(
         self, engine: Engine, body: dict[str, Any], stack: AsyncExitStack
@@ -274,7 +216,3 @@ class QualityTrials:
         self._metrics.blend_alpha.set(found.alpha if found else math.inf)
         self._metrics.blend_quality.set(found.quality if found else 1.0)
         self._metrics.blend_recomputed.set(found.fix_overhead if found else 1.0)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -12,7 +12,7 @@ from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.explain.explanation import AnsweredPrompt, part_uses
 from ragcache_gateway.explain.schema import ExplainedGuess, ExplainedStage, Explanation
 from ragcache_gateway.speculation.speculative_search import EndedGuess
-from ragcache_gateway.status.metrics import AnswerCost, Metrics
+from ragcache_gateway.telemetry.metrics import AnswerCost, Metrics
 from ragcache_wire.telemetry.semantic_conventions import OUTPUT_VALUE
 from ragcache_wire.tracing import current_span
 from ragcache_wire.v1 import engine_pb2

@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
@@ -20,9 +19,9 @@ from ragcache_core.retrieval.query_rewriting import condense, rewrite_query
 from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder
+from ragcache_gateway.prompts.builder import AnswerPrompt, PromptThread
 from ragcache_gateway.prompts.conversation import Conversation, Turn
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ class QueryWriter:
     """
 
     model: ServedModel
-    prompts: PromptBuilder
-    tokenizing: Executor
+    prompts: PromptThread
     engines: EnginePool
     conversation: Conversation
     collection: str
@@ -110,15 +108,14 @@ class QueryWriter:
         return read_query(text)
 
     async def _build(self, conversation: Conversation, hits: Sequence[pb.Hit]) -> AnswerPrompt:
-        return await asyncio.get_running_loop().run_in_executor(
-            self.tokenizing,
-            lambda: self.prompts.build(
+        return await self.prompts.run(
+            lambda prompts: prompts.build(
                 conversation,
                 hits,
                 MAX_QUERY_TOKENS,
                 with_documents=bool(hits),
                 domain=self.caller.domain,
-            ),
+            )
         )
 
     async def _complete(self, prompt: AnswerPrompt, asked_at_ms: int) -> str:
@@ -135,14 +132,12 @@ class QueryWriter:
             asked_at_ms,
         )
         body = completion_body(
-            {"temperature": 0.0, "stop": ["\n"]},
-            model=model.name,
-            token_ids=prompt.prompt.token_ids,
+            model,
+            prompt.prompt.token_ids,
+            plan,
             max_tokens=MAX_QUERY_TOKENS,
-            plan=plan,
-            plan_keys=model.plan_keys,
-            cache_salt=self.caller.cache_salt,
             priority=self.caller.priority,
+            stop=("\n",),
         )
         texts = []
         async with AsyncExitStack() as stack:

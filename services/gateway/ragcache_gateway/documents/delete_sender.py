@@ -16,18 +16,18 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.store_api import Deletion
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.tasks import BackgroundTasks
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import SERVICE
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -85,53 +85,39 @@ class _Attempt:
         return {address: removed for address, removed in done.items() if removed is not None}
 
 
-class DeleteSender:
+class DeleteSender(BackgroundTasks):
     """Sends deletes, and tells the outbox which of them the shards have acknowledged.
 
     Args:
         domains: Returns every access domain that may hold KV of a document.
-        answer_wait_s: How long a caller waits for the other shards after one has acknowledged.
-        retry_s: How long a shard that has failed is not called.
         now_ms: Returns the Unix time.
     """
 
     def __init__(
         self,
         model: ServedModel,
-        *,
         domains: Callable[[], Sequence[str]],
         retriever: RetrieverClient,
         store: AsyncShardedStore,
         metrics: Metrics,
-        answer_wait_s: float = ANSWER_WAIT_S,
-        retry_s: float = RETRY_S,
         now_ms: Callable[[], int] = _unix_ms,
     ) -> None:
+        super().__init__()
         self._model = model
         self._domains = domains
         self._retriever = retriever
         self._store = store
         self._metrics = metrics
-        self._answer_wait_s = answer_wait_s
         self._now_ms = now_ms
-        self._retry_s = retry_s
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(CALLS_PER_SHARD)
         )
         self._failed_s: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
 
     def start(self) -> None:
         """Claim and send deletes from now on."""
-        self._spawn(self._run())
-
-    async def close(self) -> None:
-        """Stop. What is not acknowledged stays in the outbox."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._spawn(self._run(), "deletes")
 
     def wake(self) -> None:
         """Claim deletes now."""
@@ -140,7 +126,7 @@ class DeleteSender:
     async def send(self, deletes: Iterable[pb.OutboxDelete]) -> int | None:
         """Send deletes that the retriever has returned.
 
-        Returns when every shard has acknowledged or failed, or answer_wait_s after the first
+        Returns when every shard has acknowledged or failed, or ANSWER_WAIT_S after the first
         acknowledgement. The rest is sent in the background.
 
         Returns:
@@ -149,7 +135,7 @@ class DeleteSender:
         attempts = [self._begin(delete) for delete in deletes]
         if not attempts:
             return 0
-        self._spawn(self._finish(attempts))
+        self._spawn(self._finish(attempts), "deletes")
         await asyncio.gather(*map(self._wait_for_answers, attempts))
         acknowledged = [attempt.acknowledged for attempt in attempts]
         if not all(acknowledged):
@@ -207,7 +193,9 @@ class DeleteSender:
         return _Attempt(
             delete.id,
             {
-                address: self._spawn(self._call(address, partial(self._deletions, delete)))
+                address: self._spawn(
+                    self._call(address, partial(self._deletions, delete)), "deletes"
+                )
                 for address in self._store.addresses()
             },
         )
@@ -220,7 +208,7 @@ class DeleteSender:
         """
         removed = 0
         async with self._slots[address]:
-            if time.monotonic() - self._failed_s.get(address, -math.inf) < self._retry_s:
+            if time.monotonic() - self._failed_s.get(address, -math.inf) < RETRY_S:
                 return None
             try:
                 for deletion in deletions():
@@ -283,7 +271,7 @@ class DeleteSender:
             if not done:
                 return
             if deadline is None and attempt.acknowledged:
-                deadline = loop.time() + self._answer_wait_s
+                deadline = loop.time() + ANSWER_WAIT_S
 
     async def _finish(self, attempts: Iterable[_Attempt]) -> None:
         """Wait for the calls of attempts, and tell the outbox what the shards have acknowledged."""
@@ -302,9 +290,3 @@ class DeleteSender:
                 await self._retriever.acknowledge_deletes(complete, incomplete)
             except RagCacheError as error:
                 log.info("deletes: sent again later, the outbox is away error=%s", error)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name="deletes")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

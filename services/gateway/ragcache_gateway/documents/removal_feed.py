@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ragcache_core.errors import RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.documents.events import RemovalSubscriber, TextRemoved
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -35,7 +36,7 @@ MAX_REMEMBERED = 4096
 """Removals that are remembered to decide whether a write is superseded."""
 
 
-class RemovalFeed:
+class RemovalFeed(BackgroundTasks):
     """Tells subscribers of each removal once, in order. For one event loop.
 
     Args:
@@ -49,18 +50,17 @@ class RemovalFeed:
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._retriever = retriever
         self._subscribers = list(subscribers)
         self._monotonic = monotonic
         self._lock = asyncio.Lock()
         self._next: asyncio.Task[int] | None = None
-        self._calls: set[asyncio.Task[int]] = set()
         self._after: int | None = None
         self._answered_s = 0.0
         self._last_ms = 0
         self._floor = 0
         self._sequences: OrderedDict[str, int] = OrderedDict()  # of the last removal, by document
-        self._task: asyncio.Task[None] | None = None
 
     def subscribe(self, subscriber: RemovalSubscriber) -> None:
         """Have a subscriber told of each removal from now on."""
@@ -71,14 +71,7 @@ class RemovalFeed:
         with contextlib.suppress(TimeoutError, RagCacheError):
             async with asyncio.timeout(START_WAIT_S):
                 await self.catch_up()
-        self._task = asyncio.create_task(self._run(), name="removals")
-
-    async def close(self) -> None:
-        """Stop."""
-        tasks = [*self._calls, *([] if self._task is None else [self._task])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._spawn(self._repeat(self.catch_up, POLL_S, "removals: not refreshed"), "removals")
 
     async def catch_up(self) -> int:
         """Tell the subscribers of every removal that was committed before this call.
@@ -92,9 +85,7 @@ class RemovalFeed:
             RagCacheError: The retriever does not answer.
         """
         if self._next is None:
-            self._next = asyncio.create_task(self._ask(), name="removals")
-            self._calls.add(self._next)
-            self._next.add_done_callback(self._calls.discard)
+            self._next = self._spawn(self._ask(), "removals")
         return await asyncio.shield(self._next)
 
     def is_superseded(self, document: str, sequence: int) -> bool:
@@ -113,7 +104,7 @@ class RemovalFeed:
                 after = self._floor = reply.last_sequence
                 self._after, self._answered_s = after, asked_s
             while reply.removals and reply.removals[-1].sequence > after:
-                self._tell([one for one in reply.removals if one.sequence > after])
+                self._report([one for one in reply.removals if one.sequence > after])
                 self._after = after = reply.removals[-1].sequence
                 if after >= reply.last_sequence:
                     break
@@ -125,7 +116,7 @@ class RemovalFeed:
         """Whether removals may be unknown: after a silence, or after a restore of the retriever."""
         return last_sequence < after or asked_s - self._answered_s > MAX_SILENCE_S
 
-    def _tell(self, removals: Sequence[pb.Removal]) -> None:
+    def _report(self, removals: Sequence[pb.Removal]) -> None:
         for removal in removals:
             name = document_name(removal.collection, removal.document_id)
             self._sequences[name] = removal.sequence
@@ -141,16 +132,6 @@ class RemovalFeed:
             except Exception:
                 # One failing subscriber must not keep the others from being told.
                 log.exception("removals: subscriber failed document=%s", removal.document)
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.catch_up()
-            except RagCacheError as error:
-                log.info("removals: not refreshed error=%s", error)
-            except Exception:
-                log.exception("removals: not refreshed")
-            await asyncio.sleep(POLL_S)
 
 
 def _now_ms() -> int:

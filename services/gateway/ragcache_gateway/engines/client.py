@@ -16,8 +16,8 @@ import orjson
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_gateway.engines.completion import (
     COMPLETIONS,
+    ENGINE,
     MAX_LOOP_TOKENS,
-    PART,
     encode_body,
     endpoint_of,
     error_from_response,
@@ -44,7 +44,7 @@ from ragcache_gateway.engines.connections import (
     EngineConnections,
     EngineResponse,
 )
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Span, Tracer
@@ -205,7 +205,7 @@ class Engine:
     async def costs(self) -> engine_pb2.Costs:
         """Fetch what computation costs in the engine. Raises Unavailable."""
         if self._records is None:
-            raise Unavailable(PART, f"{self.address} runs without RagCache")
+            raise Unavailable(ENGINE, f"{self.address} runs without RagCache")
         return await self._records.costs()
 
     def end_waiting(self) -> None:
@@ -277,7 +277,7 @@ class Engine:
             if not unanswered.expired():
                 raise
             problem = f"it sent no answer, and {self.failure or 'its health check failed'}"
-            raise Unavailable(PART, problem) from error
+            raise Unavailable(ENGINE, problem) from error
 
     def _add_in_flight(self, count: int) -> None:
         self.in_flight += count
@@ -301,13 +301,13 @@ class Engine:
                     "POST", endpoint_of(body), body=content, headers=headers
                 )
             except AllConnectionsUsed as error:
-                raise RequestNotSent(PART, describe_error(error)) from error
+                raise RequestNotSent(ENGINE, describe_error(error)) from error
             except ConnectFailed as error:
                 # Nothing has reached the engine yet, so a second attempt cannot run it twice.
                 if is_last_attempt:
-                    raise RequestNotSent(PART, describe_error(error)) from error
+                    raise RequestNotSent(ENGINE, describe_error(error)) from error
             except ConnectionProblem as error:
-                raise Unavailable(PART, describe_error(error)) from error
+                raise Unavailable(ENGINE, describe_error(error)) from error
         raise AssertionError("the loop returns or raises")
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -360,14 +360,14 @@ async def _read_whole(response: EngineResponse) -> dict[str, Any]:
     try:
         content = await response.read_all(MAX_WHOLE_BYTES + 1)
         if len(content) > MAX_WHOLE_BYTES:
-            raise Unavailable(PART, f"its answer is longer than {MAX_WHOLE_BYTES} bytes")
+            raise Unavailable(ENGINE, f"its answer is longer than {MAX_WHOLE_BYTES} bytes")
         body = orjson.loads(content)
     except ConnectionProblem as error:
-        raise Unavailable(PART, f"the answer broke: {describe_error(error)}") from error
+        raise Unavailable(ENGINE, f"the answer broke: {describe_error(error)}") from error
     except ValueError as error:
-        raise Unavailable(PART, f"it sent an answer that cannot be read: {error}") from error
+        raise Unavailable(ENGINE, f"it sent an answer that cannot be read: {error}") from error
     if not isinstance(body, dict) or not body.get("choices"):
-        raise Unavailable(PART, "it sent an answer without choices")
+        raise Unavailable(ENGINE, "it sent an answer without choices")
     return body
 
 

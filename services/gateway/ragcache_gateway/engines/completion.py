@@ -14,12 +14,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.identity.keys import domain_salt
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_wire.watched.signing_keys import SigningKeys
 
-PART = "engine"
+ENGINE = "engine"
 
 TRANSFER_PARAMS = "kv_transfer_params"
 """Field of a body with the plan and its signature."""
@@ -101,33 +103,36 @@ def text_of(body: Mapping[str, Any]) -> str:
 
 
 def completion_body(
-    sampling: Mapping[str, Any],
-    *,
-    model: str,
+    model: ServedModel,
     token_ids: Sequence[int],
-    max_tokens: int,
     plan: ReusePlan,
-    plan_keys: SigningKeys | None,
-    cache_salt: str | None,
+    *,
+    max_tokens: int,
     priority: int,
+    stop: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Make the body of a streamed completion of the gateway's own, for ``/v1/completions``.
+    """Make the body of a streamed, greedy completion of the gateway's own.
+
+    It is for ``/v1/completions``. The engine's own prefix cache shares nothing of a trial, and
+    otherwise what is of the plan's domain.
 
     Args:
-        sampling: Further fields.
-        cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
-        priority: Of the caller's key. 0 is not sent: not every engine schedules by priority.
+        priority: Of the caller's key, or of background work.
+        stop: Texts that end the answer.
     """
     body: dict[str, Any] = {
-        "model": model,
+        "model": model.name,
         "prompt": PackedIds.of(token_ids),
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
-        TRANSFER_PARAMS: transfer_params(plan, token_ids, plan_keys),
-        **sampling,
+        TRANSFER_PARAMS: transfer_params(plan, token_ids, model.plan_keys),
+        "temperature": 0.0,
+        **({"stop": list(stop)} if stop else {}),
     }
-    return with_engine_controls(body, cache_salt=cache_salt, priority=priority)
+    # No other request has the salt of a trial.
+    salt = plan.request if plan.trial else domain_salt(plan.domain)
+    return with_engine_controls(body, cache_salt=salt, priority=priority)
 
 
 def client_body(
@@ -284,7 +289,7 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
         if event.get("usage"):
             found.append(Usage.model_validate(event["usage"]))
     except (ValueError, TypeError, AttributeError) as error:
-        raise Unavailable(PART, f"it sent an event that cannot be read: {error}") from error
+        raise Unavailable(ENGINE, f"it sent an event that cannot be read: {error}") from error
     return found
 
 
@@ -299,12 +304,12 @@ def error_from_response(status: int, body: bytes) -> RagCacheError:
         return InvalidInput(
             _error_field(parsed), f"is refused by the engine: {message}", "correct it"
         )
-    return Unavailable(PART, f"it answered {status}: {message}")
+    return Unavailable(ENGINE, f"it answered {status}: {message}")
 
 
 def error_from_event(event: Mapping[str, Any]) -> RagCacheError:
     """Return the error that an error event of a stream stands for."""
-    return Unavailable(PART, _error_message(event))
+    return Unavailable(ENGINE, _error_message(event))
 
 
 def _error_of(value: object) -> object:

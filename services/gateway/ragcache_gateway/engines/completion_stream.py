@@ -18,7 +18,7 @@ import orjson
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.engines.completion import (
-    PART,
+    ENGINE,
     TextDelta,
     Usage,
     error_from_event,
@@ -47,7 +47,7 @@ class FirstTokenTimeout(Unavailable):
 
 def is_engine_loss(error: Exception) -> bool:
     """Whether an engine failed while it had the request."""
-    failed = isinstance(error, Unavailable) and error.component == PART
+    failed = isinstance(error, Unavailable) and error.component == ENGINE
     return failed and not isinstance(error, (RequestNotSent, FirstTokenTimeout))
 
 
@@ -56,7 +56,7 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, ConnectionProblem):
         return str(error)
     if isinstance(error, RagCacheError):
-        return str(error).removeprefix(f"the {PART} is unavailable: ")
+        return str(error).removeprefix(f"the {ENGINE} is unavailable: ")
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -156,7 +156,7 @@ class Completion:
         if unfinished:
             self._raise_if_ended("it ended the answer without a finish reason")
             assert not has_ended
-            raise Unavailable(PART, f"no token came within {self._timeout_s} s")
+            raise Unavailable(ENGINE, f"no token came within {self._timeout_s} s")
         self._response.stop_delivery()
         await self._read_rest()
 
@@ -204,7 +204,7 @@ class Completion:
             await self._read(None)
         event = self._events[0]
         if not _is_text_only(event) and not self._special(event)["choices"]:
-            raise Unavailable(PART, "it ended the answer before the first token")
+            raise Unavailable(ENGINE, "it ended the answer before the first token")
 
     async def _read_more(self) -> None:
         self._raise_if_ended("it ended the answer without a finish reason")
@@ -235,7 +235,7 @@ class Completion:
                 self.usage = Usage.model_validate(chunk["usage"])
             chunk["choices"] = list(chunk.get("choices") or ())
         except (ValueError, TypeError, AttributeError) as error:
-            raise Unavailable(PART, f"it sent an event that cannot be read: {error}") from error
+            raise Unavailable(ENGINE, f"it sent an event that cannot be read: {error}") from error
         found: dict[str, Any] = chunk
         return found
 
@@ -243,14 +243,14 @@ class Completion:
         if self._error is not None:
             raise self._error
         if self._ended:
-            raise Unavailable(PART, problem)
+            raise Unavailable(ENGINE, problem)
 
     async def _read(self, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 data = await self._response.read()
         except TimeoutError:
-            raise Unavailable(PART, f"no token came within {timeout_s} s") from None
+            raise Unavailable(ENGINE, f"no token came within {timeout_s} s") from None
         except ConnectionProblem as error:
             raise _broken(error) from error
         if data is None:
@@ -263,7 +263,7 @@ class Completion:
             self._events.extend(event for event in self._parser.feed(data) if event != _DONE)
         except ValueError as error:
             # The events that came before the error are given out first.
-            self._error = Unavailable(PART, f"it did not send an event stream: {error}")
+            self._error = Unavailable(ENGINE, f"it did not send an event stream: {error}")
 
 
 class _Relay:
@@ -332,7 +332,7 @@ def _text_in(event: bytes) -> str:
 
 
 def _broken(error: ConnectionProblem) -> Unavailable:
-    return Unavailable(PART, f"the stream broke: {describe_error(error)}")
+    return Unavailable(ENGINE, f"the stream broke: {describe_error(error)}")
 
 
 def _ended_choices(chunk: dict[str, Any]) -> set[int]:
@@ -340,4 +340,4 @@ def _ended_choices(chunk: dict[str, Any]) -> set[int]:
     try:
         return {int(one["index"]) for one in chunk["choices"] if one.get("finish_reason")}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise Unavailable(PART, f"it sent an event that cannot be read: {error}") from error
+        raise Unavailable(ENGINE, f"it sent an event that cannot be read: {error}") from error

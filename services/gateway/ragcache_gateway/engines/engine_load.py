@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ragcache_core.cost.engine_costs import EngineCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.cost.queue_time import QueueTime
-from ragcache_core.errors import RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.planner.speculation import GuessCost, Load
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.engines.prefill_costs import profile_of
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.v1 import engine_pb2
 
 REFRESH_S = 1.0
@@ -40,7 +41,7 @@ class _Known:
     all_queues: QueueTime = field(default_factory=QueueTime)
 
 
-class EngineLoads:
+class EngineLoads(BackgroundTasks):
     """Costs and load of all engines. For one event loop.
 
     Args:
@@ -48,25 +49,18 @@ class EngineLoads:
     """
 
     def __init__(self, engines: EnginePool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engines = engines
+        super().__init__()
+        self.engines = engines
         self._clock = clock
         self._known: dict[str, _Known] = {}
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Ask the engines for their costs from now on; wait for the first answers, but not long."""
         is_known = asyncio.Event()
-        self._task = asyncio.create_task(self._refresh_periodically(is_known))
+        self._spawn(self._refresh_periodically(is_known))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_REFRESH_S):
                 await is_known.wait()
-
-    async def close(self) -> None:
-        """Stop asking."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
     def costs(self, engine: Engine) -> EngineCosts | None:
         """Return what prefills and loads take in an engine; None if it has not said it."""
@@ -124,7 +118,7 @@ class EngineLoads:
 
     async def _refresh_periodically(self, is_known: asyncio.Event) -> None:
         while True:
-            engines = self._engines.known
+            engines = self.engines.known
             addresses = {engine.address for engine in engines}
             self._known = {one: known for one, known in self._known.items() if one in addresses}
             await asyncio.gather(*map(self._refresh, engines))
@@ -139,3 +133,20 @@ class EngineLoads:
             profile = profile_of(costs.prefill)
             loads = {load.tier: (load.latency_s, load.bytes_per_s) for load in costs.loads}
             known.costs = EngineCosts(profile, costs.correction or 1.0, loads) if profile else None
+
+
+def profile_of(message: engine_pb2.PrefillProfile) -> PrefillProfile | None:
+    """Read an engine's profile; None if it has none."""
+    if not message.computed:
+        return None
+    width = len(message.computed)
+    rows = range(0, len(message.seconds), width)
+    try:
+        return PrefillProfile(
+            tuple(message.cached),
+            tuple(message.computed),
+            tuple(tuple(message.seconds[first : first + width]) for first in rows),
+            message.pass_tokens,
+        )
+    except InvalidInput:
+        return None

@@ -6,25 +6,59 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines.client import Engine, watch_health
-from ragcache_gateway.engines.completion import PART
+from ragcache_gateway.engines.completion import ENGINE
 from ragcache_gateway.engines.completion_stream import (
     Completion,
     FirstTokenTimeout,
     RequestNotSent,
     WholeCompletion,
 )
-from ragcache_gateway.engines.resolver import host_and_port, resolve
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.tasks import BackgroundTasks
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.limits import Limits
+
+_NO_SUCH_NAME = {socket.EAI_NONAME, socket.EAI_NODATA}
+
+
+async def resolve(host: str, port: int) -> tuple[str, ...] | None:
+    """Return the IP addresses of a host, sorted; empty if there is no such name.
+
+    A host with addresses of both families counts with its IPv4 addresses only, or each engine
+    would count twice.
+
+    Returns:
+        None if the lookup failed. The addresses known before may still be valid then.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return () if error.errno in _NO_SUCH_NAME else None
+    except OSError:
+        return None
+    except UnicodeError:  # an impossible name, such as one with an empty label
+        return ()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        addresses = {str(address[0]) for kind, *_, address in found if kind == family}
+        if addresses:
+            return tuple(sorted(addresses))
+    return ()
+
+
+def host_and_port(address: str, port: int) -> str:
+    """Join an IP address and a port to ``host:port``."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +72,7 @@ MAX_LOST_ENGINES = 2
 take down all engines."""
 
 
-class EnginePool:
+class EnginePool(BackgroundTasks):
     """The engines behind every configured host name, which the pool resolves periodically.
 
     Args:
@@ -53,6 +87,7 @@ class EnginePool:
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
+        super().__init__()
         self._settings = settings
         self._limits = limits
         self._probe = probe
@@ -62,8 +97,6 @@ class EnginePool:
         self._choice_numbers = itertools.count(1)
         self._last_chosen: dict[Engine, int] = {}
         self._health_tasks: dict[Engine, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._resolver_task: asyncio.Task[None] | None = None
 
     @property
     def known(self) -> list[Engine]:
@@ -91,19 +124,14 @@ class EnginePool:
     async def start(self) -> None:
         """Resolve the host names from now on; wait for the first result, but not long."""
         resolved = asyncio.Event()
-        self._resolver_task = asyncio.create_task(self._resolve_periodically(resolved))
+        self._spawn(self._resolve_periodically(resolved))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.engine_connect_timeout_s):
                 await resolved.wait()
 
     async def close(self) -> None:
         """Stop every task and close every connection."""
-        tasks = [*self._health_tasks.values(), *self._closing]
-        if self._resolver_task is not None:
-            tasks.append(self._resolver_task)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().close()
         for engine in self._health_tasks:
             await engine.close()
 
@@ -196,7 +224,7 @@ class EnginePool:
                             error,
                         )
         except TimeoutError:
-            timed_out = FirstTokenTimeout(PART, timeout_problem)
+            timed_out = FirstTokenTimeout(ENGINE, timeout_problem)
             tried[-1].record_failure(timed_out)
             raise timed_out from None
 
@@ -213,7 +241,7 @@ class EnginePool:
         """Choose an engine with RagCache, for background work. Raises Unavailable without one."""
         own = [engine for engine in self._health_tasks if engine.records is not None]
         if not own:
-            raise Unavailable(PART, "there is none that runs RagCache")
+            raise Unavailable(ENGINE, "there is none that runs RagCache")
         return self._choose(self._least_busy([e for e in own if e.failure is None] or own))
 
     async def complete_on(
@@ -224,7 +252,7 @@ class EnginePool:
         A timeout does not mark the engine as failed: it may only be busy. Raises as ``complete``.
         """
         if engine not in self._health_tasks:
-            raise Unavailable(PART, f"{engine.address} has left")
+            raise Unavailable(ENGINE, f"{engine.address} has left")
         try:
             async with asyncio.timeout(self._limits.current().first_token_timeout_s):
                 return await engine.complete(body, stack)
@@ -233,7 +261,7 @@ class EnginePool:
             raise
         except TimeoutError:
             timeout_s = self._limits.current().first_token_timeout_s
-            raise FirstTokenTimeout(PART, f"no first token came within {timeout_s:g} s") from None
+            raise FirstTokenTimeout(ENGINE, f"no first token came within {timeout_s:g} s") from None
 
     def _healthy_except(self, tried: Sequence[Engine]) -> list[Engine]:
         return [
@@ -254,7 +282,7 @@ class EnginePool:
         # If none is healthy, the request finds out whether a failed engine answers again.
         candidates = self._healthy_except(tried) or list(self._health_tasks)
         if not candidates:
-            raise Unavailable(PART, self.problem or "")
+            raise Unavailable(ENGINE, self.problem or "")
         return self._least_busy(candidates)
 
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
@@ -293,7 +321,7 @@ class EnginePool:
             watching = watch_health(
                 engine, self._probe, self._settings.engine_watch_s, self._move_waiting
             )
-            self._health_tasks[engine] = asyncio.create_task(watching)
+            self._health_tasks[engine] = self._spawn(watching)
 
     def _move_waiting(self, failed: Engine) -> None:
         """End the requests that wait on a failed engine, so that another engine gets them.
@@ -310,6 +338,4 @@ class EnginePool:
         self._health_tasks.pop(engine).cancel()
         self._last_chosen.pop(engine, None)
         self._metrics.remove_engine(engine.address)
-        closing = asyncio.create_task(engine.close_when_idle())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._spawn(engine.close_when_idle())

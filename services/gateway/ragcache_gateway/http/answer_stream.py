@@ -6,17 +6,29 @@ The gateway parses the first event and the last ones, and passes those between t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, Final
 
-from ragcache_core.errors import RagCacheError
+import orjson
+
+from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.completion_stream import Completion
+from ragcache_gateway.explain.progress import AnyStageEvent, Progress
+from ragcache_gateway.http.client_writer import ClientWriter
 from ragcache_gateway.http.errors import to_http
-from ragcache_gateway.http.streaming.client_writer import ClientWriter
-from ragcache_gateway.pipeline.account import account
+from ragcache_gateway.http.middleware.request_span import record_refusal
+from ragcache_gateway.pipeline.account import account, answer_extension
 from ragcache_gateway.pipeline.answer import Answer, relay_events
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plain_completion import PlainCompletion
+from ragcache_gateway.pipeline.question import Question
+from ragcache_gateway.pipeline.steps import answer_question
+from ragcache_gateway.responses.request_schema import ResponseRequest
+from ragcache_gateway.responses.response_events import ResponseEvents
+from ragcache_gateway.responses.response_object import head_of, response_usage
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""
@@ -146,3 +158,85 @@ def _split_end(chunk: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, 
 
 def _has_text(delta: Mapping[str, Any]) -> bool:
     return any(value for name, value in delta.items() if name != "role")
+
+
+STAGE_EVENT: Final = "ragcache.stage"
+"""Name of the events before the first token. Events of the answer have none."""
+
+
+async def write_staged(
+    services: ChatServices,
+    question: Question,
+    stack: AsyncExitStack,
+    client: ClientWriter,
+    *,
+    include_usage: bool,
+) -> None:
+    """Write stages until the first token, then the answer.
+
+    Args:
+        stack: Gets what the answer comes from.
+    """
+
+    def tell(event: AnyStageEvent) -> None:
+        client.write(f"event: {STAGE_EVENT}\n".encode() + encode_event(event.model_dump()))
+
+    progress = Progress(tell, question.started)
+    try:
+        answer = await answer_question(services, replace(question, progress=progress), stack)
+    except RagCacheError as error:
+        record_refusal(error)
+        if isinstance(error, Unavailable):
+            services.metrics.upstream_failures.labels(error.component).inc()
+        client.write(encode_event(to_http(to_rest_error(error)).body))
+        return
+    finally:
+        # Guesses end when the stack closes, after the end of the response.
+        progress.end()
+    await write_answer(services, answer, client, include_usage=include_usage)
+
+
+async def write_response(
+    services: ChatServices, request: ResponseRequest, answer: Answer, client: ClientWriter
+) -> None:
+    """Write the events of an answer. A failure becomes the last event."""
+    completion = answer.completion
+    assert isinstance(completion, Completion)
+    events: ResponseEvents | None = None
+
+    def write_chunk(chunk: dict[str, Any]) -> ResponseEvents:
+        nonlocal events
+        if events is None:
+            events = ResponseEvents(head_of(request, chunk))
+            client.write(_encode(events.begin()))
+        client.write(_encode(events.add(chunk)))
+        return events
+
+    def deliver(chunks: list[bytes]) -> bool:
+        for chunk in chunks:
+            write_chunk(orjson.loads(chunk))
+        return client.is_full
+
+    try:
+        await relay_events(services, answer.engine, completion, 1, deliver, client.drain)
+    except RagCacheError as error:
+        if events is not None:
+            client.write(_encode(events.fail(to_http(error).body)))
+        return
+    last = completion.last_chunk
+    assert last is not None, "a stream that ends without an error has ended every choice"
+    ending = write_chunk(last)
+    if client.is_full:
+        await client.drain()
+    costs = await account(services, answer)
+    extension = answer_extension(answer, costs)
+    usage = None if costs.usage is None else costs.usage.model_dump(exclude_unset=True)
+    client.write(_encode(ending.end(response_usage(usage), extension.model_dump(mode="json"))))
+
+
+def _encode(events: Iterable[dict[str, Any]]) -> bytes:
+    parts = []
+    for event in events:
+        data = json.dumps(event, separators=(",", ":"))
+        parts.append(f"event: {event['type']}\ndata: {data}\n\n")
+    return "".join(parts).encode()

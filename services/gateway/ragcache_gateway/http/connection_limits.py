@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, Final
 
 from ragcache_gateway.http.errors import error_body
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.watched.limits import Limits
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ragcache_gateway.http.client_writer import CLIENT_CONNECTION, ClientConnection
 from ragcache_gateway.http.connection_limits import ConnectionLimits, limited_protocol
-from ragcache_gateway.http.streaming.client_writer import CLIENT_CONNECTION, ClientConnection
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 

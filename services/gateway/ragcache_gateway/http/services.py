@@ -11,11 +11,11 @@ from ragcache_core.access.caller import Caller
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
+from ragcache_gateway.http.component_watch import ComponentWatch
 from ragcache_gateway.http.middleware.key_check import CALLER
-from ragcache_gateway.http.parts_watch import PartsWatch
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.planning.cache_view import CacheView
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.settings import GatewaySettings
@@ -32,7 +32,7 @@ class GatewayServices:
     extractor: TextExtractor
     retriever: RetrieverClient
     store: AsyncShardedStore
-    parts_watch: PartsWatch
+    component_watch: ComponentWatch
     cache_view: CacheView
     tree_reader: TreeReader
 

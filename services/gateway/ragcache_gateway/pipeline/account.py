@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.demand import AnsweredQuestion
 from ragcache_gateway.chat.accounting import (
     AnswerAccount,
@@ -171,14 +170,10 @@ def _report_record(
     """Tell the background work what the engine loaded and computed for a question."""
     if planned.question.is_trial:
         return
-    prompt, asked_at_ms = planned.prompt.prompt, planned.search.asked_at_ms
-    documents = planned.request.documents
-    reuse, domain = planned.question.reuse, planned.question.caller.domain
+    asked, reuse = planned.request.asked, planned.question.reuse
     if services.trials is not None:
-        asked = AskedQuestion(prompt, documents, asked_at_ms, domain)
         services.trials.question_answered(asked, reuse, record)
-    mode = reuse.mode
-    if services.precomputer is not None and mode != "off":
+    if services.precomputer is not None and reuse.mode != "off":
         texts = [passage.chunk.text for passage in planned.prompt.passages]
-        question = AnsweredQuestion(mode, prompt, texts, documents, asked_at_ms, domain)
+        question = AnsweredQuestion(asked, reuse.mode, texts)
         services.precomputer.question_answered(question, record)

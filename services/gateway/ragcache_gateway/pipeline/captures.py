@@ -72,16 +72,8 @@ def _plan(services: ChatServices, ordered: OrderedPrompt) -> tuple[Prompt, dict[
         documents,
         ordered.search.asked_at_ms,
     )
-    body = completion_body(
-        {"temperature": 0.0},
-        model=model.name,
-        token_ids=prompt.token_ids,
-        max_tokens=1,
-        plan=plan,
-        plan_keys=model.plan_keys,
-        cache_salt=ordered.question.caller.cache_salt,
-        priority=ordered.question.caller.priority,
-    )
+    priority = ordered.question.caller.priority
+    body = completion_body(model, prompt.token_ids, plan, max_tokens=1, priority=priority)
     return prompt, body
 
 

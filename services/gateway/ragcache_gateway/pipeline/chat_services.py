@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ragcache_gateway.background.idle import IdleWindows
@@ -15,12 +14,11 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.builder import PromptThread
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel
 from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.tracing import Tracer
 
@@ -32,7 +30,6 @@ class ChatServices:
     Args:
         default_reuse: For requests that do not say how to reuse KV.
         default_rewrite: For requests that do not say how to make a search query.
-        tokenizing: Runs the prompt builder, which one thread may use at a time.
         idle: Learns when questions arrive.
         gate: Decides whether questions may be blended.
         trials: Learn from answered questions; None: no quality target is set.
@@ -48,8 +45,7 @@ class ChatServices:
     model: ServedModel
     default_reuse: ReuseMode
     default_rewrite: RewriteMode
-    prompts: PromptBuilder
-    tokenizing: Executor
+    prompts: PromptThread
     retriever: RetrieverClient
     engines: EnginePool
     idle: IdleWindows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
 from ragcache_gateway.planning.request_planner import ComputedAhead
-from ragcache_gateway.prompts.builder import AnswerPrompt, PromptParts
+from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder, PromptParts
 from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
 from ragcache_gateway.speculation.guess import GUESS_PRIORITY
 
@@ -33,24 +32,22 @@ def early_steps(services: ChatServices, question: Question) -> EarlySteps:
     domain = question.caller.domain
 
     async def chunk_keys(stage: EarlyStage) -> list[ChunkKey]:
-        def keys() -> list[ChunkKey]:
-            return [
-                services.chunk_keys.key(domain, services.prompts.chunk_digest(chunk))
+        return await services.prompts.run(
+            lambda prompts: [
+                services.chunk_keys.key(domain, prompts.chunk_digest(chunk))
                 for hit in stage.hits
                 for chunk in (hit.chunk, *hit.before, *hit.after)
             ]
-
-        return await asyncio.get_running_loop().run_in_executor(services.tokenizing, keys)
+        )
 
     async def build_head() -> EarlyPrompt:
-        def select_head() -> tuple[PromptParts, PlannedPrompt]:
-            whole = services.prompts.frame(question.conversation, domain=domain)
+        def select_head(prompts: PromptBuilder) -> tuple[PromptParts, PlannedPrompt]:
+            whole = prompts.frame(question.conversation, domain=domain)
             frame = replace(whole, tail=())
             parts = PromptParts(frame, (), (), max_tokens=1)
             return parts, services.chunk_keys.planned_prompt(parts, domain)
 
-        loop = asyncio.get_running_loop()
-        parts, head = await loop.run_in_executor(services.tokenizing, select_head)
+        parts, head = await services.prompts.run(select_head)
         request_plan = services.planner.plan(head, question.reuse, "rank", is_trial=False)
         return EarlyPrompt(parts.join(), request_plan)
 

@@ -17,7 +17,7 @@ from ragcache_gateway.engines.completion import client_body, with_engine_control
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.question import check_model
-from ragcache_gateway.status.spans import record_reading
+from ragcache_gateway.telemetry.spans import record_reading
 
 DEFAULT_MAX_TOKENS = 16
 """vLLM's default, for the deadline."""

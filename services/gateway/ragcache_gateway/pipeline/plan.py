@@ -11,6 +11,7 @@ from typing import Any
 
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
+from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import (
     FIRST_TOKEN_LOGPROBS,
@@ -55,12 +56,12 @@ class EngineRequest:
 
     Args:
         id: Id of the answer, and of the engine's record of it.
-        documents: Name of the document of each chunk in the prompt.
+        asked: The prompt, and the documents whose chunks are in it.
         body: Body of the engine's completion, with the plan of reuse.
     """
 
     id: str
-    documents: tuple[str, ...]
+    asked: AskedQuestion
     body: dict[str, Any]
 
 
@@ -129,8 +130,7 @@ async def order_documents(
     if prompted.by_rank.num_tokens <= MAX_LOOP_TOKENS:
         prompt = parts.join(request_plan.order)
     else:
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(services.tokenizing, parts.join, request_plan.order)
+        prompt = await services.prompts.run(lambda _: parts.join(request_plan.order))
     return OrderedPrompt(
         question, prompted.search, prompt, prompted.by_rank, request_plan, prompted.started
     )
@@ -180,15 +180,8 @@ def _engine_request(
     documents = tuple(
         document_name(collection, passage.chunk.document_id) for passage in prompt.passages
     )
-    reuse_plan = plan_reuse(
-        question.reuse,
-        prompt.prompt,
-        services.model,
-        request_id,
-        documents,
-        asked_at_ms,
-        caller.domain,
-    )
+    asked = AskedQuestion(prompt.prompt, documents, asked_at_ms, caller.domain)
+    reuse_plan = plan_reuse(question.reuse, asked, services.model, request_id)
     body = client_body(
         request.engine_fields(),
         model=services.model.name,
@@ -205,4 +198,4 @@ def _engine_request(
         cache_salt=request_id if separated else caller.cache_salt,
         priority=caller.priority,
     )
-    return EngineRequest(request_id, documents, body)
+    return EngineRequest(request_id, asked, body)

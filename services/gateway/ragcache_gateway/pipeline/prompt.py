@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
-from ragcache_gateway.prompts.builder import PromptParts
+from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> 
     question, hits = retrieved.question, retrieved.search.hits
     request, domain = question.request, question.caller.domain
 
-    def select() -> tuple[PromptParts, PlannedPrompt]:
-        prompts, max_tokens = services.prompts, request.answer_tokens()
+    def select(prompts: PromptBuilder) -> tuple[PromptParts, PlannedPrompt]:
+        max_tokens = request.answer_tokens()
         if isinstance(request, ChatRequest):
             parts = prompts.select(
                 question.conversation,
@@ -53,6 +52,5 @@ async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> 
             parts = prompts.select_for_text(request.question(), hits, max_tokens)
         return parts, services.chunk_keys.planned_prompt(parts, domain)
 
-    loop = asyncio.get_running_loop()
-    parts, by_rank = await loop.run_in_executor(services.tokenizing, select)
+    parts, by_rank = await services.prompts.run(select)
     return PromptedQuestion(question, retrieved.search, parts, by_rank, started)

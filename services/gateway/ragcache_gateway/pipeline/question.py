@@ -18,8 +18,7 @@ from ragcache_gateway.chat.schema import (
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel, requested_reuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ async def retrieve(
     queries = QueryWriter(
         services.model,
         services.prompts,
-        services.tokenizing,
         services.engines,
         question.conversation,
         options.collection,

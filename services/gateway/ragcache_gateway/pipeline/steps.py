@@ -18,7 +18,7 @@ from ragcache_gateway.pipeline.question import Question, read_question
 from ragcache_gateway.pipeline.retrieval import retrieve
 from ragcache_gateway.speculation.prefetch import StagePrefetch
 from ragcache_gateway.speculation.speculative_search import SpeculativeSearch
-from ragcache_gateway.status.spans import record_reading
+from ragcache_gateway.telemetry.spans import record_reading
 from ragcache_wire.tracing import current_span
 
 

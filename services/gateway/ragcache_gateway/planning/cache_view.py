@@ -18,10 +18,11 @@ from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache
 from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
-from ragcache_gateway.status.cache import SourceSummary
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.tasks import BackgroundTasks
+from ragcache_gateway.telemetry.cache import SourceSummary
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient
-from ragcache_wire.watched.signing_keys import SigningKeys
+from ragcache_wire.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +39,13 @@ class _Followed:
     task: asyncio.Task[None]
 
 
-class CacheView:
+class CacheView(BackgroundTasks):
     """Follows every engine and shard there is. For one event loop.
 
     Args:
         engines: Returns the engines by their address, each with the address of its feed. None: the
             engine has no gRPC server.
         shards: Returns the addresses of the shards.
-        keys: Keys that sign the tokens with which feeds are read.
-        max_nodes: Most nodes of the tree.
-        predicted_tokens: Assumed size of the prefix cache of an engine that does not tell what it
-            has. Too large a size is corrected by the hits that it reports.
-        poll_s: Polling interval for engines and shards that were added or removed.
         metrics: Get the number of sources by state.
     """
 
@@ -57,37 +53,26 @@ class CacheView:
         self,
         engines: Callable[[], Mapping[str, str | None]],
         shards: Callable[[], Sequence[str]],
-        keys: SigningKeys | None,
-        *,
-        max_nodes: int,
-        predicted_tokens: int,
-        poll_s: float,
+        settings: GatewaySettings,
         metrics: Metrics,
     ) -> None:
-        self._predicted_tokens = predicted_tokens
-        self.tree = KnowledgeTree(max_nodes)
+        super().__init__()
+        # Assumed for an engine that does not report what it has. The hits that it reports correct
+        # too large a size.
+        self._predicted_tokens = settings.engine_cache_tokens
+        self.tree = KnowledgeTree(settings.view_max_nodes)
         self._engines = engines
         self._shards = shards
-        self._keys = keys
-        self._poll_s = poll_s
+        self._keys = settings.signing_key_file
+        self._poll_s = settings.engine_watch_s
         self._metrics = metrics
         self._followed: dict[tuple[str, str], _Followed] = {}  # by source and feed
         self._predicted: dict[str, PredictedCache] = {}  # by source
-        self._ending: set[asyncio.Task[None]] = set()
-        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Follow the sources from now on."""
-        self._task = asyncio.create_task(self._run(), name="cache view")
-
-    async def close(self) -> None:
-        """Stop."""
-        tasks = [*self._ending, *(one.task for one in self._followed.values())]
-        if self._task is not None:
-            tasks.append(self._task)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        work = self._repeat(self._refresh, self._poll_s, "cache view: sources are not updated")
+        self._spawn(work, "cache view")
 
     @property
     def sources(self) -> frozenset[str]:
@@ -150,12 +135,12 @@ class CacheView:
         feeds = {(source, feed): ENGINE_FEED for source, feed in engines.items() if feed}
         feeds |= {(shard_source(one), one): SHARD_FEED for one in self._shards()}
         for gone in self._followed.keys() - feeds.keys():
-            self._end(self._followed.pop(gone))
+            self._followed.pop(gone).task.cancel()
         for source, feed in feeds.keys() - self._followed.keys():
             client = FeedClient(feed, feeds[source, feed], self._keys)
             end_prediction = partial(self._end_prediction, source)
             follower = SourceFollower(self.tree, source, client, on_served=end_prediction)
-            task = asyncio.create_task(follower.run(), name=f"feed {source}")
+            task = self._spawn(follower.run(), f"feed {source}")
             self._followed[source, feed] = _Followed(follower, task)
         self._update_predicted(engines)
 
@@ -189,19 +174,9 @@ class CacheView:
         found = Counter((one.source.partition(":")[0], one.state) for one in self.summarize())
         self._metrics.set_sources(found)
 
-    def _end(self, followed: _Followed) -> None:
-        followed.task.cancel()
-        self._ending.add(followed.task)
-        followed.task.add_done_callback(self._ending.discard)
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                self.update()
-                self._count_sources()
-            except Exception:
-                log.exception("cache view: sources are not updated")
-            await asyncio.sleep(self._poll_s)
+    async def _refresh(self) -> None:
+        self.update()
+        self._count_sources()
 
 
 def engine_source(address: str) -> str:

@@ -9,7 +9,7 @@ from ragcache_core.identity.keys import ChunkKey, chunk_key_of_digest, token_dig
 from ragcache_core.planner.document_order import RankedDocument
 from ragcache_core.planner.request_plan import PlannedPrompt
 from ragcache_gateway.prompts.builder import PromptParts
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 
 MAX_KEYS = 65_536
 """Keys that are remembered. Each takes about 250 bytes."""

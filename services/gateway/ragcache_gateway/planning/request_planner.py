@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,18 +18,17 @@ from ragcache_core.planner.request_plan import (
     PlannedEngine,
     PlannedPrompt,
     PlanPolicy,
+    PlanSeconds,
     RequestPlan,
 )
 from ragcache_core.planner.stored_path import is_on_disk_only
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
-from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.planning.cache_view import CacheView, engine_source
-from ragcache_gateway.planning.plan_span import describe_plan
+from ragcache_gateway.planning.cache_view import CacheView, engine_address, engine_source
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_kv.values.layout import value_bytes
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.tracing import Tracer
+from ragcache_wire.tracing import Span, Tracer
 
 Order = Literal["rank", "cached"]
 
@@ -65,7 +65,6 @@ class RequestPlanner:
         self,
         settings: GatewaySettings,
         space: KVSpace,
-        engines: EnginePool,
         loads: EngineLoads,
         view: CacheView,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +75,7 @@ class RequestPlanner:
         self._default_order: Order = settings.order
         self._max_displacement = settings.max_displacement
         self._token_bytes = value_bytes(space, 1)
-        self._engines = engines
+        self._engines = loads.engines
         self._loads = loads
         self._clock = clock
         self._waiting_s: dict[str, float] = {}  # predicted work without a first token, by address
@@ -216,3 +215,31 @@ class RequestPlanner:
         chunks = [decision.chunk for decision in decisions]
         num_tokens = [decision.num_tokens for decision in decisions]
         self._view.predict(engine.address, chunks, num_tokens, now_s)
+
+
+def describe_plan(span: Span, plan: RequestPlan) -> None:
+    """Set the attributes of a plan's span, and an event for the next best plan."""
+    if not span.is_recording:
+        return
+    chunks = Counter(f"{decision.action.value}_chunks" for decision in plan.decisions)
+    span.set(
+        considered=plan.num_considered,
+        engine=engine_address(plan.source),
+        reordered=plan.is_reordered,
+        **chunks,
+        **_predicted(plan.seconds),
+    )
+    if (other := plan.runner_up) is not None:
+        engine = engine_address(other.source)
+        span.event("next best", engine=engine, reuse=other.reuse, **_predicted(other.seconds))
+
+
+def _predicted(seconds: PlanSeconds | None) -> dict[str, float]:
+    if seconds is None:
+        return {}
+    return {
+        "queue_s": seconds.queue_s,
+        "load_s": seconds.load_s,
+        "recompute_s": seconds.recompute_s,
+        "prefill_s": seconds.prefill_s,
+    }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
@@ -29,6 +32,8 @@ from ragcache_gateway.prompts.tokenizer import (
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_CHARS_PER_TOKEN = 16
 """No ordinary text has more characters per token. Longer messages cannot fit the model, and
@@ -91,6 +96,22 @@ class PromptParts:
             [chunk.digest for chunk in chunks],
         )
         return AnswerPrompt(prompt, passages, self.max_tokens)
+
+
+class PromptThread:
+    """The one thread that uses a prompt builder, so that building delays no stream."""
+
+    def __init__(self, prompts: PromptBuilder) -> None:
+        self._prompts = prompts
+        self._thread = ThreadPoolExecutor(1, "tokenizing")
+
+    async def run(self, work: Callable[[PromptBuilder], T]) -> T:
+        """Return what work with the prompt builder returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._prompts)
+
+    def close(self) -> None:
+        """Drop the work that waits."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class PromptBuilder:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan.prompt import Prompt, plan_blend, plan_compute, plan_exact
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_wire.watched.signing_keys import SigningKeys
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What every request to an engine needs to know of the model.
+
+    Args:
+        name: Name under which the engines serve the model.
+        max_model_len: Most tokens of a prompt and its answer together.
+        space: KV space of the model; only KV of one space can be exchanged.
+        plan_keys: Keys that sign reuse plans; None: plans carry no signature.
+    """
+
+    name: str
+    max_model_len: int
+    space: KVSpace
+    plan_keys: SigningKeys | None
+
 
 Mode = Literal["exact", "blend", "off"]
 
@@ -56,22 +75,11 @@ def requested_reuse(
 
 
 def plan_reuse(
-    reuse: ReuseMode,
-    prompt: Prompt,
-    model: ServedModel,
-    request_id: str,
-    documents: Sequence[str],
-    planned_at_ms: int,
-    domain: str,
+    reuse: ReuseMode, asked: AskedQuestion, model: ServedModel, request_id: str
 ) -> ReusePlan:
-    """Make the plan that tells an engine which chunks of a prompt it may load.
-
-    Args:
-        documents: Name of each chunk's document (``document_name``).
-        planned_at_ms: Unix time before the chunks were searched for.
-        domain: Access domain of the caller's KV.
-    """
-    space = model.space
+    """Make the plan that tells an engine which chunks of a question's prompt it may load."""
+    prompt, space, domain = asked.prompt, model.space, asked.domain
+    documents, planned_at_ms = asked.documents, asked.planned_at_ms
     match reuse.mode:
         case "off":
             return plan_compute(prompt, space, domain, request_id)

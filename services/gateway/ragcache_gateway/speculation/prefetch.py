@@ -23,7 +23,7 @@ from ragcache_core.planner.speculation import LEAST_SAVING_S, remaining_search_s
 from ragcache_gateway.engines.completion import plan_of
 from ragcache_gateway.planning.request_planner import RequestPlanner
 from ragcache_gateway.speculation.early_stage import EarlyStage, EarlySteps
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.tracing import Tracer
 

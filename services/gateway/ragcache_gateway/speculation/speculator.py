@@ -15,7 +15,7 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.planning.request_planner import RequestPlanner
 from ragcache_gateway.speculation.early_stage import EarlyPrompt
 from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.tracing import Tracer
 
 MAX_COLLECTIONS = 256

@@ -10,7 +10,7 @@ from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.scheduling.precompute_queue import Prefill, QueuedPrefill
 from ragcache_gateway.background.capture import TokenizedPrefill, context_job, sequence_job
 from ragcache_gateway.pipeline.captures import reversed_chunks
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from tests.unit.gateway.background.test_demand import question
 
 HEAD = (1, 2, 3)
@@ -67,7 +67,7 @@ def test_a_questions_context_is_computed_as_it_is() -> None:
 
 
 def test_a_questions_chunks_are_reversed_after_its_head() -> None:
-    prompt = question().prompt
+    prompt = question().asked.prompt
     found = reversed_chunks(prompt)
     assert found.head == prompt.head
     assert found.token_ids[: prompt.head] == prompt.token_ids[: prompt.head]

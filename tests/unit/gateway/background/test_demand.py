@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.plan.prompt import assemble
-from ragcache_gateway.background.demand import AnsweredQuestion, prefill_demands
+from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_gateway.background.demand import AnsweredQuestion, Mode, prefill_demands
 from ragcache_wire.v1.engine_pb2 import RequestRecord
 
 HEAD = (1, 2, 3)
@@ -22,7 +23,7 @@ def question(
     mode: Literal["exact", "blend"] = "blend", head: tuple[int, ...] = HEAD
 ) -> AnsweredQuestion:
     prompt = assemble(head, [[7] * size for size in SIZES], [9] * 7)
-    return AnsweredQuestion(mode, prompt, TEXTS, DOCUMENTS, 123)
+    return AnsweredQuestion(AskedQuestion(prompt, DOCUMENTS, 123), mode, TEXTS)
 
 
 def record(
@@ -58,7 +59,8 @@ def test_a_context_that_was_recomputed_is_a_prefill_in_its_order() -> None:
 
 
 def test_a_recomputed_context_of_one_chunk_is_a_prefill_too() -> None:
-    one = AnsweredQuestion("blend", assemble(HEAD, [[7] * 10], [9]), ("a0",), ("a.md",), 123)
+    asked = AskedQuestion(assemble(HEAD, [[7] * 10], [9]), ("a.md",), 123)
+    one = AnsweredQuestion(asked, "blend", ("a0",))
     assert [demand.prefill.mode for demand in prefill_demands(one, record(), HEAD)] == ["blend"]
     found = prefill_demands(one, record(loaded=13, recomputed=2), HEAD)
     assert [(demand.prefill.mode, demand.saved_s > 0) for demand in found] == [
@@ -87,8 +89,9 @@ def test_after_another_system_prompt_only_a_blend_can_use_a_prefill() -> None:
 
 
 def test_a_question_without_chunks_wants_no_prefill() -> None:
-    for mode in ("exact", "blend"):
-        empty = AnsweredQuestion(mode, assemble(HEAD, [], [9]), (), (), 0)
+    modes: tuple[Mode, ...] = ("exact", "blend")
+    for mode in modes:
+        empty = AnsweredQuestion(AskedQuestion(assemble(HEAD, [], [9]), (), 0), mode, ())
         assert prefill_demands(empty, record(), HEAD) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_gateway.background import idle
 from ragcache_gateway.background.idle import IdleWindows
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from tests.kit.clock import ManualClock
 
 

@@ -12,7 +12,7 @@ from ragcache_gateway.background.slice_costs import (
     UNKNOWN_STEP_TOKENS,
     SliceCosts,
 )
-from ragcache_gateway.engines.prefill_costs import profile_of
+from ragcache_gateway.engines.engine_load import profile_of
 from ragcache_wire.v1 import engine_pb2
 
 

@@ -10,7 +10,7 @@ from ragcache_gateway.chat.search import StageArrival
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, explain
 from ragcache_gateway.explain.schema import ExplainedPlan, Outcome, PlannedAction
 from ragcache_gateway.speculation.speculative_search import EndedGuess
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2 as pb
 
 PLAN = ExplainedPlan(engine="10.0.0.1:8000", order=[0], predicted_ms=None, next_best=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_gateway.chat.citations import PREVIEW_CHARS, cite, preview
+from ragcache_gateway.pipeline.answer import PREVIEW_CHARS, cite, preview
 from ragcache_gateway.prompts.passages import group_by_document
 from tests.unit.gateway.prompts.test_passages import hit
 

@@ -74,6 +74,7 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
         ({"ragcache": {"top_k": True}}, "ragcache.top_k"),
         ({"ragcache": {"collections": "x"}}, "ragcache.collections"),
         ({"ragcache": {"reuse": "some"}}, "ragcache.reuse"),
+        ({"ragcache": {"order": "random"}}, "ragcache.order"),
         (
             {"ragcache": {"reuse": "blend", "max_recompute_share": 1.5}},
             "ragcache.max_recompute_share",
@@ -249,7 +250,10 @@ def test_a_recompute_share_is_refused_without_blend() -> None:
     assert requested_reuse(None, 0.1, ReuseMode("blend", 0.3)) == ReuseMode("blend", 0.1)
     with pytest.raises(InvalidInput) as caught:
         requested_reuse(None, 0.1, ReuseMode("exact", 0.3))
-    assert caught.value.field == "ragcache.max_recompute_share"
+    assert str(caught.value) == (
+        "ragcache.max_recompute_share: is given, and ragcache.reuse is exact; "
+        "set ragcache.reuse to blend or leave it out"
+    )
     with pytest.raises(InvalidInput):
         requested_reuse("off", 0.0, ReuseMode("blend", 1))
 

@@ -15,8 +15,8 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key_of_dig
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.documents import delete_sender
 from ragcache_gateway.documents.delete_sender import ANSWER_WAIT_S, POLL_S, RETRY_S, DeleteSender
-from ragcache_gateway.prompts.served_model import ServedModel
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -84,11 +84,11 @@ class World:
         self.domains: tuple[str, ...] = (PUBLIC_DOMAIN,)
         self.sender = DeleteSender(
             MODEL,
-            domains=lambda: self.domains,
-            retriever=cast("RetrieverClient", self.outbox),
-            store=cast("AsyncShardedStore", self.store),
-            metrics=self.metrics,
-            now_ms=lambda: NOW_MS,
+            lambda: self.domains,
+            cast("RetrieverClient", self.outbox),
+            cast("AsyncShardedStore", self.store),
+            self.metrics,
+            lambda: NOW_MS,
         )
 
     def metric(self, name: str) -> float | None:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.request_span import RequestSpans
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.telemetry.log_format import JsonFormatter
 from ragcache_wire.tracing import Tracer
 

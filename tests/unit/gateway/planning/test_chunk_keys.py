@@ -8,7 +8,7 @@ from ragcache_core.plan.prompt import plan_exact
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.prompts.builder import PromptParts, TemplateFrame
 from ragcache_gateway.prompts.passages import Passage
-from ragcache_gateway.prompts.served_model import ServedModel
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_gateway.prompts.tokenizer import ChunkTokens
 from ragcache_wire.v1 import retriever_pb2 as pb
 

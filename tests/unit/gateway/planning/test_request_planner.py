@@ -15,11 +15,10 @@ from ragcache_core.planner.document_order import RankedDocument
 from ragcache_core.planner.request_plan import PlannedPrompt, PlanSeconds, RequestPlan
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
-from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.planning.cache_view import CacheView
 from ragcache_gateway.planning.request_planner import ComputedAhead, Order, RequestPlanner
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from tests.kit.stored_prefix import stored_prefix
 
@@ -54,6 +53,7 @@ class Pool:
 
 @dataclass
 class Loads:
+    engines: Pool
     known: EngineCosts | None = field(default_factory=lambda: EngineCosts(PROFILE))
 
     def costs(self, engine: OneEngine) -> EngineCosts | None:
@@ -69,23 +69,21 @@ class World:
     def __init__(self, **settings: object) -> None:
         self.one, self.two = OneEngine("one:1"), OneEngine("two:1")
         self.now = 0.0
-        self.loads = Loads()
-        required = GatewaySettings.model_construct(order="cached", max_displacement=None)
-        self.feeds: dict[str, str | None] = {"one:1": None, "two:1": None}
-        self.view = CacheView(
-            lambda: self.feeds,
-            tuple,
-            None,
-            max_nodes=1000,
-            predicted_tokens=1000,
-            poll_s=1,
-            metrics=Metrics(),
+        self.loads = Loads(Pool([self.one, self.two]))
+        required = GatewaySettings.model_construct(
+            order="cached",
+            max_displacement=None,
+            signing_key_file=None,
+            view_max_nodes=1000,
+            engine_cache_tokens=1000,
+            engine_watch_s=1,
         )
+        self.feeds: dict[str, str | None] = {"one:1": None, "two:1": None}
+        self.view = CacheView(lambda: self.feeds, tuple, required, Metrics())
         self.view.update()
         self.planner = RequestPlanner(
             required.model_copy(update=settings),
             SPACE,
-            cast("EnginePool", Pool([self.one, self.two])),
             cast("EngineLoads", self.loads),
             self.view,
             lambda: self.now,

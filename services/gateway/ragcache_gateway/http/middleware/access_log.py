@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragcache_gateway.http.disconnect import ClientDisconnected
 from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.middleware.request_span import TRACE_KEY
-from ragcache_gateway.status.metrics import Metrics
-from ragcache_gateway.status.tenant_metrics import CLIENT_CLOSED_STATUS
+from ragcache_gateway.telemetry.metrics import Metrics
+from ragcache_gateway.telemetry.tenant_metrics import CLIENT_CLOSED_STATUS
 from ragcache_wire.telemetry.log_format import log_fields
 from ragcache_wire.telemetry.metric_registry import exemplar
 

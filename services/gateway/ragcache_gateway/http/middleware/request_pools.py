@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from ragcache_core.access.endpoints import is_console_path
 from ragcache_core.scheduling.retry_after import SlotForecast
-from ragcache_gateway.http.errors import TooBusy
-from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.http.errors import TooBusy, response_to
+from ragcache_gateway.http.middleware.request_span import record_refusal
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.watched.limits import Limits
 
@@ -137,3 +140,28 @@ class RequestPools:
         if path in STATUS_PATHS or is_console_path(path):
             return self._status
         return self._documents
+
+
+class RequestLimit:
+    """Answers 429 to a request whose pool is full."""
+
+    def __init__(self, app: ASGIApp, pools: RequestPools) -> None:
+        self._app = app
+        self._pools = pools
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        pool = self._pools.of(scope["path"])
+        try:
+            started = pool.enter()
+        except TooBusy as error:
+            record_refusal(error)
+            await response_to(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            pool.leave(started)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.http.disconnect import ClientDisconnected
 from ragcache_gateway.http.errors import TooBusy
-from ragcache_gateway.status.spans import record_unavailable
+from ragcache_gateway.telemetry.spans import record_unavailable
 from ragcache_wire.tracing import Span, Tracer, current_span
 
 _PREFIX: Final = "/v1/"

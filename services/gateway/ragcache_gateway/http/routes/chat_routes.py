@@ -1,4 +1,4 @@
-"""Routes of answers and models."""
+"""Routes of answers, of their explanations, and of models."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from ragcache_core.access.caller import Caller
+from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.errors import NotFound
 from ragcache_gateway.chat.completion_schema import CompletionRequest, TextCompletion
 from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
-from ragcache_gateway.http.answer_stream import write_answer, write_plain
+from ragcache_gateway.explain.explanation import explain
+from ragcache_gateway.explain.recent_answers import MAX_ANSWERS
+from ragcache_gateway.explain.schema import Explanation
+from ragcache_gateway.http.answer_stream import STAGE_EVENT, write_answer, write_plain, write_staged
+from ragcache_gateway.http.client_writer import TokenStream
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS, event_schema
 from ragcache_gateway.http.routes.embedding_routes import EMBEDDER, RERANKER
 from ragcache_gateway.http.services import Asking, GatewayServices, Services
-from ragcache_gateway.http.streaming.staged_answer import STAGE_EVENT, write_staged
-from ragcache_gateway.http.streaming.token_stream import TokenStream
 from ragcache_gateway.pipeline.account import complete
 from ragcache_gateway.pipeline.captures import Captured, capture
 from ragcache_gateway.pipeline.plain_completion import start_plain
@@ -180,3 +182,23 @@ def _model(services: GatewayServices, name: str) -> Model:
     served = services.chat.model
     max_model_len = served.max_model_len if name == served.name else None
     return Model(id=name, root=name, created=_STARTED, max_model_len=max_model_len)
+
+
+@router.get("/v1/requests/{request_id}", summary="Explain where an answer's KV came from")
+async def explain_request(services: Services, caller: Asking, request_id: str) -> Explanation:
+    """Return the outcome, the tier and the reason of each chunk of a recent answer's prompt.
+
+    A caller sees answers of its own tenant; one with the scope admin sees all. Each replica of the
+    gateway knows its own answers.
+    """
+    answered = services.chat.recent_answers.find(
+        request_id, caller.tenant, of_any_tenant=caller.may(Scope.ADMIN)
+    )
+    if answered is None:
+        raise NotFound(
+            "request",
+            request_id,
+            f"explain one of the last {MAX_ANSWERS} answers of the gateway that gave it: each "
+            "replica knows its own. Or ask again with ragcache.explain: true",
+        )
+    return explain(answered)

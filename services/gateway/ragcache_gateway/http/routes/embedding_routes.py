@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import base64
 import sys
 import uuid
@@ -18,7 +17,7 @@ from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import GatewayServices, Services
-from ragcache_gateway.status.spans import record_reading
+from ragcache_gateway.telemetry.spans import record_reading
 from ragcache_wire.rest_fields.integer_type import PositiveCount
 from ragcache_wire.rest_fields.text_type import NonEmptyText, Text, union_by
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -203,10 +202,7 @@ def _check_model(services: GatewayServices, model: str | None, own: str) -> None
 
 
 async def _usage(services: GatewayServices, texts: Sequence[str]) -> EmbeddingUsage:
-    chat = services.chat
-    count = await asyncio.get_running_loop().run_in_executor(
-        chat.tokenizing, chat.prompts.count_tokens, texts
-    )
+    count = await services.chat.prompts.run(lambda prompts: prompts.count_tokens(texts))
     return EmbeddingUsage(prompt_tokens=count, total_tokens=count)
 
 

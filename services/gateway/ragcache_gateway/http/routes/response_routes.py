@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
+from ragcache_gateway.http.answer_stream import write_response
+from ragcache_gateway.http.client_writer import TokenStream
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.errors import from_validation
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.response_stream import write_response
 from ragcache_gateway.http.services import Asking, Services
-from ragcache_gateway.http.streaming.token_stream import TokenStream
 from ragcache_gateway.pipeline.account import complete
 from ragcache_gateway.pipeline.steps import start_answer
 from ragcache_gateway.responses.request_schema import ResponseRequest

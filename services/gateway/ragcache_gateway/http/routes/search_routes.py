@@ -16,7 +16,7 @@ from ragcache_gateway.documents.search_schema import (
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
-from ragcache_gateway.status.spans import record_reading
+from ragcache_gateway.telemetry.spans import record_reading
 
 router = APIRouter(tags=["search"], responses={**ERRORS, **UPSTREAM_ERRORS})
 

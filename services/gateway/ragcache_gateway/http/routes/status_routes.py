@@ -1,22 +1,23 @@
-"""Routes of health, readiness, the cache store's status and metrics."""
+"""Routes of health, readiness, metrics, and of what is cached."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.quality.report import Verdict
+from ragcache_gateway.explain.tree_outline import DEFAULT_OUTLINED, MAX_OUTLINED, TreeOutline
+from ragcache_gateway.http.component_watch import Answering, NotAnswering, not_ready_message
 from ragcache_gateway.http.errors import ErrorDetail, retry_headers
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.http.parts_watch import Answering, NotAnswering, not_ready_message
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import Services
-from ragcache_gateway.status.cache import CacheSummary, summarize_cache
+from ragcache_gateway.telemetry.cache import CacheSummary, summarize_cache
 from ragcache_wire.telemetry.metric_registry import exposition
 
 router = APIRouter(tags=["status"])
@@ -79,7 +80,7 @@ async def readyz(request: Request) -> Ready:
 )
 async def status(services: Services) -> Response | Answering:
     """Questions need a retriever that serves, and an engine that answered since it last failed."""
-    watch = services.parts_watch
+    watch = services.component_watch
     parts = watch.parts
     problem = not_ready_message(parts)
     if problem is None:
@@ -135,3 +136,16 @@ async def metrics(services: Services, request: Request) -> Response:
     accept = request.headers.get("accept", "")
     content_type, body = await asyncio.to_thread(exposition, services.metrics.registry, accept)
     return Response(body, headers={"content-type": content_type})
+
+
+MaxNodes = Annotated[int, Query(ge=1, le=MAX_OUTLINED, description="Most nodes to return.")]
+
+
+@router.get(
+    "/v1/cache/tree",
+    summary="The most used chunks, and in which tiers their KV is",
+    responses=ERRORS,
+)
+async def cache_tree(services: Services, limit: MaxNodes = DEFAULT_OUTLINED) -> TreeOutline:
+    """Return the hottest nodes of this gateway's knowledge tree, with all nodes before them."""
+    return await services.tree_reader.read(limit)

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from ragcache_gateway.http.disconnect import ClientDisconnected
-from ragcache_gateway.http.streaming.client_writer import (
+from ragcache_gateway.http.client_writer import (
     CLIENT_CONNECTION,
     AsgiWriter,
     ClientConnection,
     DirectWriter,
     client_writer,
 )
+from ragcache_gateway.http.disconnect import ClientDisconnected
 
 
 class Transport:

@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.planner.request_plan import ChunkAction, PlanReason
 from ragcache_gateway.planning.source_follower import FeedState
-from ragcache_gateway.status.metrics import AnswerCost, Metrics
+from ragcache_gateway.telemetry.metrics import AnswerCost, Metrics
 from ragcache_wire.telemetry.catalogue import gateway as rows
 
 COST = AnswerCost(

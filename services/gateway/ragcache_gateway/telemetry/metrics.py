@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from ragcache_gateway.status.tenant_metrics import TenantMetrics
+from ragcache_gateway.telemetry.tenant_metrics import TenantMetrics
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.catalogue import gateway as rows
 from ragcache_wire.telemetry.metric_registry import MetricRegistry, exemplar

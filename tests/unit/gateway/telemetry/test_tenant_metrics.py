@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, NO_TENANT, OTHER_TENANTS
-from ragcache_gateway.status.tenant_metrics import TenantMetrics
+from ragcache_gateway.telemetry.tenant_metrics import TenantMetrics
 from ragcache_wire.telemetry.catalogue import gateway as rows
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 

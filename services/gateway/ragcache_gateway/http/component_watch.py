@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from typing import Literal
 
@@ -13,6 +11,7 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.scheduling.retry_after import OutageForecast
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
+from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.health_client import HealthClient
 
 
@@ -57,7 +56,7 @@ class NotAnswering(BaseModel):
     parts: AllReadiness
 
 
-class PartsWatch:
+class ComponentWatch(BackgroundTasks):
     """Asks the retriever for its state periodically, and the pool which engines have failed.
 
     Args:
@@ -71,23 +70,16 @@ class PartsWatch:
         health: HealthClient,
         every_s: float,
     ) -> None:
+        super().__init__()
         self._engines = engines
         self._health = health
         self._every_s = every_s
         self._retriever = PartReadiness(ready=False, problem="it has not answered yet")
         self._outages = {"retriever": OutageForecast(), "engine": OutageForecast()}
-        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        self._task = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """Stop watching."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._spawn(self._repeat(self._check, self._every_s, "component watch: not refreshed"))
 
     @property
     def parts(self) -> AllReadiness:
@@ -105,13 +97,11 @@ class PartsWatch:
         states = (("retriever", self.parts.retriever), ("engine", self.parts.engine))
         return max((self.recovery_s(part) for part, state in states if not state.ready), default=0)
 
-    async def _watch(self) -> None:
-        while True:
-            self._retriever = await _retriever_readiness(self._health)
-            now = time.monotonic()
-            self._outages["retriever"].record(now, is_up=self._retriever.ready)
-            self._outages["engine"].record(now, is_up=self._engines.problem is None)
-            await asyncio.sleep(self._every_s)
+    async def _check(self) -> None:
+        self._retriever = await _retriever_readiness(self._health)
+        now = time.monotonic()
+        self._outages["retriever"].record(now, is_up=self._retriever.ready)
+        self._outages["engine"].record(now, is_up=self._engines.problem is None)
 
 
 def not_ready_message(parts: AllReadiness) -> str | None:

@@ -1,1 +1,0 @@
-"""Responses that are written as they arrive."""
