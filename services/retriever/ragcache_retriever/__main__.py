@@ -7,8 +7,8 @@ import logging
 import platform
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.index_kinds import IndexKind
@@ -16,7 +16,6 @@ from ragcache_retriever.backends import make_indexes, open_store
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
@@ -29,10 +28,9 @@ from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
+from ragcache_retriever.interceptors import LimitInterceptor, MetricsInterceptor
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.lifecycle import load_and_report
-from ragcache_retriever.limited_service import LimitedService
-from ragcache_retriever.measured_service import MeasuredService
 from ragcache_retriever.metrics import PART, Metrics
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
@@ -50,7 +48,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 )
 from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.health_server import HealthServer
-from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.server import CallInterceptor, GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.retriever import MAX_DEFAULT_THREADS
 from ragcache_wire.settings.table import variable
@@ -121,9 +119,9 @@ async def _serve(
         restart=restart.set,
         models=model_names(settings),
     )
-    limits = RequestLimits(settings.max_searches, settings.max_upsert_bytes)
-    measured = MeasuredService(LimitedService(service, limits), metrics)
-    server = _make_server(settings.listen, measured, health)
+    limits = LimitInterceptor(settings.max_searches, settings.max_upsert_bytes)
+    interceptors = (MetricsInterceptor(metrics), limits)
+    server = _make_server(settings.listen, service, health, interceptors)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(_until_stopped_or(restart))
@@ -223,13 +221,19 @@ async def _make_knowledge_base(
     )
 
 
-def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
+def _make_server(
+    listen: str,
+    service: retriever_pb2_grpc.RetrieverServicer,
+    health: HealthServer,
+    interceptors: Sequence[CallInterceptor] = (),
+) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
             [SERVICE_NAME],
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
             health,
+            interceptors,
         )
     except RuntimeError as error:
         raise InvalidInput(
