@@ -21,6 +21,7 @@ from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.faiss_base import SearchEffort
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
@@ -106,13 +107,9 @@ def make_knowledge_base(
         indexes
         or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), build_thread()),
         HybridRanking(),
-        embedder or WordEmbedder(),
-        tokenizer,
+        DocumentPreparer(embedder or WordEmbedder(), tokenizer, split_limit, gate),
         defaults,
-        markdown=pb.CONTENT_TYPE_MARKDOWN,
-        split_limit=split_limit,
-        clock=clock or (lambda: now),
-        gate=gate,
+        clock or (lambda: now),
     )
 
 

@@ -32,10 +32,9 @@ from ragcache_retriever.interceptors import LimitInterceptor, MetricsInterceptor
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.lifecycle import load_and_report
 from ragcache_retriever.metrics import PART, Metrics
+from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
-from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
-from ragcache_retriever.ranking.rerankers.reranker import Reranker
+from ragcache_retriever.ranking.rerankers import CrossEncoderReranker, RerankEndpoint, Reranker
 from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
@@ -56,7 +55,6 @@ from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.log_format import start_logging
 from ragcache_wire.tracing import Tracer, tracer
-from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 log = logging.getLogger("ragcache_retriever")
@@ -213,11 +211,8 @@ async def _make_knowledge_base(
         store,
         make_indexes(settings, store, index_options(settings), builds),
         HybridRanking(reranker),
-        make_embedder(settings, gate),
-        tokenizer,
+        DocumentPreparer(make_embedder(settings, gate), tokenizer, gate=gate),
         defaults,
-        markdown=pb.CONTENT_TYPE_MARKDOWN,
-        gate=gate,
     )
 
 

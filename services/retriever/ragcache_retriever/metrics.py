@@ -44,7 +44,7 @@ class Metrics:
             await asyncio.sleep(LEVELS_INTERVAL_S)
 
     async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:
-        found = await knowledge_base.collections()
+        found = await knowledge_base.collections.infos()
         disk = await knowledge_base.disk()
         remakes = [one.remake for one in found if one.remake is not None]
         sizes = {
