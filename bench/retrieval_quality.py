@@ -41,7 +41,7 @@ from bench.support.retrieval.test_collections import (
     read_xquad,
 )
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.stages import RankedRow, SearchMode
+from ragcache_retriever.ranking.search import Hit, SearchMode
 
 MODES = {
     "dense": SearchMode.DENSE,
@@ -110,7 +110,7 @@ def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, floa
     return results, max(quality["dense"], quality["lexical"]) - quality["hybrid"]
 
 
-def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[RankedRow]) -> float:
+def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[Hit]) -> float:
     row_of = {name: row for row, name in searched.ids.items()}
     grades = {
         row_of.get(name, -1 - i): grade
@@ -119,7 +119,7 @@ def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[RankedRow])
     return ndcg([hit.row for hit in rows], grades)
 
 
-def _recall(searched: StoredTestCollection, hits: Sequence[Sequence[RankedRow]]) -> float:
+def _recall(searched: StoredTestCollection, hits: Sequence[Sequence[Hit]]) -> float:
     """Return the mean share of relevant documents among the first ten hits."""
     shares = []
     for grades, rows in zip(searched.collection.grades.values(), hits, strict=True):

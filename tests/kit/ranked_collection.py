@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, SearchMode
+from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode, SearchStage
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.records import ChunkSet, DocumentVersion
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -67,27 +68,24 @@ class RankedCollection:
         lexical_weight: float = DEFAULT_LEXICAL_WEIGHT,
         min_score: float | None = None,
         diversity: float = 0.0,
-    ) -> list[RankedStage]:
+    ) -> list[SearchStage]:
         """Return the stages of a search."""
-        search = RankedSearch(
-            generation=self.generation,
-            query=question,
-            vector=query,
-            index=index or (None if query is None else self.exact_index(query)),  # type: ignore[arg-type]
-            top_k=top_k,
-            mode=mode,
-            lexical_weight=lexical_weight,
-            allowed=None,
+        search = Search(
+            "c",
+            question,
+            top_k,
+            mode,
             min_score=min_score,
             diversity=diversity,
-            recall=None,
-            cancelled=lambda: False,
+            vector=query,
         )
-        return list(ranking.stages(search, self.store))
+        searched: Any = index or (None if query is None else self.exact_index(query))
+        chunks = SearchedChunks(self.store, self.generation, searched, lexical_weight)
+        return list(ranking.stages(search, chunks))
 
-    def indexes(self, stage: RankedStage) -> list[int]:
+    def indexes(self, stage: SearchStage) -> list[int]:
         """Return which texts a stage has."""
-        return [self.rows.index(one.row) for one in stage.rows]
+        return [self.rows.index(one.row) for one in stage.hits]
 
 
 def ranked_collection(

@@ -10,20 +10,18 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 
 from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.limited_service import LimitedService
+from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.faiss_base import SearchEffort
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
@@ -34,7 +32,7 @@ from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from ragcache_wire.server import GrpcServer
+from ragcache_wire.server import CallInterceptor, GrpcServer
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
@@ -109,30 +107,25 @@ def make_knowledge_base(
         indexes
         or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), build_thread()),
         HybridRanking(),
-        embedder or WordEmbedder(),
-        tokenizer,
+        DocumentPreparer(embedder or WordEmbedder(), tokenizer, split_limit, gate),
         defaults,
-        markdown=pb.CONTENT_TYPE_MARKDOWN,
-        split_limit=split_limit,
-        clock=clock or (lambda: now),
-        gate=gate,
+        clock or (lambda: now),
     )
 
 
 @contextlib.asynccontextmanager
 async def serving(
     knowledge_base: KnowledgeBase,
-    limits: RequestLimits | None = None,
+    *interceptors: CallInterceptor,
     address: str = "127.0.0.1:0",
 ) -> AsyncIterator[RetrieverClient]:
     """Yield a client of a real server that is ready."""
-    service: Any = RetrieverService(knowledge_base)
-    if limits is not None:
-        service = LimitedService(service, limits)
+    service = RetrieverService(knowledge_base)
     server = GrpcServer(
         address,
         [SERVICE_NAME],
         lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
+        interceptors=interceptors,
     )
     await server.start()
     await knowledge_base.load()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -30,11 +30,21 @@ MAX_CALLS = 1024
 Streams count while they are open."""
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns core errors that handlers raise into gRPC statuses.
+UnaryCall = Callable[[Any, Any], Awaitable[Any]]
+"""Takes a request, or an iterator of requests, and a context. It returns one reply."""
+StreamCall = Callable[[Any, Any], AsyncGenerator[Any, None]]
 
-    gRPC logs any other exception and answers UNKNOWN.
-    """
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Puts code around the calls of our services. Subclasses choose which ones and what code."""
+
+    def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
+        """Return what handles calls with one reply instead. ``method`` is a name of the proto."""
+        return call
+
+    def around_stream(self, method: str, call: StreamCall) -> StreamCall:
+        """Return what handles calls with a stream of replies instead."""
+        return call
 
     @override
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -42,48 +52,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         # Health and reflection raise no core errors, and they stream both ways.
         if handler is None or not details.method.startswith("/ragcache."):
             return handler
-        if handler.request_streaming or handler.response_streaming:
-            if handler.request_streaming and handler.response_streaming:
-                raise NotImplementedError("no service streams both ways")
-            if handler.response_streaming:
-                return grpc.unary_stream_rpc_method_handler(
-                    _guard_stream(handler.unary_stream),
-                    handler.request_deserializer,
-                    handler.response_serializer,
-                )
-            return grpc.stream_unary_rpc_method_handler(
-                _guard(handler.stream_unary),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            _guard(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+        codecs = handler.request_deserializer, handler.response_serializer
+        method = details.method.rpartition("/")[2]
+        if handler.request_streaming and handler.response_streaming:
+            raise NotImplementedError("no service streams both ways")
+        if handler.response_streaming:
+            stream = self.around_stream(method, handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(stream, *codecs)
+        if handler.request_streaming:
+            unary = self.around_unary(method, handler.stream_unary)
+            return grpc.stream_unary_rpc_method_handler(unary, *codecs)
+        unary = self.around_unary(method, handler.unary_unary)
+        return grpc.unary_unary_rpc_method_handler(unary, *codecs)
 
 
-def _guard(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await method(request, context)
-        except RagCacheError as error:
-            await _abort(context, error)
+class ErrorInterceptor(CallInterceptor):
+    """Turns core errors that handlers raise into gRPC statuses.
 
-    return guarded
+    gRPC logs any other exception and answers UNKNOWN.
+    """
 
+    @override
+    def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await call(request, context)
+            except RagCacheError as error:
+                await _abort(context, error)
 
-def _guard_stream(
-    method: Callable[[Any, Any], AsyncIterator[Any]],
-) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def guarded(
-        request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        try:
-            async for reply in method(request, context):
-                yield reply
-        except RagCacheError as error:
-            await _abort(context, error)
+        return guarded
 
-    return guarded
+    @override
+    def around_stream(self, method: str, call: StreamCall) -> StreamCall:
+        async def guarded(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncGenerator[Any, None]:
+            try:
+                async for reply in call(request, context):
+                    yield reply
+            except RagCacheError as error:
+                await _abort(context, error)
+
+        return guarded
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RagCacheError) -> None:
@@ -101,6 +111,7 @@ class GrpcServer:
         services: Full names of the services that ``register`` adds.
         register: Adds the services to the server.
         http_health: A running server that reports the same health over HTTP.
+        interceptors: Around the calls of the services. The errors that they raise become statuses.
         max_calls: Most calls at once.
     """
 
@@ -110,11 +121,12 @@ class GrpcServer:
         services: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
         http_health: HealthServer | None = None,
+        interceptors: Sequence[CallInterceptor] = (),
         max_calls: int = MAX_CALLS,
     ) -> None:
         self._http_health = http_health or HealthServer(None)
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(), *interceptors],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=max_calls,
         )

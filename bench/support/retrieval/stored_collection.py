@@ -19,7 +19,7 @@ from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.text_encoder import Precision
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, SearchMode
+from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
 from ragcache_retriever.store.records import ChunkSet, Document, DocumentVersion, Recipe
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -78,24 +78,18 @@ class StoredTestCollection:
     ids: Mapping[int, str]
     query_vectors: Mapping[str, Vectors]
 
-    def search(self, ranking: HybridRanking, query: str, mode: SearchMode) -> tuple[RankedRow, ...]:
+    def search(self, ranking: HybridRanking, query: str, mode: SearchMode) -> tuple[Hit, ...]:
         """Return the final hits of a query."""
-        search = RankedSearch(
-            generation=self.generation,
-            query=self.collection.queries[query],
+        search = Search(
+            _COLLECTION,
+            self.collection.queries[query],
+            DEPTH,
+            mode,
             vector=self.query_vectors[query],
-            index=self.index,
-            top_k=DEPTH,
-            mode=mode,
-            lexical_weight=DEFAULT_LEXICAL_WEIGHT,
-            allowed=None,
-            min_score=None,
-            diversity=0.0,
-            recall=None,
-            cancelled=lambda: False,
         )
-        *_, final = ranking.stages(search, self.store)
-        return final.rows
+        chunks = SearchedChunks(self.store, self.generation, self.index, DEFAULT_LEXICAL_WEIGHT)
+        *_, final = ranking.stages(search, chunks)
+        return final.hits
 
 
 def stored(

@@ -40,6 +40,16 @@ class Candidates:
     dense_ranks: Rows
     lexical_ranks: Rows
 
+    def taken(self, order: Rows) -> Candidates:
+        """Return the candidates at these indexes, in their order."""
+        return Candidates(
+            self.rows[order],
+            self.dense[order],
+            self.lexical[order],
+            self.dense_ranks[order],
+            self.lexical_ranks[order],
+        )
+
 
 def merged_legs(
     dense_rows: Rows, dense_scores: Scores, lexical_rows: Rows, lexical_scores: Scores

@@ -7,8 +7,8 @@ import logging
 import platform
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.index_kinds import IndexKind
@@ -16,7 +16,6 @@ from ragcache_retriever.backends import make_indexes, open_store
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.damaged_service import damaged_service
 from ragcache_retriever.documents.collection import (
     CollectionDefaults,
@@ -29,15 +28,13 @@ from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.local_model import LocalModel
 from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.embedding.model_files import download
+from ragcache_retriever.interceptors import LimitInterceptor, MetricsInterceptor
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.lifecycle import load_and_report
-from ragcache_retriever.limited_service import LimitedService
-from ragcache_retriever.measured_service import MeasuredService
 from ragcache_retriever.metrics import PART, Metrics
+from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
-from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
-from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
-from ragcache_retriever.ranking.rerankers.reranker import Reranker
+from ragcache_retriever.ranking.rerankers import CrossEncoderReranker, RerankEndpoint, Reranker
 from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
@@ -50,7 +47,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 )
 from ragcache_wire.garbage_collection import keep_collections_short
 from ragcache_wire.health_server import HealthServer
-from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.server import CallInterceptor, GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.retriever import MAX_DEFAULT_THREADS
 from ragcache_wire.settings.table import variable
@@ -58,7 +55,6 @@ from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.log_format import start_logging
 from ragcache_wire.tracing import Tracer, tracer
-from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 log = logging.getLogger("ragcache_retriever")
@@ -121,9 +117,9 @@ async def _serve(
         restart=restart.set,
         models=model_names(settings),
     )
-    limits = RequestLimits(settings.max_searches, settings.max_upsert_bytes)
-    measured = MeasuredService(LimitedService(service, limits), metrics)
-    server = _make_server(settings.listen, measured, health)
+    limits = LimitInterceptor(settings.max_searches, settings.max_upsert_bytes)
+    interceptors = (MetricsInterceptor(metrics), limits)
+    server = _make_server(settings.listen, service, health, interceptors)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(_until_stopped_or(restart))
@@ -215,21 +211,24 @@ async def _make_knowledge_base(
         store,
         make_indexes(settings, store, index_options(settings), builds),
         HybridRanking(reranker),
-        make_embedder(settings, gate),
-        tokenizer,
+        DocumentPreparer(make_embedder(settings, gate), tokenizer, gate=gate),
         defaults,
-        markdown=pb.CONTENT_TYPE_MARKDOWN,
-        gate=gate,
     )
 
 
-def _make_server(listen: str, service: Any, health: HealthServer) -> GrpcServer:
+def _make_server(
+    listen: str,
+    service: retriever_pb2_grpc.RetrieverServicer,
+    health: HealthServer,
+    interceptors: Sequence[CallInterceptor] = (),
+) -> GrpcServer:
     try:
         return GrpcServer(
             listen,
             [SERVICE_NAME],
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
             health,
+            interceptors,
         )
     except RuntimeError as error:
         raise InvalidInput(

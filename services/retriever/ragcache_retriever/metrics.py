@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import Final
 
-from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_wire.telemetry.catalogue import retriever as rows
@@ -45,7 +44,7 @@ class Metrics:
             await asyncio.sleep(LEVELS_INTERVAL_S)
 
     async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:
-        found = await knowledge_base.collections()
+        found = await knowledge_base.collections.infos()
         disk = await knowledge_base.disk()
         remakes = [one.remake for one in found if one.remake is not None]
         sizes = {
@@ -59,17 +58,3 @@ class Metrics:
             rows.DISK_FREE: disk.free_bytes,
         }
         self._sizes = tuple((row, (), size) for row, size in sizes.items() if size is not None)
-
-
-def outcome_of(error: BaseException) -> str:
-    """Return the label of the outcome of a call that raised an error."""
-    match error:
-        case Overloaded():
-            return "refused"
-        case InvalidInput() | TooLarge() | NotFound():
-            return "invalid"
-        case Unavailable():
-            return "unavailable"
-        case asyncio.CancelledError() | GeneratorExit():
-            return "cancelled"
-    return "failed"

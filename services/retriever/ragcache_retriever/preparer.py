@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ragcache_core.errors import Unavailable
+from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.splitter import DocumentSplitter, SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.embedding.embedder import Embedder, Vectors
 from ragcache_retriever.store.records import ChunkSet, Document, Recipe
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 EMBEDDED_TEXT_VERSION = 1
 """Increase it when embedded_text changes. Stored chunks are then embedded again."""
@@ -29,20 +31,20 @@ class DocumentPreparer:
     """Splits documents in processes of their own, and embeds wherever the embedder does it.
 
     Args:
-        markdown: The content type whose headings and code fences are recognized.
         split_limit: Time in which a document has to be split.
+        gate: Lets searches go first. An embedder in this process has the same one.
     """
 
     def __init__(
         self,
         embedder: Embedder,
         tokenizer: ServingTokenizer,
-        markdown: int,
         split_limit: SplitLimit | None = None,
+        gate: QueryGate | None = None,
     ) -> None:
-        self._embedder = embedder
-        self._tokenizer_identity = tokenizer.identity
-        self._markdown = markdown
+        self.embedder = embedder
+        self.tokenizer_identity = tokenizer.identity
+        self.gate = gate or QueryGate()
         self._splitter = DocumentSplitter(tokenizer, split_limit)
 
     async def close(self) -> None:
@@ -55,7 +57,7 @@ class DocumentPreparer:
         Call it after the embedder has started.
         """
         version = f"{EMBEDDED_TEXT_VERSION}:"
-        self._embedder.adopt(
+        self.embedder.adopt(
             recipe.embedder.removeprefix(version)
             for recipe in recipes
             if recipe.embedder.startswith(version)
@@ -66,9 +68,9 @@ class DocumentPreparer:
         return Recipe(
             splitter=str(CHUNKER_VERSION),
             chunking=chunking,
-            tokenizer=self._tokenizer_identity,
-            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}",
-            dimension=self._embedder.dimension,
+            tokenizer=self.tokenizer_identity,
+            embedder=f"{EMBEDDED_TEXT_VERSION}:{self.embedder.identity}",
+            dimension=self.embedder.dimension,
         )
 
     def can_embed(self, recipe: Recipe) -> bool:
@@ -95,7 +97,7 @@ class DocumentPreparer:
         split = await self._splitter.split(
             document.id,
             document.text,
-            markdown=document.content_type == self._markdown,
+            markdown=document.content_type == pb.CONTENT_TYPE_MARKDOWN,
             chunking=recipe.chunking,
         )
         embeddings = None
@@ -103,11 +105,11 @@ class DocumentPreparer:
             texts = [embedded_text(document.title, chunk) for chunk in split.chunks]
             embeddings = await self._embed(texts, known)
         return ChunkSet(
-            self._tokenizer_identity, split.chunks, split.digests, split.token_ids, embeddings
+            self.tokenizer_identity, split.chunks, split.digests, split.token_ids, embeddings
         )
 
     async def _embed(self, texts: list[str], known: Mapping[str, Vectors]) -> Vectors:
-        embeddings = np.empty((len(texts), self._embedder.dimension), np.float32)
+        embeddings = np.empty((len(texts), self.embedder.dimension), np.float32)
         missing = []
         for i, text in enumerate(texts):
             if text in known:
@@ -116,8 +118,8 @@ class DocumentPreparer:
                 missing.append(i)
         if missing:
             missing_texts = [texts[i] for i in missing]
-            embedded = await self._embedder.embed(missing_texts, urgent=False)
-            if embedded.shape != (len(missing), self._embedder.dimension):
+            embedded = await self.embedder.embed(missing_texts, urgent=False)
+            if embedded.shape != (len(missing), self.embedder.dimension):
                 raise Unavailable("embedder", f"it returned vectors of shape {embedded.shape}")
             embeddings[missing] = embedded
         return embeddings

@@ -17,7 +17,6 @@ import numpy as np
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.results import SearchQuery, SearchStage
 from ragcache_retriever.messages.backups import received_backup, sent_backup
 from ragcache_retriever.messages.replies import (
     collection_message,
@@ -39,7 +38,7 @@ from ragcache_retriever.messages.requests import (
     settings_of,
     unset_settings,
 )
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.search import SearchStage
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.telemetry import semantic_conventions as names
@@ -114,13 +113,13 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     ) -> pb.Collection:
         """Return settings and counts of a collection."""
         name = checked_name("name", request.name)
-        return collection_message(await self._knowledge_base.collection(name))
+        return collection_message(await self._knowledge_base.collections.info(name))
 
     async def ListCollections(
         self, request: pb.ListCollectionsRequest, context: Context
     ) -> pb.ListCollectionsReply:
         """Return all collections."""
-        found = await self._knowledge_base.collections()
+        found = await self._knowledge_base.collections.infos()
         return pb.ListCollectionsReply(collections=map(collection_message, found))
 
     async def DeleteCollection(
@@ -141,7 +140,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         collection = checked_name("document.collection", request.document.collection)
         # In a thread, because checking megabytes of text would block the event loop.
         document = await asyncio.to_thread(document_of, request.document)
-        result = await self._knowledge_base.upsert(collection, document)
+        result = await self._knowledge_base.ingestion.upsert(collection, document)
         deletes = fitting(list(map(delete_message, result.deletes)), MAX_CHUNKS_BYTES)
         left_bytes = MAX_CHUNKS_BYTES - sum(map(message_size, deletes))
         return pb.UpsertDocumentReply(
@@ -158,7 +157,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         """Delete a document."""
         collection = checked_name("collection", request.collection)
         document_id = checked_id("id", request.id)
-        deletes = await self._knowledge_base.delete(collection, document_id)
+        deletes = await self._knowledge_base.ingestion.delete(collection, document_id)
         messages = list(map(delete_message, deletes))
         return pb.DeleteDocumentReply(deletes=fitting(messages, MAX_CHUNKS_BYTES))
 
@@ -166,7 +165,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         """Return a document with its text."""
         collection = checked_name("collection", request.collection)
         document_id = checked_id("id", request.id)
-        stored = await self._knowledge_base.document(collection, document_id)
+        stored = await self._knowledge_base.ingestion.document(collection, document_id)
         return document_message(collection, stored, with_text=True)
 
     async def ListDocuments(
@@ -178,7 +177,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         if limit > MAX_PAGE_SIZE:
             raise InvalidInput("page_size", f"{limit} is too many", f"ask for 1 to {MAX_PAGE_SIZE}")
         after = after_of(request.page_token)
-        found, following = await self._knowledge_base.documents(collection, after, limit)
+        found, following = await self._knowledge_base.ingestion.page(collection, after, limit)
         return pb.ListDocumentsReply(
             documents=[document_message(collection, stored, with_text=False) for stored in found],
             next_page_token="" if following is None else page_token(following),
@@ -188,15 +187,15 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         self, request: pb.SearchRequest, context: Context
     ) -> AsyncIterator[pb.SearchStage]:
         """Yield the stages of a search."""
-        query = search_of(request)
-        tokenizer = self._knowledge_base.tokenizer_identity
+        search = search_of(request)
+        tokenizer = self._knowledge_base.preparer.tokenizer_identity
         with self._tracer.start_child_of("Search", context.invocation_metadata()) as span:
-            span.set(**span_attributes.retrieval(query.collection))
-            async for stage in self._knowledge_base.search(query):
+            span.set(**span_attributes.retrieval(search.collection))
+            async for stage in self._knowledge_base.searching.search(search):
                 message = stage_message(stage, tokenizer)
                 span.event("stage", hits=len(stage.hits), progress=stage.progress)
                 if stage.final:
-                    self._trace_search(span, query, stage, message)
+                    self._trace_search(span, request, stage, message)
                     # The caller leaves after the final stage.
                     span.end()
                 yield message
@@ -210,7 +209,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         top_k = request.top_k
         if not 1 <= top_k <= MAX_SIMILAR:
             raise InvalidInput("top_k", f"{top_k} is out of range", f"ask for 1 to {MAX_SIMILAR}")
-        found = await self._knowledge_base.similar_chunks(name, document_id, top_k)
+        found = await self._knowledge_base.searching.similar_chunks(name, document_id, top_k)
         return pb.GetSimilarChunksReply(
             chunks=[
                 pb.SimilarChunks(
@@ -251,7 +250,10 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     ) -> pb.ListRemovalsReply:
         """Return which documents have lost text."""
         after = min(request.after, MAX_SEQUENCE)
-        found, last = await self._knowledge_base.removals(after, MAX_PAGE_SIZE)
+        knowledge_base = self._knowledge_base
+        found, last = await knowledge_base.threads.read(
+            knowledge_base.store.removals, after, MAX_PAGE_SIZE
+        )
         return pb.ListRemovalsReply(
             removals=[
                 pb.Removal(
@@ -302,7 +304,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.RetrieverStatus:
         """Return the state of the retriever."""
-        indexes = await self._knowledge_base.indexes()
+        indexes = await self._knowledge_base.collections.index_infos()
         disk = await self._knowledge_base.disk()
         return pb.RetrieverStatus(
             indexes=map(index_message, indexes),
@@ -327,11 +329,11 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         return pb.RestoreReply(documents=num_documents)
 
     def _trace_search(
-        self, span: Span, query: SearchQuery, stage: SearchStage, message: pb.SearchStage
+        self, span: Span, request: pb.SearchRequest, stage: SearchStage, message: pb.SearchStage
     ) -> None:
         if not span.is_recording:
             return
-        if query.mode is not SearchMode.LEXICAL:
+        if request.mode != pb.SEARCH_MODE_LEXICAL:
             embedded_ns = span.started_ns + round(1e9 * stage.embed_s)
             attributes = span_attributes.embedding(self._models.embedder)
             self._tracer.record("embed", span, span.started_ns, embedded_ns, **attributes)
@@ -344,7 +346,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         if span.has_content:
             texts = [hit.chunk.text for hit in message.hits]
             span.set_content(
-                **{names.INPUT_VALUE: query.text, names.RETRIEVAL_QUERY: query.text},
+                **{names.INPUT_VALUE: request.query, names.RETRIEVAL_QUERY: request.query},
                 **span_attributes.with_texts(names.RETRIEVED_DOCUMENTS, texts),
             )
 

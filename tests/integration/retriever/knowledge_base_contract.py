@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
@@ -14,8 +15,7 @@ from ragcache_core.retrieval.filters import And, Exists, Filter, In, Not
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.results import SearchQuery
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.search import Search, SearchMode
 from ragcache_retriever.store.records import Document
 
 LIMIT_S = 60
@@ -56,10 +56,10 @@ async def found(
     top_k: int = 10,
 ) -> list[str]:
     """Return the texts of the hits, best first."""
-    query = SearchQuery(collection, text, top_k, filter=wanted, mode=mode)
-    *_, final = [stage async for stage in knowledge_base.search(query)]
+    query = Search(collection, text, top_k, filter=wanted, mode=mode)
+    *_, final = [stage async for stage in knowledge_base.searching.search(query)]
     assert final.final
-    return [hit.neighbourhood.chunk.text for hit in final.hits]
+    return [final.texts[hit.row].chunk.text for hit in final.hits]
 
 
 async def until(is_done: Callable[[], Awaitable[bool]]) -> None:
@@ -88,17 +88,19 @@ class KnowledgeBaseContract:
         self, knowledge_base: KnowledgeBase, mode: SearchMode
     ) -> None:
         for i in range(5):
-            result = await knowledge_base.upsert("default", a_document("d", f"apple v{i}"))
+            result = await knowledge_base.ingestion.upsert(
+                "default", a_document("d", f"apple v{i}")
+            )
             assert result.changed
             assert await found(knowledge_base, "apple", mode) == [f"apple v{i}"]
-        again = await knowledge_base.upsert("default", a_document("d", "apple v4"))
+        again = await knowledge_base.ingestion.upsert("default", a_document("d", "apple v4"))
         assert not again.changed
-        await knowledge_base.upsert("default", a_document("e", "apple pear"))
+        await knowledge_base.ingestion.upsert("default", a_document("e", "apple pear"))
         assert len(await found(knowledge_base, "apple", mode)) == 2
-        await knowledge_base.delete("default", "d")
+        await knowledge_base.ingestion.delete("default", "d")
         assert await found(knowledge_base, "apple", mode) == ["apple pear"]
         with pytest.raises(NotFound):
-            await knowledge_base.document("default", "d")
+            await knowledge_base.ingestion.document("default", "d")
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_filters_follow_the_documents(
@@ -110,15 +112,17 @@ class KnowledgeBaseContract:
         for team in ("a", "b"):
             assert await of_team(team) == []
             document = a_document(team, f"apple of {team}", {"team": team})
-            await knowledge_base.upsert("default", document)
+            await knowledge_base.ingestion.upsert("default", document)
             assert await of_team(team) == [f"apple of {team}"]
         # Only metadata changes.
-        await knowledge_base.upsert("default", a_document("a", "apple of a", {"team": "b"}))
+        await knowledge_base.ingestion.upsert(
+            "default", a_document("a", "apple of a", {"team": "b"})
+        )
         assert await of_team("a") == []
         assert sorted(await of_team("b")) == ["apple of a", "apple of b"]
         neither = And((Exists("team"), Not(In("team", ("b",)))))
         assert await found(knowledge_base, "apple", mode, neither) == []
-        await knowledge_base.delete("default", "b")
+        await knowledge_base.ingestion.delete("default", "b")
         assert await of_team("b") == ["apple of a"]
 
     @pytest.mark.parametrize("mode", MODES)
@@ -126,8 +130,8 @@ class KnowledgeBaseContract:
         self, knowledge_base: KnowledgeBase, mode: SearchMode
     ) -> None:
         await knowledge_base.put_collection("other", CollectionSettings(index=IndexKind.FLAT))
-        await knowledge_base.upsert("default", a_document("d", "apple here"))
-        await knowledge_base.upsert("other", a_document("d", "apple there"))
+        await knowledge_base.ingestion.upsert("default", a_document("d", "apple here"))
+        await knowledge_base.ingestion.upsert("other", a_document("d", "apple there"))
         assert await found(knowledge_base, "apple", mode) == ["apple here"]
         assert await found(knowledge_base, "apple", mode, None, "other") == ["apple there"]
         await knowledge_base.put_collection("other", CollectionSettings(index=IndexKind.HNSW))
@@ -143,8 +147,8 @@ class KnowledgeBaseContract:
     async def test_a_restart_keeps_what_was_written(self, harness: KnowledgeBaseHarness) -> None:
         first = await harness.opened()
         for name in ("d", "e", "f"):
-            await first.upsert("default", a_document(name, f"apple {name}"))
-        await first.delete("default", "e")
+            await first.ingestion.upsert("default", a_document(name, f"apple {name}"))
+        await first.ingestion.delete("default", "e")
         await first.close()
         second = await harness.opened()
         for mode in MODES:
@@ -161,25 +165,31 @@ class ServerContract:
         knowledge_base = await harness.opened()
         assert harness.server is not None
         for name in ("kept", "changed", "removed"):
-            await knowledge_base.upsert("default", a_document(name, f"apple {name}"))
+            await knowledge_base.ingestion.upsert("default", a_document(name, f"apple {name}"))
         harness.server.stop()
         try:
-            await attempted(knowledge_base.upsert("default", a_document("changed", "apple new")))
-            await attempted(knowledge_base.upsert("default", a_document("added", "apple added")))
-            await attempted(knowledge_base.delete("default", "removed"))
+            await attempted(
+                knowledge_base.ingestion.upsert("default", a_document("changed", "apple new"))
+            )
+            await attempted(
+                knowledge_base.ingestion.upsert("default", a_document("added", "apple added"))
+            )
+            await attempted(knowledge_base.ingestion.delete("default", "removed"))
         finally:
             harness.server.start()
         # A client repeats what was refused.
+        ingestion = knowledge_base.ingestion
         for name, text in (("changed", "apple new"), ("added", "apple added")):
-            await until_done(lambda: knowledge_base.upsert("default", a_document(name, text)))  # noqa: B023
+            document = a_document(name, text)
+            await until_done(functools.partial(ingestion.upsert, "default", document))
         with contextlib.suppress(NotFound):
-            await until_done(lambda: knowledge_base.delete("default", "removed"))
+            await until_done(lambda: knowledge_base.ingestion.delete("default", "removed"))
         wanted = ["apple added", "apple kept", "apple new"]
         assert sorted(await found(knowledge_base, "apple", SearchMode.LEXICAL)) == wanted
         await until_found(knowledge_base, "apple", wanted)
 
         async def is_complete() -> bool:
-            [index] = await knowledge_base.indexes()
+            [index] = await knowledge_base.collections.index_infos()
             return index.num_missed == 0 and index.num_vectors == len(wanted)
 
         await until(is_complete)
@@ -194,18 +204,18 @@ class ServerContract:
     ) -> None:
         first = await harness.opened()
         assert harness.server is not None
-        await first.upsert("default", a_document("d", "apple d"))
+        await first.ingestion.upsert("default", a_document("d", "apple d"))
         harness.server.stop()
         try:
-            await attempted(first.upsert("default", a_document("e", "apple e")))
-            await attempted(first.delete("default", "d"))
+            await attempted(first.ingestion.upsert("default", a_document("e", "apple e")))
+            await attempted(first.ingestion.delete("default", "d"))
             await first.close()
         finally:
             harness.server.start()
         second = await harness.opened()
-        await second.upsert("default", a_document("e", "apple e"))
+        await second.ingestion.upsert("default", a_document("e", "apple e"))
         with contextlib.suppress(NotFound):
-            await second.delete("default", "d")
+            await second.ingestion.delete("default", "d")
         assert await found(second, "apple", SearchMode.DENSE) == ["apple e"]
         await second.close()
 
@@ -222,12 +232,12 @@ class SharedContract:
 
         one, other = await harness.opened(), await harness.opened()
         for i in range(3):
-            await one.upsert("default", a_document(f"d{i}", f"apple {i}", {"team": "a"}))
+            await one.ingestion.upsert("default", a_document(f"d{i}", f"apple {i}", {"team": "a"}))
             assert len(await of_team(other, "a")) == i + 1
-        await other.upsert("default", a_document("d0", "apple 0", {"team": "b"}))
+        await other.ingestion.upsert("default", a_document("d0", "apple 0", {"team": "b"}))
         assert len(await of_team(one, "a")) == 2
         assert await of_team(one, "b") == ["apple 0"]
-        await one.delete("default", "d1")
+        await one.ingestion.delete("default", "d1")
         assert await of_team(other, "a") == ["apple 2"]
         await one.close()
         await other.close()

@@ -14,10 +14,10 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import And, Exists, Filter, In, Not, Or
+from ragcache_retriever.concurrency.threads import NUM_READERS
 from ragcache_retriever.knowledge_base import filter_cache
 from ragcache_retriever.knowledge_base.filter_cache import NUM_THREADS, FilterCache, FilterCancelled
-from ragcache_retriever.knowledge_base.results import SearchQuery
-from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
+from ragcache_retriever.ranking.search import Search
 from ragcache_retriever.store.records import Document, Rows
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -275,7 +275,9 @@ async def test_slow_filters_leave_threads_to_other_searches(
 ) -> None:
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     await knowledge_base.load()
-    await knowledge_base.upsert("default", Document("d", "d", "Apple.", 1, {"parity": "odd"}))
+    await knowledge_base.ingestion.upsert(
+        "default", Document("d", "d", "Apple.", 1, {"parity": "odd"})
+    )
     may_go_on, store = threading.Event(), knowledge_base.store
     allowed_rows = store.allowed_rows
 
@@ -288,8 +290,8 @@ async def test_slow_filters_leave_threads_to_other_searches(
     monkeypatch.setattr(store, "allowed_rows", held)
 
     async def found(wanted: Filter | None) -> int:
-        query = SearchQuery("default", "apple", 10, filter=wanted)
-        return len([stage async for stage in knowledge_base.search(query)][-1].hits)
+        query = Search("default", "apple", 10, filter=wanted)
+        return len([stage async for stage in knowledge_base.searching.search(query)][-1].hits)
 
     filters = [Or((ODD, Exists(f"field {i}"))) for i in range(2 * NUM_READERS)]
     slow = [asyncio.create_task(found(wanted)) for wanted in filters]

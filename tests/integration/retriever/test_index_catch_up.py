@@ -14,8 +14,7 @@ from ragcache_retriever import lifecycle
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base import catch_up
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.knowledge_base.results import SearchQuery
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.search import Search, SearchMode
 from ragcache_retriever.search.faiss_index import FaissIndex, FaissIndexes
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
@@ -50,9 +49,9 @@ def page(word: str) -> Document:
 
 async def found(knowledge_base: KnowledgeBase, word: str) -> bool:
     """Whether the index of vectors finds a page."""
-    query = SearchQuery("default", f"All about the {word}.", 1, mode=SearchMode.DENSE)
-    stages = [stage async for stage in knowledge_base.search(query)]
-    hits = [hit.neighbourhood.chunk.text for hit in stages[-1].hits]
+    query = Search("default", f"All about the {word}.", 1, mode=SearchMode.DENSE)
+    stages = [stage async for stage in knowledge_base.searching.search(query)]
+    hits = [stages[-1].texts[hit.row].chunk.text for hit in stages[-1].hits]
     return hits == [f"All about the {word}."]
 
 
@@ -81,16 +80,16 @@ async def test_an_upsert_whose_index_failed_is_found_later(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with loaded(tmp_path, tiny_model) as knowledge_base:
-        await knowledge_base.upsert("default", page("apple"))
+        await knowledge_base.ingestion.upsert("default", page("apple"))
         fail(monkeypatch, FaissIndex, "apply", times=1)
-        assert (await knowledge_base.upsert("default", page("banana"))).changed
+        assert (await knowledge_base.ingestion.upsert("default", page("banana"))).changed
         await until_found(knowledge_base, "banana")
 
 
 async def test_damaged_files_are_replaced_without_a_write(tmp_path: Path, tiny_model: Path) -> None:
     async with loaded(tmp_path, tiny_model) as knowledge_base:
         for word in WORDS:
-            await knowledge_base.upsert("default", page(word))
+            await knowledge_base.ingestion.upsert("default", page(word))
     # This start builds the files of the index. So few rows are in memory only before.
     async with loaded(tmp_path, tiny_model):
         pass
@@ -114,7 +113,7 @@ async def test_a_load_that_fails_unexpectedly_is_repeated(
     await lifecycle.load(knowledge_base, problems.append)
     assert len(failures) == 2
     assert [one for one in problems if "No space" in one]
-    await knowledge_base.upsert("default", page("apple"))
+    await knowledge_base.ingestion.upsert("default", page("apple"))
     assert await found(knowledge_base, "apple")
     await knowledge_base.close()
 
@@ -125,7 +124,7 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
     monkeypatch.setattr(catch_up, "PERIOD_S", 1.0)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with serving(knowledge_base) as client:
-        await knowledge_base.upsert("default", page("apple"))
+        await knowledge_base.ingestion.upsert("default", page("apple"))
         failures = fail(monkeypatch, FaissIndexes, "open", times=1)
         await knowledge_base.put_collection("team", CollectionSettings())
         assert failures
@@ -136,8 +135,8 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
             while any(one.building for one in status.indexes):
                 await asyncio.sleep(0.02)
                 status = await client.status()
-        await knowledge_base.upsert("team", page("banana"))
-        assert {one.num_vectors for one in await knowledge_base.indexes()} == {1}
+        await knowledge_base.ingestion.upsert("team", page("banana"))
+        assert {one.num_vectors for one in await knowledge_base.collections.index_infos()} == {1}
 
 
 async def test_an_index_that_cannot_be_opened_delays_no_other_one(
@@ -145,11 +144,11 @@ async def test_an_index_that_cannot_be_opened_delays_no_other_one(
 ) -> None:
     monkeypatch.setattr(catch_up, "MAX_PAUSE_S", 0.1)
     async with loaded(tmp_path, tiny_model) as knowledge_base:
-        await knowledge_base.upsert("default", page("apple"))
+        await knowledge_base.ingestion.upsert("default", page("apple"))
         refused = fail(monkeypatch, FaissIndexes, "open", times=1_000_000)
         await knowledge_base.put_collection("team", CollectionSettings())
         fail(monkeypatch, FaissIndex, "apply", times=1)
-        await knowledge_base.upsert("default", page("banana"))
+        await knowledge_base.ingestion.upsert("default", page("banana"))
         await until_found(knowledge_base, "banana")
         assert await found(knowledge_base, "apple")
         assert len(refused) > 1, "it was tried again"

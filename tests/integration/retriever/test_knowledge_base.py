@@ -16,13 +16,11 @@ from ragcache_core.errors import NotFound
 from ragcache_core.retrieval.filters import In
 from ragcache_retriever import __main__ as process
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.concurrency.threads import NUM_READERS
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache
-from ragcache_retriever.knowledge_base.results import SearchQuery
-from ragcache_retriever.knowledge_base.store_threads import NUM_READERS
-from ragcache_retriever.ranking.stages import RankedRow, RankedSearch, RankedStage
-from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchStage
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.damage import MARKER_NAME
@@ -47,8 +45,8 @@ def a_document(document_id: str, text: str) -> Document:
 
 
 async def found(knowledge_base: KnowledgeBase, text: str) -> list[str]:
-    stages = [stage async for stage in knowledge_base.search(SearchQuery("default", text, 10))]
-    return [hit.neighbourhood.chunk.text for hit in stages[-1].hits]
+    stages = [stage async for stage in knowledge_base.searching.search(Search("default", text, 10))]
+    return [stages[-1].texts[hit.row].chunk.text for hit in stages[-1].hits]
 
 
 class RecordedGate(QueryGate):
@@ -88,10 +86,10 @@ async def test_ingestion_does_not_resume_between_the_steps_of_a_search(
         tmp_path, tokenizer_of(tiny_model), embedder=CountingEmbedder(gate), gate=gate
     )
     await knowledge_base.load()
-    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
     assert await found(knowledge_base, "apple") == ["Apple."]
     with pytest.raises(NotFound):
-        await anext(knowledge_base.search(SearchQuery("absent", "apple", 10)))
+        await anext(knowledge_base.searching.search(Search("absent", "apple", 10)))
     await knowledge_base.close()
     # Counted once, and once more while it is embedded. Both searches have ended.
     assert gate.counts == [1, 2, 1, 0, 1, 0]
@@ -100,7 +98,7 @@ async def test_ingestion_does_not_resume_between_the_steps_of_a_search(
 async def test_searches_go_on_while_a_commit_waits_for_the_disk(
     knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
     commit = knowledge_base.store.commit
     waiting, disk = threading.Event(), threading.Event()
 
@@ -110,7 +108,9 @@ async def test_searches_go_on_while_a_commit_waits_for_the_disk(
         commit()
 
     monkeypatch.setattr(knowledge_base.store, "commit", slow_commit)
-    write = asyncio.create_task(knowledge_base.upsert("default", a_document("d", "Pear.")))
+    write = asyncio.create_task(
+        knowledge_base.ingestion.upsert("default", a_document("d", "Pear."))
+    )
     await asyncio.to_thread(waiting.wait)
     for _ in range(3):
         assert await found(knowledge_base, "apple") == ["Apple."]
@@ -125,13 +125,13 @@ async def test_a_search_ends_when_nobody_reads_it(
     ended = threading.Event()
 
     class EndlessRanking:
-        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+        def stages(self, search: Search, chunks: SearchedChunks) -> Iterator[SearchStage]:
             while not search.cancelled():
-                yield RankedStage((), 0.5, False, 0.0)
+                yield SearchStage((), 0.5, False, 0.0)
             ended.set()
 
-    monkeypatch.setattr(knowledge_base._searching, "_ranking", EndlessRanking())
-    stages = knowledge_base.search(SearchQuery("default", "text", 1))
+    monkeypatch.setattr(knowledge_base.searching, "_ranking", EndlessRanking())
+    stages = knowledge_base.searching.search(Search("default", "text", 1))
     await anext(stages)
     await stages.aclose()  # type: ignore[attr-defined]
     assert await asyncio.to_thread(ended.wait, 30)
@@ -140,8 +140,8 @@ async def test_a_search_ends_when_nobody_reads_it(
 async def test_searches_that_were_abandoned_in_the_queue_do_not_run(
     knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await knowledge_base.upsert("default", a_document("d", "Apple."))
-    ranking = knowledge_base._searching._ranking
+    await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
+    ranking = knowledge_base.searching._ranking
     disk = threading.Event()
     all_hang = threading.Barrier(NUM_READERS + 1)
     num_runs = 0
@@ -149,15 +149,15 @@ async def test_searches_that_were_abandoned_in_the_queue_do_not_run(
     class HangingRanking:
         """Waits for a disk until it answers."""
 
-        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+        def stages(self, search: Search, chunks: SearchedChunks) -> Iterator[SearchStage]:
             nonlocal num_runs
             num_runs += 1
             if not disk.is_set():
                 all_hang.wait(60)
                 disk.wait()
-            yield from ranking.stages(search, store)
+            yield from ranking.stages(search, chunks)
 
-    monkeypatch.setattr(knowledge_base._searching, "_ranking", HangingRanking())
+    monkeypatch.setattr(knowledge_base.searching, "_ranking", HangingRanking())
     hanging = [asyncio.create_task(found(knowledge_base, "apple")) for _ in range(NUM_READERS)]
     await asyncio.to_thread(all_hang.wait, 60)
     queue = knowledge_base.threads.readers._work_queue
@@ -176,24 +176,24 @@ async def test_searches_that_were_abandoned_in_the_queue_do_not_run(
 async def test_a_search_whose_hit_was_replaced_runs_again(
     knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await knowledge_base.upsert("default", a_document("d", "Apple."))
+    await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
     loop = asyncio.get_running_loop()
-    ranking = knowledge_base._searching._ranking
+    ranking = knowledge_base.searching._ranking
     num_runs = 0
 
     class InterruptedRanking:
         """Replaces the document after the first search has found it."""
 
-        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
+        def stages(self, search: Search, chunks: SearchedChunks) -> Iterator[SearchStage]:
             nonlocal num_runs
             num_runs += 1
-            stages = list(ranking.stages(search, store))
+            stages = list(ranking.stages(search, chunks))
             if num_runs == 1:
-                change = knowledge_base.upsert("default", a_document("d", "Pear."))
+                change = knowledge_base.ingestion.upsert("default", a_document("d", "Pear."))
                 asyncio.run_coroutine_threadsafe(change, loop).result(60)
             yield from stages
 
-    monkeypatch.setattr(knowledge_base._searching, "_ranking", InterruptedRanking())
+    monkeypatch.setattr(knowledge_base.searching, "_ranking", InterruptedRanking())
     assert await found(knowledge_base, "fruit") == ["Pear."]
     assert num_runs == 2
 
@@ -202,10 +202,10 @@ async def test_a_hit_that_never_comes_back_is_left_out(
     knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class StaleRanking:
-        def stages(self, search: RankedSearch, store: DocumentStore) -> Iterator[RankedStage]:
-            yield RankedStage((RankedRow(10**9, 1.0),), 1.0, True, 1.0)
+        def stages(self, search: Search, chunks: SearchedChunks) -> Iterator[SearchStage]:
+            yield SearchStage((Hit(10**9, 1.0),), 1.0, True, 1.0)
 
-    monkeypatch.setattr(knowledge_base._searching, "_ranking", StaleRanking())
+    monkeypatch.setattr(knowledge_base.searching, "_ranking", StaleRanking())
     monkeypatch.setattr("ragcache_retriever.knowledge_base.searching.CHANGE_WAIT_S", 0.01)
     assert await found(knowledge_base, "fruit") == []
 

@@ -15,7 +15,7 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.search import SearchMode
 from ragcache_retriever.search.remote.milvus import MilvusIndexes
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
@@ -133,20 +133,20 @@ class TestShared(SharedContract):
 async def test_an_index_that_is_behind_finds_no_removed_row(in_milvus: MilvusHarness) -> None:
     knowledge_base = await in_milvus.opened()
     for name in ("a", "b", "c"):
-        await knowledge_base.upsert("default", a_document(name, f"apple {name}"))
-    await knowledge_base._catch_up.close()  # so that it stays behind
+        await knowledge_base.ingestion.upsert("default", a_document(name, f"apple {name}"))
+    await knowledge_base._follower.close()  # so that it stays behind
     in_milvus.server.stop()
-    await knowledge_base.delete("default", "a")
-    await knowledge_base.upsert("default", a_document("d", "apple d"))
+    await knowledge_base.ingestion.delete("default", "a")
+    await knowledge_base.ingestion.upsert("default", a_document("d", "apple d"))
     in_milvus.server.start()
 
     async def has_answered() -> bool:
-        [index] = await knowledge_base.indexes()
+        [index] = await knowledge_base.collections.index_infos()
         assert (index.num_missed, index.num_vectors) == (2, 3)
         return True
 
     await until(has_answered)
-    generation = knowledge_base._collections.serving("default").row
+    generation = knowledge_base.collections.serving("default").row
     with knowledge_base._indexes.using(generation) as index:
         assert len(index.rows()) == 3  # the removed one, too
     num_published = knowledge_base._indexes.num_published
@@ -170,20 +170,20 @@ async def test_collections_that_change_while_milvus_is_away_are_served_afterward
     knowledge_base = await in_milvus.opened()
     await knowledge_base.put_collection("old", CollectionSettings())
     await knowledge_base.put_collection("kept", CollectionSettings(index=IndexKind.FLAT))
-    await knowledge_base.upsert("kept", a_document("d", "apple kept"))
+    await knowledge_base.ingestion.upsert("kept", a_document("d", "apple kept"))
     in_milvus.server.stop()
     try:
         await knowledge_base.put_collection("new", CollectionSettings())
         await knowledge_base.put_collection("kept", CollectionSettings(index=IndexKind.HNSW))
         await knowledge_base.delete_collection("old")
-        await knowledge_base.upsert("new", a_document("d", "apple new"))
+        await knowledge_base.ingestion.upsert("new", a_document("d", "apple new"))
         with pytest.raises(NotFound):
-            await knowledge_base.collection("old")
+            await knowledge_base.collections.info("old")
     finally:
         in_milvus.server.start()
 
     async def is_served() -> bool:
-        infos = {one.collection: one for one in await knowledge_base.indexes()}
+        infos = {one.collection: one for one in await knowledge_base.collections.index_infos()}
         assert infos.keys() == {"default", "kept", "new"}
         return infos["kept"].kind is IndexKind.HNSW and infos["new"].num_vectors == 1
 

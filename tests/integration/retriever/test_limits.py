@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import Overloaded
-from ragcache_retriever.concurrency.request_limits import RequestLimits
 from ragcache_retriever.embedding.embedder import Vectors
+from ragcache_retriever.interceptors import LimitInterceptor
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import (
@@ -50,7 +50,7 @@ async def client(
     tmp_path: Path, tiny_model: Path, embedder: WaitingEmbedder
 ) -> AsyncIterator[RetrieverClient]:
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
-    limits = RequestLimits(max_searches=1, max_upsert_bytes=2000)
+    limits = LimitInterceptor(max_searches=1, max_upsert_bytes=2000)
     async with serving(knowledge_base, limits) as client:
         yield client
 

@@ -163,7 +163,7 @@ async def test_the_default_collection_comes_back_after_a_failed_attempt(
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with serving(knowledge_base) as client:
         await put_documents(client, "default", 1)
-        add_missing = knowledge_base._collections.add_missing
+        add_missing = knowledge_base.collections.add_missing
         num_calls = 0
 
         def fail_once() -> None:
@@ -173,7 +173,7 @@ async def test_the_default_collection_comes_back_after_a_failed_attempt(
                 raise Unavailable("retriever", "the disk is full", retry_after_s=0.01)
             add_missing()
 
-        monkeypatch.setattr(knowledge_base._collections, "add_missing", fail_once)
+        monkeypatch.setattr(knowledge_base.collections, "add_missing", fail_once)
         await client.delete_collection("default")
         await knowledge_base.wait_until_idle()
         assert (await client.get_collection("default")).documents == 0

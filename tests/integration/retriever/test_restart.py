@@ -260,7 +260,7 @@ async def test_a_load_that_failed_can_be_repeated(tmp_path: Path, tiny_model: Pa
     with pytest.raises(Unavailable, match="gone"):
         await knowledge_base.load()
     with pytest.raises(Unavailable, match="loading"):
-        await knowledge_base.collections()
+        await knowledge_base.collections.infos()
     embedder.is_reachable = True
     async with serving(knowledge_base) as client:
         stages = [stage async for stage in client.search("default", "part", 100)]

@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.concurrency.threads import StoreThreads
 from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
+    Chunking,
     CollectionDefaults,
     CollectionSettings,
 )
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
-from ragcache_retriever.knowledge_base.results import (
-    CollectionInfo,
-    CollectionRemoval,
-    IndexInfo,
-    RemakeProgress,
-)
-from ragcache_retriever.knowledge_base.store_threads import StoreThreads
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
 
 log = logging.getLogger(__name__)
@@ -32,11 +29,72 @@ REMOVED_AT_ONCE = 1024
 """Chunks that one transaction removes of a collection that is deleted."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemakeProgress:
+    """How far a collection's documents are prepared again.
+
+    Attributes:
+        reason: What has changed: "chunking", "tokenizer", "embedder".
+    """
+
+    num_done: int
+    num_documents: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionInfo:
+    """A collection and the settings that apply to it, defaults included."""
+
+    name: str
+    chunking: Chunking
+    window: int
+    index: IndexKind
+    max_documents: int
+    max_text_bytes: int
+    lexical_weight: float
+    num_documents: int
+    num_chunks: int
+    text_bytes: int
+    remake: RemakeProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionRemoval:
+    """Result of deleting a collection: its documents, and the deletes of the first of them."""
+
+    num_documents: int
+    deletes: tuple[OutboxDelete, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexInfo:
+    """State of the index that serves a collection.
+
+    ``is_building``: also while it is being opened. Its size is not known then.
+    ``is_lexical_only``: the embedder of its chunks is not the one that runs.
+    ``num_missed``: vectors that the index has yet to add or to remove, because it refused a change.
+    """
+
+    collection: str
+    kind: IndexKind
+    num_vectors: int
+    memory_bytes: int
+    is_building: bool
+    is_lexical_only: bool
+    num_missed: int
+    remake: RemakeProgress | None
+
+
 class CollectionSet:
-    """What the knowledge base knows of collections. The event loop and any thread read it.
+    """The collections, and where they are stored. The event loop and any thread read it.
 
     It holds the store's records of the last reload. Their settings and generations are current,
     their counters may be old.
+
+    Attributes:
+        is_loaded: Whether calls are accepted.
+        is_stale: Whether the last ``reload`` failed, so that it has to be repeated.
     """
 
     def __init__(
@@ -47,34 +105,20 @@ class CollectionSet:
         preparer: DocumentPreparer,
         defaults: CollectionDefaults,
     ) -> None:
-        self._store = store
-        self._indexes = indexes
-        self._threads = threads
-        self._preparer = preparer
+        self.store = store
+        self.indexes = indexes
+        self.threads = threads
+        self.preparer = preparer
         self._defaults = defaults
         self._stored: dict[str, StoredCollection] = {}
-        self._is_loaded = False
-        self._is_stale = False
+        self.is_loaded = False
+        self.is_stale = False
 
     # Reads
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether ``finish_loading`` was called."""
-        return self._is_loaded
-
-    def finish_loading(self) -> None:
-        """Accept calls from now on."""
-        self._is_loaded = True
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the last ``reload`` failed, so that it has to be repeated."""
-        return self._is_stale
-
     def check_loaded(self) -> None:
-        """Raise Unavailable until ``finish_loading``."""
-        if not self._is_loaded:
+        """Raise Unavailable until all is loaded."""
+        if not self.is_loaded:
             raise Unavailable("retriever", "it is loading its index and its embedder")
 
     def get(self, name: str) -> StoredCollection:
@@ -99,7 +143,7 @@ class CollectionSet:
 
     def wanted_recipe(self, stored: StoredCollection) -> Recipe:
         """Return the recipe that the documents of a collection should have."""
-        return self._preparer.recipe(self._defaults.chunking_of(stored.settings))
+        return self.preparer.recipe(self._defaults.chunking_of(stored.settings))
 
     def window(self, name: str) -> int:
         """Return the number of neighbours of a hit, on each side."""
@@ -108,7 +152,7 @@ class CollectionSet:
     async def info(self, name: str) -> CollectionInfo:
         """Return a collection with its counters. Raises NotFound."""
         self.get(name)
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self.threads.read(self.store.collection, name)
         if stored is None:
             raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
         return self._info(stored)
@@ -116,12 +160,13 @@ class CollectionSet:
     async def infos(self) -> list[CollectionInfo]:
         """Return all collections with their counters, sorted by name."""
         self.check_loaded()
-        stored = await self._threads.read(self._store.collections)
+        stored = await self.threads.read(self.store.collections)
         return [self._info(one) for one in stored.values() if not one.is_deleting]
 
     async def index_infos(self) -> list[IndexInfo]:
         """Return the state of the serving indexes."""
-        stored = await self._threads.read(self._store.collections)
+        self.check_loaded()
+        stored = await self.threads.read(self.store.collections)
         return [
             self._index_info(one, one.serving)
             for one in stored.values()
@@ -139,17 +184,17 @@ class CollectionSet:
             kept: Fields of the settings that stay as they are in a collection that exists.
         """
         self.check_loaded()
-        await self._threads.write(self._put, name, settings, kept)
+        await self.threads.write(self._put, name, settings, kept)
 
     async def delete(self, name: str) -> CollectionRemoval:
         """Delete a collection. Its documents are no longer found; they are removed in steps."""
         self.get(name)
-        return await self._threads.write(self._delete, name)
+        return await self.threads.write(self._delete, name)
 
     async def adopt_embedder(self) -> None:
         """Let the embedder take the identity of one whose vectors are stored, if they compare."""
-        stored = await self._threads.read(self._store.collections)
-        self._preparer.adopt_embedder(
+        stored = await self.threads.read(self.store.collections)
+        self.preparer.adopt_embedder(
             generation.recipe for one in stored.values() for generation in one.generations
         )
 
@@ -160,43 +205,43 @@ class CollectionSet:
             Exception: An index cannot be opened or removed now. The collections are current, and
                 their other indexes are open.
         """
-        self._is_stale = True
-        stored = self._store.collections()
+        self.is_stale = True
+        stored = self.store.collections()
         wanted: set[int] = set()
         failure: Exception | None = None
         for one in stored.values():
             for generation in () if one.is_deleting else one.generations:
-                if not self._preparer.can_embed(generation.recipe):
+                if not self.preparer.can_embed(generation.recipe):
                     continue  # nothing can be compared with its vectors
                 kind = self._defaults.index_of(one.settings)
                 wanted.add(generation.row)
                 try:
-                    self._indexes.open(generation.row, generation.recipe.dimension, kind)
+                    self.indexes.open(generation.row, generation.recipe.dimension, kind)
                 except Exception as error:
                     failure = error
         self._stored = stored
-        self._indexes.keep_only(wanted)
+        self.indexes.keep_only(wanted)
         if failure is not None:
             raise failure
-        self._is_stale = False
+        self.is_stale = False
 
     def has_changed(self) -> bool:
         """Whether the store has other collections, settings or generations. Any thread asks."""
-        return _without_counters(self._store.collections()) != _without_counters(self._stored)
+        return _without_counters(self.store.collections()) != _without_counters(self._stored)
 
     def add_missing(self) -> None:
         """Create the default collection and missing serving generations. In the writer's thread."""
-        stored = self._store.collections()
-        with self._store.transaction():
+        stored = self.store.collections()
+        with self.store.transaction():
             if DEFAULT_COLLECTION not in stored:
-                self._store.put_collection(DEFAULT_COLLECTION, CollectionSettings())
+                self.store.put_collection(DEFAULT_COLLECTION, CollectionSettings())
                 chunking = self._defaults.chunking
-                recipe = self._preparer.recipe(chunking)
-                self._store.add_generation(DEFAULT_COLLECTION, recipe)
+                recipe = self.preparer.recipe(chunking)
+                self.store.add_generation(DEFAULT_COLLECTION, recipe)
             for name, one in stored.items():
                 if one.serving is None and not one.is_deleting:
-                    self._store.add_generation(name, self.wanted_recipe(one))
-            self._store.commit()
+                    self.store.add_generation(name, self.wanted_recipe(one))
+            self.store.commit()
         self.reload()
 
     def _put(self, name: str, settings: CollectionSettings, kept: Collection[str]) -> None:
@@ -214,20 +259,20 @@ class CollectionSet:
             settings = replace(settings, **before)
             if settings == present.settings:
                 return
-        with self._store.transaction():
-            self._store.put_collection(name, settings)
+        with self.store.transaction():
+            self.store.put_collection(name, settings)
             if present is None:
                 chunking = self._defaults.chunking_of(settings)
-                self._store.add_generation(name, self._preparer.recipe(chunking))
-            self._store.commit()
+                self.store.add_generation(name, self.preparer.recipe(chunking))
+            self.store.commit()
         self._reload_or_later()
 
     def _delete(self, name: str) -> CollectionRemoval:
-        stored = self._store.collection(name)
-        with self._store.transaction(frees_space=True):
-            self._store.start_deleting(name)
-            step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
-            self._store.commit()
+        stored = self.store.collection(name)
+        with self.store.transaction(frees_space=True):
+            self.store.start_deleting(name)
+            step = self.store.remove_documents(name, REMOVED_AT_ONCE, self.threads.now_ms())
+            self.store.commit()
         self._reload_or_later()
         return CollectionRemoval(0 if stored is None else stored.num_documents, step.deletes)
 
@@ -273,11 +318,11 @@ class CollectionSet:
     def _index_info(self, stored: StoredCollection, serving: Generation) -> IndexInfo:
         remake = self._remake(stored)
         kind = self._defaults.index_of(stored.settings)
-        if not self._preparer.can_embed(serving.recipe):
+        if not self.preparer.can_embed(serving.recipe):
             return IndexInfo(stored.name, kind, 0, 0, False, True, 0, remake)
         with contextlib.ExitStack() as stack:
             try:
-                index = stack.enter_context(self._indexes.using(serving.row))
+                index = stack.enter_context(self.indexes.using(serving.row))
             except Unavailable:
                 return IndexInfo(stored.name, kind, 0, 0, True, False, 0, remake)
             return IndexInfo(
@@ -287,7 +332,7 @@ class CollectionSet:
                 index.memory_bytes,
                 index.is_building,
                 False,
-                self._indexes.num_missed(serving.row),
+                self.indexes.num_missed(serving.row),
                 remake,
             )
 

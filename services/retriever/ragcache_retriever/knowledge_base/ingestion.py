@@ -11,16 +11,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import NotFound
-from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.knowledge_base.collections import CollectionSet
-from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
-from ragcache_retriever.knowledge_base.results import UpsertResult
-from ragcache_retriever.knowledge_base.store_threads import StoreThreads
-from ragcache_retriever.preparer import DocumentPreparer, embedded_text
-from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.preparer import embedded_text
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import (
     ChunkSet,
@@ -33,30 +28,47 @@ from ragcache_retriever.store.records import (
 )
 
 
-class Ingestion:
-    """Changes documents, one at a time for each id."""
+@dataclass(frozen=True, slots=True)
+class UpsertResult:
+    """Result of an upsert.
 
-    def __init__(
-        self,
-        store: DocumentStore,
-        collections: CollectionSet,
-        indexes: GenerationIndexes,
-        threads: StoreThreads,
-        preparer: DocumentPreparer,
-        gate: QueryGate,
-    ) -> None:
-        self._store = store
+    ``stored`` is the document after the upsert, without its text. ``deletes`` are those that the
+    caller is to send, which include pending ones of earlier upserts. ``sequence`` is that of the
+    last removal before or by a change. ``texts`` are the document's chunks, if it changed.
+    """
+
+    stored: StoredDocument
+    changed: bool
+    deletes: tuple[OutboxDelete, ...]
+    sequence: int = 0
+    texts: tuple[str, ...] = ()
+
+
+class Ingestion:
+    """Changes documents, one at a time for each id, and reads them."""
+
+    def __init__(self, collections: CollectionSet) -> None:
         self._collections = collections
-        self._indexes = indexes
-        self._threads = threads
-        self._preparer = preparer
-        self._gate = gate
+        self._store = collections.store
+        self._threads = collections.threads
+        self._preparer = collections.preparer
         self._document_locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
 
     async def upsert(self, collection: str, document: Document) -> UpsertResult:
-        """See KnowledgeBase.upsert."""
+        """Insert or replace a document. It is durable and searchable afterwards.
+
+        If the index does not answer, searches by words find the document at once, and searches by
+        vectors as soon as the index has caught up.
+
+        Raises:
+            NotFound: There is no such collection.
+            InvalidInput: The document takes too long to split, or the embedder refuses it.
+            TooLarge: The document exceeds a quota of the collection.
+            Unavailable: The embedder does not answer, the document cannot be split now, or the
+                disk is full.
+        """
         self._collections.get(collection)
         content_hash = await self._threads.read(document.content_hash)
         async with self._document_lock(collection, document.id):
@@ -68,13 +80,38 @@ class Ingestion:
         return result
 
     async def delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...]:
-        """See KnowledgeBase.delete."""
+        """Delete a document.
+
+        A repeated delete succeeds while the outbox knows of the first one, and returns what is
+        pending of it.
+
+        Returns:
+            The deletes that the caller is to send.
+
+        Raises:
+            NotFound: There is no such collection or document.
+        """
         self._collections.get(collection)
         async with self._document_lock(collection, document_id):
             deletes = await self._threads.write(self._delete, collection, document_id)
         if deletes is None:
             raise document_not_found(document_id, collection)
         return deletes
+
+    async def document(self, collection: str, document_id: str) -> StoredDocument:
+        """Return a document with its text. Raises NotFound."""
+        self._collections.get(collection)
+        stored = await self._threads.read(self._store.get, collection, document_id)
+        if stored is None:
+            raise document_not_found(document_id, collection)
+        return stored
+
+    async def page(
+        self, collection: str, after: str, limit: int
+    ) -> tuple[list[StoredDocument], str | None]:
+        """Return a page of documents (see DocumentStore.page). Raises NotFound."""
+        self._collections.get(collection)
+        return await self._threads.read(self._store.page, collection, after, limit)
 
     async def prepare(
         self, collection: str, document: Document, present: StoredDocument | None, to: Generation
@@ -100,7 +137,9 @@ class Ingestion:
                     return UpsertResult(present, changed=False, deletes=())
                 updated_unix_ms = present.updated_unix_ms
             version = DocumentVersion(content_hash, updated_unix_ms)
-            chunk_sets = await self._prepare_all(collection, document, present, generations)
+            # The serving generation first, and then the one that is built.
+            prepare = functools.partial(self.prepare, collection, document, present)
+            chunk_sets = {generation.row: await prepare(generation) for generation in generations}
             change = await self._threads.write(
                 self._write, collection, document, version, chunk_sets
             )
@@ -113,17 +152,6 @@ class Ingestion:
             )
             texts = tuple(chunk.text for chunk in served.chunks)
             return UpsertResult(stored, True, change.deletes, change.sequence, texts)
-
-    async def _prepare_all(
-        self,
-        collection: str,
-        document: Document,
-        present: StoredDocument | None,
-        generations: tuple[Generation, ...],
-    ) -> dict[int, ChunkSet]:
-        """Prepare a document for the serving generation, and then for the building one."""
-        prepare = functools.partial(self.prepare, collection, document, present)
-        return {generation.row: await prepare(generation) for generation in generations}
 
     def _known_embeddings(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
         title = present.document.title
@@ -143,7 +171,7 @@ class Ingestion:
     ) -> DocumentChange | None:
         """Replace a document. Return None if its collection changed since it was prepared."""
         # Writing the words of a document takes a core for milliseconds.
-        self._gate.wait()
+        self._preparer.gate.wait()
         generations = self._collections.get(collection).generations
         if chunk_sets.keys() != {generation.row for generation in generations}:
             return None
@@ -157,7 +185,7 @@ class Ingestion:
                 claim=True,
             )
             self._store.commit()
-        self._indexes.apply(change.indexes)
+        self._collections.indexes.apply(change.indexes)
         return change
 
     def _delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
@@ -166,7 +194,7 @@ class Ingestion:
             self._store.commit()
         if change is None:
             return self._claim_of(collection, document_id)
-        self._indexes.apply(change.indexes)
+        self._collections.indexes.apply(change.indexes)
         return change.deletes
 
     def _claim_of(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:

@@ -22,15 +22,8 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.bounded import for_each
 from ragcache_retriever.concurrency.item_task import ItemTask
 from ragcache_retriever.knowledge_base.collections import REMOVED_AT_ONCE, CollectionSet
-from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
-from ragcache_retriever.knowledge_base.store_threads import StoreThreads
-from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.records import (
-    ChunkSet,
-    Generation,
-    StoredCollection,
-)
+from ragcache_retriever.store.records import ChunkSet, Generation, StoredCollection
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +40,10 @@ PAUSE_S = 0.01
 class Remake:
     """The background tasks of one knowledge base that writes."""
 
-    def __init__(
-        self,
-        store: DocumentStore,
-        collections: CollectionSet,
-        indexes: GenerationIndexes,
-        threads: StoreThreads,
-        ingestion: Ingestion,
-    ) -> None:
-        self._store = store
+    def __init__(self, collections: CollectionSet, ingestion: Ingestion) -> None:
         self._collections = collections
-        self._indexes = indexes
-        self._threads = threads
+        self._store = collections.store
+        self._threads = collections.threads
         self._ingestion = ingestion
         self._remaking = ItemTask("remake", self._names, self._remake)
         self._removing = ItemTask("removal", self._names, self._remove_retired)
@@ -175,7 +160,7 @@ class Remake:
             change = self._store.put_chunks(name, document_id, content_hash, generation, chunks)
             self._store.commit()
         if change is not None:
-            self._indexes.apply([change])
+            self._collections.indexes.apply([change])
 
     def _switch(self, name: str) -> bool:
         self._collections.get(name)  # raises NotFound if it is being deleted

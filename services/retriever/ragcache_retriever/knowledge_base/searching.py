@@ -13,26 +13,15 @@ import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.filters import And
-from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache, FilterCancelled
-from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import document_not_found
-from ragcache_retriever.knowledge_base.results import (
-    RankedChunk,
-    SearchQuery,
-    SearchStage,
-    SimilarChunk,
-)
-from ragcache_retriever.knowledge_base.store_threads import StoreThreads
-from ragcache_retriever.preparer import DocumentPreparer
-from ragcache_retriever.ranking.stages import RankedSearch, RankedStage, Ranking, SearchMode
-from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.ranking.hybrid import HybridRanking
+from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode, SearchStage
 from ragcache_retriever.store.records import Neighbourhood, Rows, Vectors
 
 EVERYTHING = And(())
@@ -42,61 +31,60 @@ CHANGE_WAIT_S = 1.0
 """Longest wait for the write that has removed a hit. It is committed and needs milliseconds."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class SimilarChunk:
+    """A chunk that is similar to another one, by its position in its document."""
+
+    document_id: str
+    ordinal: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class _RunningSearch:
     """A search in its thread.
 
     Attributes:
-        vector: None if only words are compared.
         allowed: Generation and rows that pass the filter, as they were before the thread began.
             None: there is no filter.
         began_s: When it began, without waits for a thread.
     """
 
-    query: SearchQuery
-    vector: Vectors | None
+    search: Search
     allowed: tuple[int, Rows] | None
     embed_s: float
-    emit: Callable[[SearchStage], None]
-    cancelled: threading.Event
     began_s: float
+    emit: Callable[[SearchStage], None]
 
 
 class Searching:
     """Answers searches of the knowledge base."""
 
-    def __init__(
-        self,
-        store: DocumentStore,
-        collections: CollectionSet,
-        indexes: GenerationIndexes,
-        threads: StoreThreads,
-        embedder: Embedder,
-        preparer: DocumentPreparer,
-        ranking: Ranking,
-        gate: QueryGate,
-    ) -> None:
-        self._store = store
+    def __init__(self, collections: CollectionSet, ranking: HybridRanking) -> None:
         self._collections = collections
-        self._indexes = indexes
-        self._filters = FilterCache(store, indexes)
-        self._threads = threads
-        self._embedder = embedder
-        self._preparer = preparer
+        self._store = collections.store
+        self._indexes = collections.indexes
+        self._threads = collections.threads
+        self._preparer = collections.preparer
+        self._filters = FilterCache(collections.store, collections.indexes)
         self._ranking = ranking
-        self._gate = gate
 
-    async def search(self, query: SearchQuery) -> AsyncIterator[SearchStage]:
-        """Yield the stages of a search; the last one is final. See KnowledgeBase.search."""
+    async def search(self, search: Search) -> AsyncIterator[SearchStage]:
+        """Yield the stages of a search; the last one is final. Closing the iterator ends it.
+
+        Raises:
+            NotFound: There is no such collection.
+            Unavailable: The embedder does not answer, or has been replaced by another one.
+        """
         began = time.perf_counter()
         cancelled = threading.Event()
         with contextlib.ExitStack() as stack:
             # The gate stays closed from the first step to the last. Between the steps, ingestion
             # would otherwise resume and use all cores for milliseconds.
-            stack.enter_context(self._gate.query())
-            vector = await self._embed(query)
+            stack.enter_context(self._preparer.gate.query())
+            search = replace(search, vector=await self._embed(search), cancelled=cancelled.is_set)
             embed_s = time.perf_counter() - began
-            allowed = await self._allowed(query, cancelled)
+            allowed = await self._allowed(search, cancelled)
             counted = stack.pop_all()
         filter_s = time.perf_counter() - began - embed_s
 
@@ -108,21 +96,19 @@ class Searching:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(stages.put_nowait, stage)
 
-        def search() -> None:
+        def run() -> None:
             try:
                 with counted:
                     if cancelled.is_set():
                         return  # its caller left while other searches held the threads
                     began_s = time.perf_counter() - filter_s
-                    self._run(
-                        _RunningSearch(query, vector, allowed, embed_s, emit, cancelled, began_s)
-                    )
+                    self._run(_RunningSearch(search, allowed, embed_s, began_s, emit))
             finally:
                 emit(None)
 
         # The thread does not wait for the reader of the stages, so a slow reader holds no thread.
         try:
-            searching = loop.run_in_executor(self._threads.readers, search)
+            searching = loop.run_in_executor(self._threads.readers, run)
         except RuntimeError:  # the threads have ended
             counted.close()
             raise
@@ -141,7 +127,11 @@ class Searching:
     async def similar_chunks(
         self, name: str, document_id: str, top_k: int
     ) -> list[list[SimilarChunk]]:
-        """See KnowledgeBase.similar_chunks."""
+        """Return the most similar chunks for each chunk of a document, best first.
+
+        Raises:
+            NotFound: There is no such collection or document.
+        """
         generation = self._collections.serving(name).row
         if await self._threads.read(self._store.find, name, document_id) is None:
             raise document_not_found(document_id, name)
@@ -155,35 +145,33 @@ class Searching:
             found.append(others[:top_k])
         return found
 
-    async def _embed(self, query: SearchQuery) -> Vectors | None:
-        serving = self._collections.serving(query.collection)
-        if query.mode is SearchMode.LEXICAL:
+    async def _embed(self, search: Search) -> Vectors | None:
+        serving = self._collections.serving(search.collection)
+        if search.mode is SearchMode.LEXICAL:
             return None
         if not self._preparer.can_embed(serving.recipe):
-            if query.mode is SearchMode.DENSE:
+            if search.mode is SearchMode.DENSE:
                 raise Unavailable(
                     "embedder",
-                    f"the documents of collection {query.collection!r} are being prepared for"
+                    f"the documents of collection {search.collection!r} are being prepared for"
                     " another one; search them by words meanwhile",
                     retry_after_s=30.0,
                 )
             return None
-        vectors = await self._embedder.embed([query.text], urgent=True)
+        vectors = await self._preparer.embedder.embed([search.text], urgent=True)
         vector: Vectors = vectors[0]
         return vector
 
-    async def _allowed(
-        self, query: SearchQuery, cancelled: threading.Event
-    ) -> tuple[int, Rows] | None:
+    async def _allowed(self, search: Search, cancelled: threading.Event) -> tuple[int, Rows] | None:
         """Return the serving generation and its rows that pass the filter, if there is one.
 
         A filter may take seconds, so no thread that other searches need waits for it.
         """
-        if query.filter is None:
+        if search.filter is None:
             return None
-        generation = self._collections.serving(query.collection).row
+        generation = self._collections.serving(search.collection).row
         request = functools.partial(
-            self._filters.request, generation, query.filter, cancelled.is_set
+            self._filters.request, generation, search.filter, search.cancelled
         )
         # A store that is shared is asked for the version of its rows.
         is_shared = self._store.is_shared
@@ -197,15 +185,15 @@ class Searching:
                 raise
         return generation, rows.result()
 
-    def _run(self, search: _RunningSearch) -> None:
-        collection = search.query.collection
+    def _run(self, running: _RunningSearch) -> None:
+        collection = running.search.collection
         for attempt in range(1, MAX_ATTEMPTS + 1):
             num_published = self._indexes.num_published
             generation = self._collections.serving(collection).row
             is_last = attempt == MAX_ATTEMPTS
             failure: Unavailable | None = None
             try:
-                if self._attempt(search, generation, is_first=attempt == 1, is_last=is_last):
+                if self._attempt(running, generation, is_first=attempt == 1, is_last=is_last):
                     return
             except FilterCancelled:
                 return
@@ -217,78 +205,57 @@ class Searching:
                 raise failure
 
     def _attempt(
-        self, search: _RunningSearch, generation: int, *, is_first: bool, is_last: bool
+        self, running: _RunningSearch, generation: int, *, is_first: bool, is_last: bool
     ) -> bool:
         """Search once. Return False, without a final stage, as soon as a hit has vanished."""
-        query = search.query
-        stored = self._collections.get(query.collection)
-        window = self._collections.window(query.collection)
-        allowed = None
-        wanted = query.filter
-        if wanted is None and self._indexes.is_behind(generation):
-            # Such an index finds rows that no longer exist, if it may.
-            wanted = EVERYTHING
-        if wanted is not None:
-            if is_first and search.allowed is not None and search.allowed[0] == generation:
-                allowed = search.allowed[1]
-            else:
-                allowed = self._filters.allowed_rows(generation, wanted, search.cancelled.is_set)
+        search = running.search
+        settings = self._collections.get(search.collection).settings
+        window = self._collections.window(search.collection)
+        allowed = self._rows_to_search(running, generation, is_first=is_first)
         known: dict[int, Neighbourhood] = {}
         with contextlib.ExitStack() as stack:
             index = None
             if search.vector is not None:
                 index = stack.enter_context(self._indexes.using(generation))
-            ranked = RankedSearch(
-                generation,
-                query.text,
-                search.vector,
-                index,
-                query.top_k,
-                query.mode,
-                stored.settings.lexical_weight,
-                allowed,
-                query.min_score,
-                query.diversity,
-                query.recall,
-                search.cancelled.is_set,
+            chunks = SearchedChunks(
+                self._store, generation, index, settings.lexical_weight, allowed
             )
-            for stage in self._ranking.stages(ranked, self._store):
-                if search.cancelled.is_set():
+            for stage in self._ranking.stages(search, chunks):
+                if search.cancelled():
                     return True
-                hits = self._hits(stage, known, window)
-                if len(hits) < len(stage.rows) and not is_last:
+                shown = self._with_texts(stage, known, window)
+                if len(shown.hits) < len(stage.hits) and not is_last:
                     return False
                 if stage.final or is_first:
-                    search.emit(
-                        SearchStage(
-                            hits,
-                            stage.final,
-                            stage.progress,
-                            stage.final_probability,
-                            search.embed_s,
-                            time.perf_counter() - search.began_s,
-                        )
-                    )
+                    search_s = time.perf_counter() - running.began_s
+                    running.emit(replace(shown, embed_s=running.embed_s, search_s=search_s))
         return True
 
-    def _hits(
-        self, stage: RankedStage, known: dict[int, Neighbourhood], window: int
-    ) -> tuple[RankedChunk, ...]:
-        """Return the hits of a stage with their texts. Those that have vanished are left out."""
-        new = [ranked.row for ranked in stage.rows if ranked.row not in known]
-        known |= self._store.neighbourhoods(new, window)
-        duplicates = [row for ranked in stage.rows for row in ranked.duplicates]
-        positions = self._store.positions(duplicates) if duplicates else {}
-        return tuple(
-            RankedChunk(
-                known[ranked.row],
-                ranked.score,
-                ranked.legs,
-                tuple(positions[row] for row in ranked.duplicates if row in positions),
-            )
-            for ranked in stage.rows
-            if ranked.row in known
+    def _rows_to_search(
+        self, running: _RunningSearch, generation: int, *, is_first: bool
+    ) -> Rows | None:
+        wanted = running.search.filter
+        if wanted is None and self._indexes.is_behind(generation):
+            # Such an index finds rows that no longer exist, if it may.
+            wanted = EVERYTHING
+        if wanted is None:
+            return None
+        if is_first and running.allowed is not None and running.allowed[0] == generation:
+            return running.allowed[1]
+        return self._filters.allowed_rows(generation, wanted, running.search.cancelled)
+
+    def _with_texts(
+        self, stage: SearchStage, known: dict[int, Neighbourhood], window: int
+    ) -> SearchStage:
+        """Return a stage with its texts. Hits that have vanished are left out."""
+        known |= self._store.neighbourhoods(
+            [hit.row for hit in stage.hits if hit.row not in known], window
         )
+        duplicates = [row for hit in stage.hits for row in hit.duplicates]
+        positions = self._store.positions(duplicates) if duplicates else {}
+        hits = tuple(hit for hit in stage.hits if hit.row in known)
+        texts = {hit.row: known[hit.row] for hit in hits}
+        return replace(stage, hits=hits, texts=texts, positions=positions)
 
     def _similar(self, generation: int, vector: Vectors, top_k: int) -> list[SimilarChunk]:
         with self._indexes.using(generation) as index:

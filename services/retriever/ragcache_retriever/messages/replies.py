@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from ragcache_core.errors import TooLarge
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.knowledge_base.results import (
+from ragcache_retriever.knowledge_base.collections import (
     CollectionInfo,
     IndexInfo,
-    RankedChunk,
     RemakeProgress,
-    SearchStage,
 )
-from ragcache_retriever.ranking.stages import LegScores
+from ragcache_retriever.ranking.search import SearchStage
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import StoredChunk, StoredDocument
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
@@ -128,7 +126,7 @@ def stage_message(stage: SearchStage, tokenizer: str) -> pb.SearchStage:
         TooLarge: The hits exceed a message.
     """
     message = pb.SearchStage(
-        hits=[_hit_message(hit, tokenizer) for hit in stage.hits],
+        hits=_hit_messages(stage, tokenizer),
         final=stage.final,
         progress=stage.progress,
         final_probability=stage.final_probability,
@@ -144,31 +142,28 @@ def stage_message(stage: SearchStage, tokenizer: str) -> pb.SearchStage:
     return message
 
 
-def _hit_message(hit: RankedChunk, tokenizer: str) -> pb.Hit:
-    neighbourhood = hit.neighbourhood
-    return pb.Hit(
-        chunk=_chunk_message(neighbourhood.chunk, tokenizer),
-        score=hit.score,
-        before=[_chunk_message(chunk, tokenizer) for chunk in neighbourhood.before],
-        after=[_chunk_message(chunk, tokenizer) for chunk in neighbourhood.after],
-        legs=_legs_message(hit.legs),
-        duplicates=[f"{document}#{ordinal}" for document, ordinal in hit.duplicates],
-    )
-
-
-def _legs_message(legs: LegScores) -> pb.LegScores:
-    return pb.LegScores(
-        dense=legs.dense,
-        dense_rank=legs.dense_rank,
-        lexical=legs.lexical,
-        lexical_rank=legs.lexical_rank,
-        reranked=legs.reranked,
-    )
+def _hit_messages(stage: SearchStage, tokenizer: str) -> Iterator[pb.Hit]:
+    for hit in stage.hits:
+        found, legs, positions = stage.texts[hit.row], hit.legs, stage.positions
+        yield pb.Hit(
+            chunk=_chunk_message(found.chunk, tokenizer),
+            score=hit.score,
+            before=[_chunk_message(chunk, tokenizer) for chunk in found.before],
+            after=[_chunk_message(chunk, tokenizer) for chunk in found.after],
+            legs=pb.LegScores(
+                dense=legs.dense,
+                dense_rank=legs.dense_rank,
+                lexical=legs.lexical,
+                lexical_rank=legs.lexical_rank,
+                reranked=legs.reranked,
+            ),
+            duplicates=[_chunk_id(*positions[row]) for row in hit.duplicates if row in positions],
+        )
 
 
 def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
     return pb.Chunk(
-        id=f"{chunk.document_id}#{chunk.ordinal}",
+        id=_chunk_id(chunk.document_id, chunk.ordinal),
         document_id=chunk.document_id,
         title=chunk.title,
         heading_path=chunk.heading_path,
@@ -179,6 +174,10 @@ def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
         content_hash=chunk.content_hash,
         updated_unix_ms=chunk.updated_unix_ms,
     )
+
+
+def _chunk_id(document_id: str, ordinal: int) -> str:
+    return f"{document_id}#{ordinal}"
 
 
 def page_token(after: str) -> str:

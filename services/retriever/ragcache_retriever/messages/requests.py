@@ -19,8 +19,7 @@ from ragcache_retriever.documents.collection import (
     checked_name,
     checked_window,
 )
-from ragcache_retriever.knowledge_base.results import SearchQuery
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.search import Search, SearchMode
 from ragcache_retriever.search.filter_messages import filter_of
 from ragcache_retriever.store.records import Document
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -93,8 +92,8 @@ def _quota(field: str, value: int) -> int:
     return value
 
 
-def search_of(request: pb.SearchRequest) -> SearchQuery:
-    """Return the query of a search. Raises InvalidInput."""
+def search_of(request: pb.SearchRequest) -> Search:
+    """Return a search. Raises InvalidInput."""
     name = checked_name("collection", request.collection)
     text = checked_query(request.query)
     if not 1 <= request.top_k <= MAX_TOP_K:
@@ -112,15 +111,15 @@ def search_of(request: pb.SearchRequest) -> SearchQuery:
     min_score = request.min_score if request.HasField("min_score") else None
     if min_score is not None and not math.isfinite(min_score):
         raise InvalidInput("min_score", "is not a finite number", "send a number, or none")
-    return SearchQuery(
+    return Search(
         name,
         text,
         request.top_k,
-        filter_of(request.filter) if request.HasField("filter") else None,
         mode,
-        min_score,
-        request.diversity,
-        request.recall if has_recall else None,
+        filter=filter_of(request.filter) if request.HasField("filter") else None,
+        min_score=min_score,
+        diversity=request.diversity,
+        recall=request.recall if has_recall else None,
     )
 
 

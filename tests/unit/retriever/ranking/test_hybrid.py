@@ -11,10 +11,9 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.ranking import hybrid
-from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
-from ragcache_retriever.ranking.rerankers.reranker import MAX_RERANKED
-from ragcache_retriever.ranking.stages import SearchMode
+from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText
+from ragcache_retriever.ranking.search import SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.records import Neighbourhood
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
@@ -58,7 +57,6 @@ class ReversingReranker:
     """Prefers what the search likes least."""
 
     def __init__(self) -> None:
-        self.name = "reversing"
         self.num_calls = 0
 
     def scores(self, question: str, texts: Sequence[CandidateText]) -> Scores:
@@ -82,7 +80,7 @@ QUERY = unit(0.1, 1, 0.2, 0.3)
 def test_both_legs_count(ranking: HybridRanking, pages: RankedCollection) -> None:
     *_, final = pages.search(ranking, "is the cache disk full?", QUERY, top_k=2)
     assert pages.indexes(final) == [1, 0]
-    first, second = final.rows
+    first, second = final.hits
     assert (first.legs.dense_rank, first.legs.lexical_rank) == (1, 0)
     assert (second.legs.dense_rank, second.legs.lexical_rank) == (4, 1)
     assert second.legs.dense == pytest.approx(float(VECTORS[0] @ QUERY))
@@ -96,10 +94,10 @@ def test_a_mode_uses_one_leg_and_its_scores(
     question = "cache disk"
     *_, dense = pages.search(ranking, question, QUERY, mode=SearchMode.DENSE)
     assert pages.indexes(dense) == [1, 3, 2, 0]
-    assert [one.score for one in dense.rows] == [one.legs.dense for one in dense.rows]
+    assert [one.score for one in dense.hits] == [one.legs.dense for one in dense.hits]
     *_, lexical = pages.search(ranking, question, QUERY, mode=SearchMode.LEXICAL)
     assert pages.indexes(lexical) == [0]
-    assert lexical.rows[0].score == lexical.rows[0].legs.lexical
+    assert lexical.hits[0].score == lexical.hits[0].legs.lexical
 
 
 def test_without_a_vector_words_rank(ranking: HybridRanking, pages: RankedCollection) -> None:
@@ -116,8 +114,8 @@ def test_the_weight_is_the_share_of_the_lexical_score(
     ranking: HybridRanking, pages: RankedCollection, weight: float, scores: list[float]
 ) -> None:
     *_, final = pages.search(ranking, "cache disk", QUERY, lexical_weight=weight)
-    found = {pages.rows.index(one.row): one.score for one in final.rows}
-    legs = {pages.rows.index(one.row): one.legs for one in final.rows}
+    found = {pages.rows.index(one.row): one.score for one in final.hits}
+    legs = {pages.rows.index(one.row): one.legs for one in final.hits}
     # Page 1 has the nearest embedding and none of the words, page 0 has all of them.
     assert (found.get(1, 0), found[0]) == pytest.approx(tuple(scores))
     assert (legs[0].lexical is None) == (weight == 0.0)
@@ -144,7 +142,7 @@ def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: SqliteDoc
     pages = ranked_collection(store, [page, page + " more", "another text"], vectors)
     *_, final = pages.search(ranking, "word3 text", unit(1, 0.1, 0, 0))
     assert pages.indexes(final) == [1, 2]
-    assert final.rows[0].duplicates == (pages.rows[0],)
+    assert final.hits[0].duplicates == (pages.rows[0],)
 
 
 def test_diversity_takes_another_topic(ranking: HybridRanking, store: SqliteDocumentStore) -> None:
@@ -195,7 +193,7 @@ def test_a_reranker_orders_the_final_stage(pages: RankedCollection) -> None:
     first, final = pages.search(ranking, "-", QUERY, index)
     assert pages.indexes(first) == [0, 1, 2]
     assert pages.indexes(final) == [2, 1, 0]
-    assert [one.legs.reranked for one in final.rows] == [2.0, 1.0, 0.0]
+    assert [one.legs.reranked for one in final.hits] == [2.0, 1.0, 0.0]
     assert reranker.num_calls == 1
     ranking.close()
 
@@ -204,7 +202,7 @@ def test_a_reranker_without_an_answer_leaves_the_order(pages: RankedCollection) 
     ranking = HybridRanking(SilentReranker())
     *_, final = pages.search(ranking, "cache disk", QUERY, top_k=2)
     assert pages.indexes(final) == [1, 0]
-    assert final.rows[0].legs.reranked is None
+    assert final.hits[0].legs.reranked is None
     ranking.close()
 
 
@@ -331,7 +329,7 @@ def test_the_number_of_hits_that_are_asked_for_is_bounded(
     index = CountingIndex(pages.exact_index(ALONG))
     mode = SearchMode.DENSE
     *_, final = pages.search(ranking, "-", ALONG, index, top_k=5, mode=mode)
-    assert len(final.rows) == 2
+    assert len(final.hits) == 2
     assert index.asked == [LEG_HITS, 150]
 
 
@@ -371,12 +369,12 @@ def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStor
     ranking = HybridRanking(reranker)
     *_, final = pages.search(ranking, "-", ALONG, top_k=60)
     assert pages.indexes(final) == [*reversed(range(MAX_RERANKED)), *range(MAX_RERANKED, 60)]
-    scores = [one.score for one in final.rows]
+    scores = [one.score for one in final.hits]
     assert scores == sorted(scores, reverse=True)
-    assert [one.legs.reranked is None for one in final.rows] == [False] * 50 + [True] * 10
+    assert [one.legs.reranked is None for one in final.hits] == [False] * 50 + [True] * 10
     # Their score is not known, so they pass no least score.
     *_, final = pages.search(ranking, "-", ALONG, top_k=60, min_score=-1.0)
-    assert len(final.rows) == MAX_RERANKED
+    assert len(final.hits) == MAX_RERANKED
     ranking.close()
 
 

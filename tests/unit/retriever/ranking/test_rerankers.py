@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.ranking.candidate_text import CandidateText
-from ragcache_retriever.ranking.rerankers.endpoint import PAUSE_S, RerankEndpoint
+from ragcache_retriever.ranking.rerankers import PAUSE_S, CandidateText, RerankEndpoint
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 

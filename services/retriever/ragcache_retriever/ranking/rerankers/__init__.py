@@ -1,1 +1,0 @@
-"""Models that order the best candidates of a search again."""
