@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.cluster.control_plane import ControlPlane
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.collections.job import parse_time
 from ragcache_operator.collections.reconciler import (
     JOB_POLL_S,
@@ -34,8 +34,7 @@ from ragcache_operator.kube.resources import (
     Resource,
 )
 from ragcache_operator.spec.crd import KINDS, definition
-from ragcache_operator.status.conditions import find
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import ObjectEvent, find
 
 DEFINITIONS = [definition(kind) for kind in KINDS]
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", namespaced=True)

@@ -10,8 +10,7 @@ from ragcache_operator.collections.job import format_time
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.schedule import AwaitJob, Postpone, Situation, SyncStep
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.status.conditions import Condition, Truth, find
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import Condition, ObjectEvent, Truth, find
 
 READY = "Ready"
 SYNCED = "Synced"

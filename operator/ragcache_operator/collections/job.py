@@ -10,9 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.builders.labels import SYNC_COMPONENT, labels
-from ragcache_operator.builders.pods.pod import CONTAINER_SECURITY, POD_SECURITY, placement
-from ragcache_operator.collections.mounts import MOUNTS, mount_name, token_variable
+from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
+from ragcache_operator.builders.pod import CONTAINER_SECURITY, POD_SECURITY, scheduling_fields
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
@@ -23,6 +22,7 @@ from ragcache_operator.spec import (
     SourceSpec,
     parse_duration,
 )
+from ragcache_operator.spec.collection import MOUNTS, mount_name, token_variable
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""
@@ -249,7 +249,7 @@ def _job(
         "securityContext": POD_SECURITY,
         "containers": [container],
         "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": _SCRATCH_VOLUME}}],
-        **placement(cache.spec.scheduling),
+        **scheduling_fields(cache.spec.scheduling),
     }
     return {
         "apiVersion": "batch/v1",

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.builders.access import api_keys
-from ragcache_operator.builders.access.component_keys import ComponentKeys
-from ragcache_operator.builders.labels import selector_text
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.keys import ComponentKeys, sync_secret, sync_variable, uses_keys
+from ragcache_operator.builders.metadata import selector_text
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.collections.conditions import (
     CACHE_NOT_FOUND,
     CACHE_NOT_READY,
@@ -62,7 +61,7 @@ from ragcache_operator.collections.schedule import (
     next_step,
     superseded,
 )
-from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.kube.api import Api, ApiError, Conflict, write_status
 from ragcache_operator.kube.resources import (
     CLAIMS,
     CONFIG_MAPS,
@@ -72,12 +71,10 @@ from ragcache_operator.kube.resources import (
     SECRETS,
     Object,
 )
-from ragcache_operator.kube.status import write_status
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
 from ragcache_operator.spec.manifest import parse_collection, parse_manifest
 from ragcache_operator.spec.rules import find_problems
-from ragcache_operator.status.conditions import find
-from ragcache_operator.status.events import ObjectEvent, PostEvent
+from ragcache_operator.status.conditions import ObjectEvent, PostEvent, find
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +192,18 @@ class CollectionReconciler:
         if not collection.spec.prune:
             return _documents_left("Normal", "prune is false")
         if removal is None:
-            site, uid = self._site(cache.spec, cache.uid), body["metadata"]["uid"]
-            image = site.image(_IMAGE)
+            placement, uid = self._placement(cache.spec, cache.uid), body["metadata"]["uid"]
+            image = placement.image(_IMAGE)
             job = removal_job(
-                collection, uid, cache.spec, image, site.admin_url, self._key_variable(cache, site)
+                collection,
+                uid,
+                cache.spec,
+                image,
+                placement.admin_url,
+                self._key_variable(cache, placement),
             )
             try:
-                await self._ensure_key(cache, site)
+                await self._ensure_key(cache, placement)
                 await self._create(job)
             except ApiError as error:
                 if not error.is_permanent:
@@ -309,7 +311,7 @@ class CollectionReconciler:
             for name in claim_names(collection)
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
-        site = self._site(cache.spec, cache.uid)
+        placement = self._placement(cache.spec, cache.uid)
         job = sync_job(
             collection,
             body["metadata"]["uid"],
@@ -319,25 +321,25 @@ class CollectionReconciler:
             "" if after is None else format_time(after),
             self._clock(),
             claims,
-            site.image(_IMAGE),
-            site.admin_url,
-            self._key_variable(cache, site),
+            placement.image(_IMAGE),
+            placement.admin_url,
+            self._key_variable(cache, placement),
         )
-        await self._ensure_key(cache, site)
+        await self._ensure_key(cache, placement)
         await self._create(job)
 
-    def _key_variable(self, cache: ObservedCache, site: ClusterSite) -> Object | None:
+    def _key_variable(self, cache: ObservedCache, placement: ClusterPlacement) -> Object | None:
         """Return the variable with the key of syncs; None if the gateway needs none."""
-        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
+        if cache.spec is None or not uses_keys(cache.spec, placement):
             return None
-        return api_keys.sync_variable(cache.spec, site, self._keys)
+        return sync_variable(cache.spec, placement, self._keys)
 
-    async def _ensure_key(self, cache: ObservedCache, site: ClusterSite) -> None:
+    async def _ensure_key(self, cache: ObservedCache, placement: ClusterPlacement) -> None:
         """Create the Secret with the key of syncs, unless there is one."""
-        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
+        if cache.spec is None or not uses_keys(cache.spec, placement):
             return
         try:
-            await self._api.create(SECRETS, api_keys.sync_secret(cache.spec, site, self._keys))
+            await self._api.create(SECRETS, sync_secret(cache.spec, placement, self._keys))
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise
@@ -379,8 +381,8 @@ class CollectionReconciler:
         if "deletionTimestamp" not in meta:
             await self._api.delete(JOBS, meta["name"], meta["namespace"], propagation)
 
-    def _site(self, cache: RagCache, uid: str) -> ClusterSite:
-        return ClusterSite.of(cache, images=self._images, tag=self._tag, owner=uid)
+    def _placement(self, cache: RagCache, uid: str) -> ClusterPlacement:
+        return ClusterPlacement.of(cache, images=self._images, tag=self._tag, owner=uid)
 
     async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it changed, and post an Event for a change of Synced."""

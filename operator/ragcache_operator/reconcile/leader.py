@@ -8,7 +8,7 @@ from typing import Final
 
 import kopf
 
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.collections.job import COLLECTION_LABEL
 from ragcache_operator.collections.reconciler import CollectionReconciler
 from ragcache_operator.config import OperatorConfig

@@ -13,11 +13,10 @@ from typing import Final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.access.component_keys import ComponentKeys
-from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import WORKLOADS, component_of
-from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.builders.unsupported import unsupported_features
+from ragcache_operator.builders.capabilities import Capabilities, unsupported_features
+from ragcache_operator.builders.keys import ComponentKeys
+from ragcache_operator.builders.metadata import WORKLOADS, component_of
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import CLAIMS, Object
 from ragcache_operator.metrics import Metrics
@@ -29,8 +28,7 @@ from ragcache_operator.reconcile.status_reporter import StatusReporter
 from ragcache_operator.spec import COMPONENTS, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
 from ragcache_operator.spec.rules import find_problems
-from ragcache_operator.status.conditions import VALID, Acceptance
-from ragcache_operator.status.events import ObjectEvent, PostEvent
+from ragcache_operator.status.conditions import VALID, Acceptance, ObjectEvent, PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient
 
 API_BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
@@ -85,21 +83,25 @@ class CacheReconciler:
             await self._reporter.refuse(body, "Invalid", "; ".join(map(str, problems)), post_event)
             return None
         cache = parse_manifest(body)
-        site = self._site(cache, body)
+        placement = self._placement(cache, body)
         try:
-            desired = build_children(cache, site)
+            desired = build_children(cache, placement)
         except InvalidInput as error:
             await self._reporter.refuse(body, "NotServed", str(error), post_event)
             return None
         self._report_unsupported(cache, state, post_event)
-        errors, key_wait_s = await self._writer.ensure_secrets(body, cache, site, desired, state)
+        errors, key_wait_s = await self._writer.ensure_secrets(
+            body, cache, placement, desired, state
+        )
         errors += await self._writer.apply(body, desired, state, post_event)
         accepted, retry_s = _acceptance_after(errors, state)
         waits_s = [
             retry_s,
             key_wait_s,
             _seconds_until_correction(state),
-            await self._reporter.report(body, cache, site, desired, accepted, state, post_event),
+            await self._reporter.report(
+                body, cache, placement, desired, accepted, state, post_event
+            ),
         ]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -139,8 +141,8 @@ class CacheReconciler:
         for claim in self._claims(owner):
             await self._writer.delete(claim)
 
-    def _site(self, cache: RagCache, body: Object) -> ClusterSite:
-        return ClusterSite.of(
+    def _placement(self, cache: RagCache, body: Object) -> ClusterPlacement:
+        return ClusterPlacement.of(
             cache,
             images=self._images,
             tag=self._tag,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ragcache_operator.status.gateway_client import BlendQuality, StoreUsage
+from ragcache_operator.status.gateway_client import BlendQuality, ShardReset, StoreUsage
 from ragcache_operator.status.retriever_state import RetrieverState
-from ragcache_operator.status.shard_resets import ShardReset
 
 
 @dataclass(slots=True)

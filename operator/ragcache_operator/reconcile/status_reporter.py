@@ -8,22 +8,21 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ragcache_operator.builders.access.api_keys import uses_keys
-from ragcache_operator.builders.access.component_keys import OPERATOR, ComponentKeys
-from ragcache_operator.builders.labels import component_of, component_selectors
-from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.kube.api import Api
+from ragcache_operator.builders.keys import OPERATOR, ComponentKeys, uses_keys
+from ragcache_operator.builders.metadata import component_of, component_selectors
+from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_operator.kube.api import Api, write_status
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.kube.status import write_status
 from ragcache_operator.reconcile.actions import is_owned
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
 from ragcache_operator.spec import RagCache
-from ragcache_operator.status.component import is_ready
+from ragcache_operator.status.component import component_states, is_ready, workload_states
 from ragcache_operator.status.conditions import (
     Acceptance,
     BlendVerification,
     Condition,
+    PostEvent,
     SelfTest,
     blend_verification,
     current_test,
@@ -33,13 +32,9 @@ from ragcache_operator.status.conditions import (
     refused_conditions,
     self_test_of,
 )
-from ragcache_operator.status.events import PostEvent
-from ragcache_operator.status.gateway_client import GatewayClient
-from ragcache_operator.status.observe import component_states, workload_states
+from ragcache_operator.status.gateway_client import GatewayClient, reset_event, unreported_resets
 from ragcache_operator.status.report import accepted_status, refused_status
-from ragcache_operator.status.retriever_client import ask_pods
-from ragcache_operator.status.retriever_state import RetrieverState, retriever_state
-from ragcache_operator.status.shard_resets import reset_event, unreported_resets
+from ragcache_operator.status.retriever_state import RetrieverState, ask_pods, retriever_state
 
 PROGRESS_POLL_S: Final = 3.0
 """Interval of reading the startup progress of pods. No watch delivers it."""
@@ -70,7 +65,7 @@ class StatusReporter:
         self,
         body: Object,
         cache: RagCache,
-        site: ClusterSite,
+        placement: ClusterPlacement,
         desired: Sequence[Object],
         accepted: Acceptance,
         state: ReconcileState,
@@ -87,8 +82,8 @@ class StatusReporter:
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
-        url = site.admin_url
-        key = self._keys.key(OPERATOR, site.owner) if uses_keys(cache, site) else None
+        url = placement.admin_url
+        key = self._keys.key(OPERATOR, placement.owner) if uses_keys(cache, placement) else None
 
         async def write(test: SelfTest) -> None:
             conditions = make_conditions(
@@ -109,7 +104,7 @@ class StatusReporter:
                 test,
                 state.store_usage,
                 retriever,
-                site,
+                placement,
                 component_selectors(cache)["gateway"],
             )
             await self._write(body, status, conditions, post_event)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ragcache_operator.status.component import ComponentState
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.component import CONDITION_OF, ComponentState
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEvent:
+    """An Event about the object that is being reconciled."""
+
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+PostEvent = Callable[[ObjectEvent], None]
+"""Posts an Event about one object."""
+
 
 Condition = dict[str, Any]
 Truth = Literal["True", "False", "Unknown"]
@@ -16,13 +29,6 @@ READY = "Ready"
 ACCEPTED = "Accepted"
 SELF_TEST = "SelfTestPassed"
 BLEND_VERIFIED = "BlendVerified"
-CONDITION_OF = {
-    "cachestore": "CacheStoreReady",
-    "retriever": "RetrieverReady",
-    "engine": "EnginesReady",
-    "gateway": "GatewayReady",
-}
-"""Condition type of each component. A component comes after those that it depends on."""
 
 
 @dataclass(frozen=True, slots=True)

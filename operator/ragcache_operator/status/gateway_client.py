@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from ragcache_operator.status.shard_resets import ShardReset
+from ragcache_operator.status.conditions import ObjectEvent
 
 SELF_TEST_COLLECTION = "ragcache-self-test"
 """The first self-test creates this collection if the platform has no documents."""
@@ -189,3 +190,33 @@ def _error_text(status: int, raw: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         message = raw[:200].decode(errors="replace")
     return f"HTTP {status}: {message}"
+
+
+RECENT_MS = 3600 * 1000
+"""An operator that has just started reports resets up to this age. Others were reported before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReset:
+    """A start of a shard with an empty data folder. ``at_ms`` is a Unix time."""
+
+    shard: str
+    at_ms: int
+    reason: str
+
+
+def unreported_resets(
+    resets: Iterable[ShardReset], reported: Collection[ShardReset], now_ms: int
+) -> list[ShardReset]:
+    """Return the recent resets that no Event has reported."""
+    return [reset for reset in resets if reset not in reported and now_ms - reset.at_ms < RECENT_MS]
+
+
+def reset_event(reset: ShardReset) -> ObjectEvent:
+    """Return the Event that reports a reset."""
+    return ObjectEvent(
+        "Warning",
+        "CacheDataDamaged",
+        f"cache store shard {reset.shard} has started empty, because its metadata was damaged; "
+        f"check its volume. {reset.reason}",
+    )

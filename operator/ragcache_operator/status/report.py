@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragcache_operator.builders.access.api_keys import generated_secret_name
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.keys import api_key_secret_name
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import ComponentState, WorkloadState
@@ -24,7 +24,7 @@ def accepted_status(
     test: SelfTest,
     usage: StoreUsage | None,
     retriever: RetrieverState,
-    site: ClusterSite,
+    placement: ClusterPlacement,
     selector: str,
 ) -> Object:
     """Return the status of an accepted RagCache.
@@ -33,7 +33,7 @@ def accepted_status(
         workloads: States of the workloads, by object name.
         usage: Last observed usage of the cache store.
         retriever: What the retriever's pods said last.
-        site: Says where the gateway is, and which Secret has its keys.
+        placement: Says where the gateway is, and which Secret has its keys.
         selector: Label selector of the gateway's pods, for autoscalers.
     """
     name = cache.metadata.name
@@ -46,7 +46,7 @@ def accepted_status(
         "phase": phase_of(conditions, components, generation),
         "conditions": list(conditions),
         "model": cache.spec.model.served_name,
-        "endpoints": {"gateway": site.gateway_url, "admin": site.admin_url},
+        "endpoints": {"gateway": placement.gateway_url, "admin": placement.admin_url},
         "gateway": {
             "replicas": gateway.wanted,
             "readyReplicas": gateway.ready,
@@ -65,7 +65,7 @@ def accepted_status(
         },
         "cacheStore": {"shards": store.wanted, "readyShards": store.ready},
     }
-    if (secret := generated_secret_name(cache, site)) is not None:
+    if (secret := api_key_secret_name(cache, placement)) is not None:
         status["apiKeySecret"] = secret
     if progress := progress_of(components, test):
         status["progress"] = progress

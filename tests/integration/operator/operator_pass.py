@@ -13,7 +13,7 @@ import yaml
 
 from bench.operator import OPERATOR, AuditLog
 from harness.cluster.control_plane import ControlPlane, start_control_plane
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import CRDS, DEPLOYMENTS, RAG_CACHES, SECRETS, Object

@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.status_reporter import StatusReporter
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import ObjectEvent
 from ragcache_operator.status.gateway_client import (
     SELF_TEST_COLLECTION,
     BlendQuality,
     GatewayClient,
+    ShardReset,
     StoreUsage,
 )
-from ragcache_operator.status.shard_resets import ShardReset
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 

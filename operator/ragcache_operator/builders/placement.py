@@ -1,6 +1,6 @@
 """Addresses, paths and images of a platform, which depend on where it runs.
 
-Builders take a Site: ``ClusterSite`` is here, and the CLI has one for ``ragcache up``.
+Builders take a Placement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.pods.environment import EnvValue, FromField
+from ragcache_operator.builders.environment import EnvValue, FromField
 from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache, RerankerSpec
 
 PORT_NUMBERS: Final = {
@@ -64,7 +64,7 @@ class Endpoint:
     port: str
 
 
-class Site(Protocol):
+class Placement(Protocol):
     """Where a platform runs: a cluster, or the local machine."""
 
     @property
@@ -173,7 +173,7 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSite:
+class ClusterPlacement:
     """A cluster, where every workload runs in pods behind a Service.
 
     Args:
@@ -204,8 +204,8 @@ class ClusterSite:
         owner: str = "",
         operator_namespace: str | None = None,
         component_keys: str | None = None,
-    ) -> ClusterSite:
-        """Return the site of a RagCache. The default capabilities are of a current cluster."""
+    ) -> ClusterPlacement:
+        """Return the placement of a RagCache. The default capabilities are of a current cluster."""
         meta = cache.metadata
         return cls(
             name=meta.name,
