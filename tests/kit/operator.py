@@ -32,10 +32,10 @@ def children_of(
     owner: str = UID,
     operator_namespace: str | None = OPERATOR_NAMESPACE,
 ) -> list[Object]:
-    site = ClusterPlacement.of(
+    site = ClusterPlacement(
         cache,
         tag="1",
-        capabilities=capabilities,
+        capabilities=capabilities or Capabilities.latest(),
         owner=owner,
         operator_namespace=operator_namespace,
     )

@@ -21,7 +21,9 @@ def objects(cache: RagCache, capabilities: Capabilities | None = None) -> list[d
     Raises:
         InvalidInput: That cluster cannot run the object.
     """
-    placement = ClusterPlacement.of(cache, tag=own_tag(), capabilities=capabilities)
+    placement = ClusterPlacement(
+        cache, own_tag(), capabilities=capabilities or Capabilities.latest()
+    )
     return build_children(cache, placement)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.builders.keys import ComponentKeys, sync_secret, sync_variable, uses_keys
+from ragcache_operator.builders.keys import sync_secret, sync_variable, uses_keys
 from ragcache_operator.builders.metadata import selector_text
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.collections.conditions import (
@@ -32,6 +32,7 @@ from ragcache_operator.collections.job import (
     OUTCOME,
     REMOVAL_JOB_TIMEOUT_S,
     SyncJob,
+    SyncTarget,
     format_time,
     is_removal,
     parse_time,
@@ -61,6 +62,7 @@ from ragcache_operator.collections.schedule import (
     next_step,
     superseded,
 )
+from ragcache_operator.config import Installation
 from ragcache_operator.kube.api import Api, ApiError, Conflict, write_status
 from ragcache_operator.kube.resources import (
     CLAIMS,
@@ -100,27 +102,13 @@ class ObservedCache:
 
 
 class CollectionReconciler:
-    """Keeps collections in sync with their sources.
-
-    Args:
-        keys: The operator's own API keys.
-        images: Registry and path before the name of an image.
-        tag: Tag of the images.
-    """
+    """Keeps collections in sync with their sources."""
 
     def __init__(
-        self,
-        api: Api,
-        keys: ComponentKeys,
-        *,
-        images: str,
-        tag: str,
-        clock: Callable[[], float] = time.time,
+        self, api: Api, installation: Installation, clock: Callable[[], float] = time.time
     ) -> None:
         self._api = api
-        self._keys = keys
-        self._images = images
-        self._tag = tag
+        self._installation = installation
         self._clock = clock
 
     async def reconcile(self, body: Object, state: object, post_event: PostEvent) -> float | None:
@@ -192,19 +180,10 @@ class CollectionReconciler:
         if not collection.spec.prune:
             return _documents_left("Normal", "prune is false")
         if removal is None:
-            placement, uid = self._placement(cache.spec, cache.uid), body["metadata"]["uid"]
-            image = placement.image(_IMAGE)
-            job = removal_job(
-                collection,
-                uid,
-                cache.spec,
-                image,
-                placement.admin_url,
-                self._key_variable(cache, placement),
-            )
+            placement = self._installation.placement(cache.spec, cache.uid)
             try:
-                await self._ensure_key(cache, placement)
-                await self._create(job)
+                await self._ensure_key(placement)
+                await self._create(removal_job(self._target(body, collection, placement)))
             except ApiError as error:
                 if not error.is_permanent:
                     raise
@@ -289,8 +268,8 @@ class CollectionReconciler:
             case StopJob(job):
                 # With foreground deletion, the Job exists until its pod is gone.
                 await self._api.delete(JOBS, job.name, _namespace(body), "Foreground")
-            case StartJob(revision, attempt, after):
-                await self._start(body, collection, cache, revision, attempt, after)
+            case StartJob():
+                await self._start(body, collection, cache, step)
             case Postpone(_, _, wait_s) | Idle(wait_s):
                 return wait_s
         return JOB_POLL_S
@@ -300,9 +279,7 @@ class CollectionReconciler:
         body: Object,
         collection: RagCollection,
         cache: ObservedCache,
-        revision: Revision,
-        attempt: int,
-        after: float | None,
+        step: StartJob,
     ) -> None:
         assert cache.spec is not None, "a RagCache without a spec blocks every start"
         namespace = _namespace(body)
@@ -311,35 +288,34 @@ class CollectionReconciler:
             for name in claim_names(collection)
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
-        placement = self._placement(cache.spec, cache.uid)
+        placement = self._installation.placement(cache.spec, cache.uid)
         job = sync_job(
-            collection,
-            body["metadata"]["uid"],
-            cache.spec,
-            revision,
-            attempt,
-            "" if after is None else format_time(after),
+            self._target(body, collection, placement),
+            step.revision,
+            step.attempt,
+            "" if step.after is None else format_time(step.after),
             self._clock(),
             claims,
-            placement.image(_IMAGE),
-            placement.admin_url,
-            self._key_variable(cache, placement),
         )
-        await self._ensure_key(cache, placement)
+        await self._ensure_key(placement)
         await self._create(job)
 
-    def _key_variable(self, cache: ObservedCache, placement: ClusterPlacement) -> Object | None:
-        """Return the variable with the key of syncs; None if the gateway needs none."""
-        if cache.spec is None or not uses_keys(cache.spec, placement):
-            return None
-        return sync_variable(cache.spec, placement, self._keys)
+    def _target(
+        self, body: Object, collection: RagCollection, placement: ClusterPlacement
+    ) -> SyncTarget:
+        cache, key_variable = placement.cache, None
+        if uses_keys(cache, placement):
+            key_variable = sync_variable(cache, placement, self._installation.keys)
+        image, url = placement.image(_IMAGE), placement.admin_url
+        return SyncTarget(collection, body["metadata"]["uid"], cache, image, url, key_variable)
 
-    async def _ensure_key(self, cache: ObservedCache, placement: ClusterPlacement) -> None:
-        """Create the Secret with the key of syncs, unless there is one."""
-        if cache.spec is None or not uses_keys(cache.spec, placement):
+    async def _ensure_key(self, placement: ClusterPlacement) -> None:
+        """Create the Secret with the key of syncs, unless there is one or none is needed."""
+        cache = placement.cache
+        if not uses_keys(cache, placement):
             return
         try:
-            await self._api.create(SECRETS, sync_secret(cache.spec, placement, self._keys))
+            await self._api.create(SECRETS, sync_secret(cache, placement, self._installation.keys))
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise
@@ -380,9 +356,6 @@ class CollectionReconciler:
         meta = job["metadata"]
         if "deletionTimestamp" not in meta:
             await self._api.delete(JOBS, meta["name"], meta["namespace"], propagation)
-
-    def _placement(self, cache: RagCache, uid: str) -> ClusterPlacement:
-        return ClusterPlacement.of(cache, images=self._images, tag=self._tag, owner=uid)
 
     async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it changed, and post an Event for a change of Synced."""

@@ -34,7 +34,6 @@ from ragcache_operator.reconcile.actions import (
 )
 from ragcache_operator.reconcile.children import Children, owner_key
 from ragcache_operator.reconcile.state import DriftCorrection, ReconcileState, backoff_s
-from ragcache_operator.spec import RagCache
 from ragcache_operator.status.conditions import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ class ChildWriter:
     async def ensure_secrets(
         self,
         body: Object,
-        cache: RagCache,
         placement: ClusterPlacement,
         desired: Sequence[Object],
         state: ReconcileState,
@@ -74,6 +72,7 @@ class ChildWriter:
         Returns:
             The errors, and the seconds until the next try; None if no retry is needed.
         """
+        cache = placement.cache
         new: dict[str, Callable[[bytes], Object]] = {
             signing_secret_name(cache, placement): partial(signing_secret, cache, placement)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ragcache_operator.status.gateway_client import BlendQuality, ShardReset, StoreUsage
+from ragcache_operator.status.gateway_client import ShardReset, StoreUsage
 from ragcache_operator.status.retriever_state import RetrieverState
 
 
@@ -28,7 +28,8 @@ class ReconcileState:
     api_failures: int = 0
     rejections: int = 0
     store_usage: StoreUsage | None = None
-    blend_quality: BlendQuality | None = None
+    blend_verdict: str | None = None
+    """Last verdict of the gateway about blends; None before the first."""
     next_usage_s: float = 0.0
     retriever: RetrieverState = field(default_factory=RetrieverState)
     next_retriever_s: float = 0.0

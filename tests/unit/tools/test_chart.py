@@ -292,7 +292,7 @@ def test_all_images_have_the_same_registry() -> None:
     )
     [container] = pod(render())["containers"]
     version = Chart.load(CHART).metadata["appVersion"]
-    assert container["image"] == ClusterPlacement.of(cache, tag=version).image("operator")
+    assert container["image"] == ClusterPlacement(cache, tag=version).image("operator")
     [container] = pod(render(EVERYTHING))["containers"]
     assert container["image"] == (
         f"registry.example:5000/mirror/ragcache/operator@sha256:{'0' * 64}"

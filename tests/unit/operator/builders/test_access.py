@@ -43,7 +43,7 @@ OFF = {"auth": {"enabled": False}}
 
 
 def site_of(cache: Any, uid: str = UID) -> ClusterPlacement:
-    return ClusterPlacement.of(cache, tag="1", owner=uid, component_keys=KEYS.hashes(uid))
+    return ClusterPlacement(cache, tag="1", owner=uid, component_keys=KEYS.hashes(uid))
 
 
 def no_filter(path: str, value: Any) -> Filter:

@@ -303,7 +303,7 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
                 assert ("ConfigMap", volume["configMap"]["name"]) in made
             if "secret" in volume:
                 # The operator creates this Secret, because builders have no key.
-                site = ClusterPlacement.of(cache, tag="1", owner=UID)
+                site = ClusterPlacement(cache, tag="1", owner=UID)
                 assert volume["secret"]["secretName"] in {
                     signing_secret_name(cache, site),
                     api_key_secret_name(cache, site),

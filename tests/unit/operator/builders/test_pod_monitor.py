@@ -47,5 +47,5 @@ def test_no_monitor_is_made_where_it_is_disabled_or_unknown() -> None:
     assert not kinds_of(build(telemetry={"podMonitor": {"enabled": False}}), "PodMonitor")
     cache = make_cache()
     plain = replace(Capabilities.latest(), pod_monitors=False)
-    children = build_children(cache, ClusterPlacement.of(cache, tag="1", capabilities=plain))
+    children = build_children(cache, ClusterPlacement(cache, tag="1", capabilities=plain))
     assert not kinds_of(children, "PodMonitor")
