@@ -68,8 +68,7 @@ from ragcache_cli.output.remakes import remake_line
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_core.quality.report import QualityReport
-from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.unsupported import unsupported_features
+from ragcache_operator.builders.capabilities import Capabilities, unsupported_features
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 

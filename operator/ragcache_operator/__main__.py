@@ -13,10 +13,9 @@ from functools import partial
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.config import OperatorConfig
-from ragcache_operator.health import serving_health
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import LeaseLost, run_while_leading
-from ragcache_operator.metrics import Metrics
+from ragcache_operator.kube.lease import LeaseClaim, LeaseLost, run_while_leading
+from ragcache_operator.metrics import Metrics, serving_health
 from ragcache_operator.reconcile.leader import reconcile_all
 
 
@@ -29,7 +28,7 @@ async def serve(config: OperatorConfig) -> None:
         work = partial(reconcile_all, api, config, metrics)
         if config.lease:
             identity = f"{config.identity}_{uuid.uuid4().hex[:8]}"
-            await run_while_leading(api, config.namespace, config.lease, identity, work)
+            await run_while_leading(api, LeaseClaim(config.namespace, config.lease, identity), work)
         else:
             await work()
 

@@ -1,4 +1,4 @@
-"""Settings of the operator, from environment variables."""
+"""Settings of the operator, and what it gives to every RagCache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from importlib.metadata import version
 from typing import Final
 
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.keys import ComponentKeys
+from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_operator.spec import RagCache
 
 ROOT_KEY_SECRET: Final = "ragcache-operator-root-key"
 
@@ -50,6 +54,31 @@ class OperatorConfig:
             root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             log_level=_log_level(environ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What the operator gives to every RagCache.
+
+    Args:
+        keys: The operator's own API keys.
+    """
+
+    config: OperatorConfig
+    capabilities: Capabilities
+    keys: ComponentKeys
+
+    def placement(self, cache: RagCache, uid: str) -> ClusterPlacement:
+        """Return where a RagCache of this uid runs."""
+        return ClusterPlacement(
+            cache,
+            self.config.tag,
+            self.config.images,
+            self.capabilities,
+            uid,
+            self.config.namespace,
+            self.keys.hashes(uid),
         )
 
 

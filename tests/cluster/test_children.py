@@ -11,13 +11,13 @@ import pytest
 
 from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
-from ragcache_operator.builders.canonical import canonical
+from ragcache_operator.builders.autoscaling import with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.objects.autoscaling import with_replicas
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.drift import difference
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
+from ragcache_operator.spec.quantity import canonical
 from tests.kit.operator import Object, children_of, make_cache, of
 
 LIMIT_RANGES = Resource("", "v1", "limitranges", "LimitRange")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from harness.cluster.control_plane import ControlPlane
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.collections.job import parse_time
 from ragcache_operator.collections.reconciler import (
     JOB_POLL_S,
@@ -21,6 +22,7 @@ from ragcache_operator.collections.reconciler import (
     CollectionReconciler,
 )
 from ragcache_operator.collections.schedule import CONFIG_MAP_POLL_S, FAILED_RETRY_S
+from ragcache_operator.config import Installation, OperatorConfig
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import (
     CONFIG_MAPS,
@@ -34,12 +36,12 @@ from ragcache_operator.kube.resources import (
     Resource,
 )
 from ragcache_operator.spec.crd import KINDS, definition
-from ragcache_operator.status.conditions import find
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import ObjectEvent, find
 
 DEFINITIONS = [definition(kind) for kind in KINDS]
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", namespaced=True)
 PATIENCE_S = 60.0
+CONFIG = OperatorConfig("ragcache-system", "test", images="example.com/ragcache", tag="1")
 _numbers = count()
 
 
@@ -56,9 +58,7 @@ class Team:
     def reconciler(self) -> CollectionReconciler:
         return CollectionReconciler(
             self.api,
-            ComponentKeys(bytes(32)),
-            images="example.com/ragcache",
-            tag="1",
+            Installation(CONFIG, Capabilities.latest(), ComponentKeys(bytes(32))),
             clock=lambda: self.now,
         )
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.labels import WORKLOADS
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.metadata import WORKLOADS
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec import GatewaySpec, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
 from tests.kit import manifests
@@ -32,10 +32,10 @@ def children_of(
     owner: str = UID,
     operator_namespace: str | None = OPERATOR_NAMESPACE,
 ) -> list[Object]:
-    site = ClusterSite.of(
+    site = ClusterPlacement(
         cache,
         tag="1",
-        capabilities=capabilities,
+        capabilities=capabilities or Capabilities.latest(),
         owner=owner,
         operator_namespace=operator_namespace,
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from ragcache_cli.local.placement import LocalPlacement
 from ragcache_cli.local.ports import demand_free
-from ragcache_cli.local.site import LocalSite
 from ragcache_cli.models.cache import verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_core.errors import InvalidInput
@@ -158,7 +158,7 @@ def _port(port: int) -> Finding:
 
 def _model(spec: RagCacheSpec) -> Finding:
     try:
-        source = LocalSite(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
+        source = LocalPlacement(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
     except InvalidInput as error:
         return Finding("model", error.problem, error.fix)
     name = spec.model.parsed_source.value

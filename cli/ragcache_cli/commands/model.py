@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragcache_cli.local.site import checkout_model
+from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.cache import fetch_model, find_model, remove_model, verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS, fetched_model
 from ragcache_operator.spec import BUNDLED_MODELS, RagCache

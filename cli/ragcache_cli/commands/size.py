@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
-from ragcache_cli.local.site import checkout_model
+from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console
 from ragcache_cli.output.form import OutputOption, print_json

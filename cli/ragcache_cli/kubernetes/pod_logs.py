@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from ragcache_core.errors import NotFound
-from ragcache_operator.builders.labels import (
+from ragcache_operator.builders.metadata import (
     COMPONENT_LABEL,
     ENGINE_LABEL,
     instance_selector,

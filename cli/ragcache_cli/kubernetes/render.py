@@ -10,7 +10,7 @@ import yaml
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.config import own_tag
 from ragcache_operator.spec import RagCache
 
@@ -21,8 +21,10 @@ def objects(cache: RagCache, capabilities: Capabilities | None = None) -> list[d
     Raises:
         InvalidInput: That cluster cannot run the object.
     """
-    site = ClusterSite.of(cache, tag=own_tag(), capabilities=capabilities)
-    return build_children(cache, site)
+    placement = ClusterPlacement(
+        cache, own_tag(), capabilities=capabilities or Capabilities.latest()
+    )
+    return build_children(cache, placement)
 
 
 def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from ragcache_cli.local.site import API_KEYS_FILE, RUN_FOLDER
+from ragcache_cli.local.placement import API_KEYS_FILE, RUN_FOLDER
 from ragcache_core.access.key_file import KEY_BYTES, hash_text, key_of
 
 _NAME: Final = "api.key"

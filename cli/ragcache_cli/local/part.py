@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ragcache_cli.local.ports import LOOPBACK
-from ragcache_operator.builders.labels import WORKLOADS
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.site import Address
+from ragcache_operator.builders.metadata import WORKLOADS, Object
+from ragcache_operator.builders.placement import Address
 
 _AFTER = {"engine": {"cachestore"}, "gateway": {"cachestore", "retriever"}}
 """The components that start before each one, so that it does not find them unavailable. The gateway

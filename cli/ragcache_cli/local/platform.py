@@ -18,10 +18,10 @@ import psutil
 
 from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
 from ragcache_cli.local.part import Part, parts_from
+from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.process import end_families, last_lines
-from ragcache_cli.local.site import RUN_FOLDER, LocalSite
 from ragcache_cli.local.state_file import (
     PartRecord,
     PlatformRecord,
@@ -208,9 +208,9 @@ class LocalPlatform:
         if auth is not None and auth.enabled:
             ensure_key_file(self._data)
             key_hash = self._held.enter_context(platform_key(self._data))
-        site = LocalSite(self._data, self._gateway_port, ports, key_hash)
-        self._held.enter_context(plan_key_file(Path(site.signing_key_file())))
-        for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
+        placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)
+        self._held.enter_context(plan_key_file(Path(placement.signing_key_file())))
+        for part in parts_from(build_children(self._cache, placement), self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(part))
         for supervisor in self._supervisors:
             self._tasks[supervisor] = asyncio.create_task(

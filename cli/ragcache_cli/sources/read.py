@@ -14,8 +14,8 @@ from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.collections.mounts import mount_name, token_variable
 from ragcache_operator.spec import SecretKey, SourceSpec
+from ragcache_operator.spec.collection import mount_name, token_variable
 
 TIMEOUT_S = 900.0
 """Time limit of one source."""

@@ -45,9 +45,8 @@ from ragcache_cli.sources.sync_plan import (
     said,
 )
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_operator.collections.mounts import MOUNTS
 from ragcache_operator.spec import RagCollection, SourceSpec
-from ragcache_operator.spec.collection import RagCollectionSpec
+from ragcache_operator.spec.collection import MOUNTS, RagCollectionSpec
 from ragcache_operator.spec.manifest import parse_collection
 
 _REVISION_CHARS = 12

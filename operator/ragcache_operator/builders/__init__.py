@@ -1,4 +1,4 @@
-"""Pure functions that build the Kubernetes objects of a RagCache for a Site.
+"""Pure functions that build the Kubernetes objects of a RagCache for a Placement.
 
 ``ragcache up`` runs the containers of the same objects locally. Builders write values in the API
 server's canonical form, so that a comparison with live objects finds only real differences.
@@ -6,27 +6,33 @@ server's canonical form, so that a comparison with live objects finds only real 
 
 from __future__ import annotations
 
-from ragcache_operator.builders.components import cachestore, engine, gateway, retriever
-from ragcache_operator.builders.objects import network_policy, pod_monitor
-from ragcache_operator.builders.objects.ownership import Object, with_owner, with_spec_hash
-from ragcache_operator.builders.site import Site
+from ragcache_operator.builders import (
+    cachestore,
+    engine,
+    gateway,
+    network_policy,
+    pod_monitor,
+    retriever,
+)
+from ragcache_operator.builders.metadata import Object, with_owner, with_spec_hash
+from ragcache_operator.builders.placement import Placement
 from ragcache_operator.spec import RagCache
 
 
-def build_children(cache: RagCache, site: Site) -> list[Object]:
+def build_children(cache: RagCache, placement: Placement) -> list[Object]:
     """Return every object of a RagCache in the order of creation.
 
     The objects that a pod needs come before the pod, and servers come before their clients.
 
     Raises:
-        InvalidInput: The model is not available at this site.
+        InvalidInput: The model is not available at this placement.
     """
     children = [
-        *network_policy.build(cache, site),
-        *pod_monitor.build(cache, site),
-        *cachestore.build(cache, site),
-        *retriever.build(cache, site),
-        *(child for one in cache.spec.own_engines for child in engine.build(cache, one, site)),
-        *gateway.build(cache, site),
+        *network_policy.build(cache, placement),
+        *pod_monitor.build(cache, placement),
+        *cachestore.build(cache, placement),
+        *retriever.build(cache, placement),
+        *(child for one in cache.spec.own_engines for child in engine.build(cache, one, placement)),
+        *gateway.build(cache, placement),
     ]
-    return [with_spec_hash(with_owner(child, cache, site.owner)) for child in children]
+    return [with_spec_hash(with_owner(child, cache, placement.owner)) for child in children]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ragcache_operator.collections.job import format_time
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.schedule import AwaitJob, Postpone, Situation, SyncStep
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.status.conditions import Condition, Truth, find
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import (
+    Condition,
+    ConditionState,
+    ObjectEvent,
+    find,
+    with_times,
+)
 
 READY = "Ready"
 SYNCED = "Synced"
@@ -29,15 +33,6 @@ _WARNINGS = frozenset(
     {CACHE_NOT_FOUND, SOURCE_NOT_FOUND, PARTLY_SYNCED, SYNC_REFUSED, SYNC_FAILED, INVALID}
 )
 """Reasons that need a user's action. The others resolve without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionState:
-    """Status, reason and message of one condition."""
-
-    status: Truth
-    reason: str
-    message: str
 
 
 def make_status(
@@ -161,22 +156,5 @@ def _conditions(
     ready: ConditionState,
     synced: ConditionState,
 ) -> list[Condition]:
-    old: Sequence[Condition] = before.get("conditions") or ()
-    return [
-        _condition(find(old, name), name, state, generation, now)
-        for name, state in ((READY, ready), (SYNCED, synced))
-    ]
-
-
-def _condition(
-    old: Condition | None, name: str, state: ConditionState, generation: int, now: float
-) -> Condition:
-    same = old is not None and old["status"] == state.status
-    return {
-        "type": name,
-        "status": state.status,
-        "reason": state.reason,
-        "message": state.message,
-        "lastTransitionTime": old["lastTransitionTime"] if old and same else format_time(now),
-        "observedGeneration": generation,
-    }
+    states = {READY: ready, SYNCED: synced}
+    return with_times(states, generation, before.get("conditions") or (), format_time(now))

@@ -10,9 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.builders.labels import SYNC_COMPONENT, labels
-from ragcache_operator.builders.pods.pod import CONTAINER_SECURITY, POD_SECURITY, placement
-from ragcache_operator.collections.mounts import MOUNTS, mount_name, token_variable
+from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
+from ragcache_operator.builders.pod import CONTAINER_SECURITY, POD_SECURITY, scheduling_fields
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
@@ -23,6 +22,7 @@ from ragcache_operator.spec import (
     SourceSpec,
     parse_duration,
 )
+from ragcache_operator.spec.collection import MOUNTS, mount_name, token_variable
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""
@@ -71,30 +71,42 @@ class SyncJob:
         return self.finished_at is None or self.ending
 
 
+@dataclass(frozen=True, slots=True)
+class SyncTarget:
+    """A RagCollection, and the RagCache that its Jobs send documents to.
+
+    Args:
+        uid: Uid of the RagCollection.
+        image: Image of the Jobs.
+        key_variable: Environment variable with the API key; None if the gateway needs none.
+    """
+
+    collection: RagCollection
+    uid: str
+    cache: RagCache
+    image: str
+    gateway_url: str
+    key_variable: Object | None = None
+
+
 def sync_job(
-    collection: RagCollection,
-    uid: str,
-    cache: RagCache,
+    target: SyncTarget,
     revision: Revision,
     attempt: int,
     after: str,
     now: float,
     claims: Collection[str],
-    image: str,
-    gateway_url: str,
-    key_variable: Object | None = None,
 ) -> Object:
     """Return the Job that syncs a RagCollection.
 
     Args:
-        uid: Uid of the RagCollection.
         after: Time of the last sync. The Job's name depends on it, so that each sync has another
             name and a repeated request creates one Job.
         now: The current time in seconds since 1970.
-        key_variable: Environment variable with the API key; None if the gateway needs none.
         claims: The existing volume claims. A pod that mounts a missing claim would never start, and
             the sync would read no source.
     """
+    collection, uid = target.collection, target.uid
     key = json.dumps([uid, str(revision), attempt, after])
     name = f"{collection.metadata.name}-sync-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
     sources = [
@@ -113,7 +125,7 @@ def sync_job(
         "blockOwnerDeletion": False,
     }
     options = ("--scratch", _SCRATCH)
-    job = _job(collection, cache, name, image, gateway_url, key_variable, options, SYNC_TIMEOUT_S)
+    job = _job(target, name, options, SYNC_TIMEOUT_S)
     annotations = {REVISION: str(revision), ATTEMPT: str(attempt), STARTED: f"{now:.3f}"}
     job["metadata"] |= {"annotations": annotations, "ownerReferences": [owner]}
     # The last Job records how the last sync ended, so it must exist until the next sync.
@@ -128,23 +140,14 @@ def sync_job(
     return job
 
 
-def removal_job(
-    collection: RagCollection,
-    uid: str,
-    cache: RagCache,
-    image: str,
-    gateway_url: str,
-    key_variable: Object | None = None,
-) -> Object:
+def removal_job(target: SyncTarget) -> Object:
     """Return the Job that deletes a RagCollection's documents.
 
     It has no owner, because Kubernetes may delete it together with a deleted owner.
     """
-    name = removal_name(collection.metadata.name, uid)
+    name = removal_name(target.collection.metadata.name, target.uid)
     options = ("--remove", "--patience", str(_GATEWAY_PATIENCE_S))
-    job = _job(
-        collection, cache, name, image, gateway_url, key_variable, options, REMOVAL_JOB_TIMEOUT_S
-    )
+    job = _job(target, name, options, REMOVAL_JOB_TIMEOUT_S)
     job["metadata"]["annotations"] = {PURPOSE: REMOVAL}
     job["spec"]["ttlSecondsAfterFinished"] = _MIN_TTL_S
     return job
@@ -201,17 +204,9 @@ def _finished_at(job: Object) -> float | None:
     return None
 
 
-def _job(
-    collection: RagCollection,
-    cache: RagCache,
-    name: str,
-    image: str,
-    gateway_url: str,
-    key_variable: Object | None,
-    options: tuple[str, ...],
-    timeout_s: int,
-) -> Object:
+def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int) -> Object:
     """Return a Job that runs ``ragcache sync``, without the mounts and tokens of the sources."""
+    collection, cache, key_variable = target.collection, target.cache, target.key_variable
     manifest = collection.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"metadata": {"uid"}}
     )
@@ -219,13 +214,13 @@ def _job(
         **labels(cache.metadata.name, SYNC_COMPONENT),
         COLLECTION_LABEL: collection.metadata.name,
     }
-    arguments = ("--object", json.dumps(manifest), "--gateway", gateway_url, "--result", _RESULT)
+    arguments = ("--object", json.dumps(manifest), "--gateway", target.gateway_url)
     container = {
         "name": CONTAINER,
-        "image": image,
+        "image": target.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["ragcache", "sync"],
-        "args": [*arguments, *options],
+        "args": [*arguments, "--result", _RESULT, *options],
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
@@ -249,7 +244,7 @@ def _job(
         "securityContext": POD_SECURITY,
         "containers": [container],
         "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": _SCRATCH_VOLUME}}],
-        **placement(cache.spec.scheduling),
+        **scheduling_fields(cache.spec.scheduling),
     }
     return {
         "apiVersion": "batch/v1",

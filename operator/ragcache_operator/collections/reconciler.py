@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.builders.access import api_keys
-from ragcache_operator.builders.access.component_keys import ComponentKeys
-from ragcache_operator.builders.labels import selector_text
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.keys import sync_secret, sync_variable, uses_keys
+from ragcache_operator.builders.metadata import selector_text
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.collections.conditions import (
     CACHE_NOT_FOUND,
     CACHE_NOT_READY,
@@ -33,6 +32,7 @@ from ragcache_operator.collections.job import (
     OUTCOME,
     REMOVAL_JOB_TIMEOUT_S,
     SyncJob,
+    SyncTarget,
     format_time,
     is_removal,
     parse_time,
@@ -62,7 +62,8 @@ from ragcache_operator.collections.schedule import (
     next_step,
     superseded,
 )
-from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.config import Installation
+from ragcache_operator.kube.api import Api, ApiError, Conflict, write_status
 from ragcache_operator.kube.resources import (
     CLAIMS,
     CONFIG_MAPS,
@@ -72,12 +73,10 @@ from ragcache_operator.kube.resources import (
     SECRETS,
     Object,
 )
-from ragcache_operator.kube.status import write_status
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
 from ragcache_operator.spec.manifest import parse_collection, parse_manifest
 from ragcache_operator.spec.rules import find_problems
-from ragcache_operator.status.conditions import find
-from ragcache_operator.status.events import ObjectEvent, PostEvent
+from ragcache_operator.status.conditions import ObjectEvent, PostEvent, find
 
 log = logging.getLogger(__name__)
 
@@ -103,27 +102,13 @@ class ObservedCache:
 
 
 class CollectionReconciler:
-    """Keeps collections in sync with their sources.
-
-    Args:
-        keys: The operator's own API keys.
-        images: Registry and path before the name of an image.
-        tag: Tag of the images.
-    """
+    """Keeps collections in sync with their sources."""
 
     def __init__(
-        self,
-        api: Api,
-        keys: ComponentKeys,
-        *,
-        images: str,
-        tag: str,
-        clock: Callable[[], float] = time.time,
+        self, api: Api, installation: Installation, clock: Callable[[], float] = time.time
     ) -> None:
         self._api = api
-        self._keys = keys
-        self._images = images
-        self._tag = tag
+        self._installation = installation
         self._clock = clock
 
     async def reconcile(self, body: Object, state: object, post_event: PostEvent) -> float | None:
@@ -195,14 +180,10 @@ class CollectionReconciler:
         if not collection.spec.prune:
             return _documents_left("Normal", "prune is false")
         if removal is None:
-            site, uid = self._site(cache.spec, cache.uid), body["metadata"]["uid"]
-            image = site.image(_IMAGE)
-            job = removal_job(
-                collection, uid, cache.spec, image, site.admin_url, self._key_variable(cache, site)
-            )
+            placement = self._installation.placement(cache.spec, cache.uid)
             try:
-                await self._ensure_key(cache, site)
-                await self._create(job)
+                await self._ensure_key(placement)
+                await self._create(removal_job(self._target(body, collection, placement)))
             except ApiError as error:
                 if not error.is_permanent:
                     raise
@@ -287,8 +268,8 @@ class CollectionReconciler:
             case StopJob(job):
                 # With foreground deletion, the Job exists until its pod is gone.
                 await self._api.delete(JOBS, job.name, _namespace(body), "Foreground")
-            case StartJob(revision, attempt, after):
-                await self._start(body, collection, cache, revision, attempt, after)
+            case StartJob():
+                await self._start(body, collection, cache, step)
             case Postpone(_, _, wait_s) | Idle(wait_s):
                 return wait_s
         return JOB_POLL_S
@@ -298,9 +279,7 @@ class CollectionReconciler:
         body: Object,
         collection: RagCollection,
         cache: ObservedCache,
-        revision: Revision,
-        attempt: int,
-        after: float | None,
+        step: StartJob,
     ) -> None:
         assert cache.spec is not None, "a RagCache without a spec blocks every start"
         namespace = _namespace(body)
@@ -309,35 +288,34 @@ class CollectionReconciler:
             for name in claim_names(collection)
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
-        site = self._site(cache.spec, cache.uid)
+        placement = self._installation.placement(cache.spec, cache.uid)
         job = sync_job(
-            collection,
-            body["metadata"]["uid"],
-            cache.spec,
-            revision,
-            attempt,
-            "" if after is None else format_time(after),
+            self._target(body, collection, placement),
+            step.revision,
+            step.attempt,
+            "" if step.after is None else format_time(step.after),
             self._clock(),
             claims,
-            site.image(_IMAGE),
-            site.admin_url,
-            self._key_variable(cache, site),
         )
-        await self._ensure_key(cache, site)
+        await self._ensure_key(placement)
         await self._create(job)
 
-    def _key_variable(self, cache: ObservedCache, site: ClusterSite) -> Object | None:
-        """Return the variable with the key of syncs; None if the gateway needs none."""
-        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
-            return None
-        return api_keys.sync_variable(cache.spec, site, self._keys)
+    def _target(
+        self, body: Object, collection: RagCollection, placement: ClusterPlacement
+    ) -> SyncTarget:
+        cache, key_variable = placement.cache, None
+        if uses_keys(cache, placement):
+            key_variable = sync_variable(cache, placement, self._installation.keys)
+        image, url = placement.image(_IMAGE), placement.admin_url
+        return SyncTarget(collection, body["metadata"]["uid"], cache, image, url, key_variable)
 
-    async def _ensure_key(self, cache: ObservedCache, site: ClusterSite) -> None:
-        """Create the Secret with the key of syncs, unless there is one."""
-        if cache.spec is None or not api_keys.uses_keys(cache.spec, site):
+    async def _ensure_key(self, placement: ClusterPlacement) -> None:
+        """Create the Secret with the key of syncs, unless there is one or none is needed."""
+        cache = placement.cache
+        if not uses_keys(cache, placement):
             return
         try:
-            await self._api.create(SECRETS, api_keys.sync_secret(cache.spec, site, self._keys))
+            await self._api.create(SECRETS, sync_secret(cache, placement, self._installation.keys))
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise
@@ -378,9 +356,6 @@ class CollectionReconciler:
         meta = job["metadata"]
         if "deletionTimestamp" not in meta:
             await self._api.delete(JOBS, meta["name"], meta["namespace"], propagation)
-
-    def _site(self, cache: RagCache, uid: str) -> ClusterSite:
-        return ClusterSite.of(cache, images=self._images, tag=self._tag, owner=uid)
 
     async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it changed, and post an Event for a change of Synced."""

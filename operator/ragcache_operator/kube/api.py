@@ -15,11 +15,7 @@ from typing import Any, Literal
 
 import aiohttp
 from kubernetes_asyncio.client import ApiClient, Configuration
-from kubernetes_asyncio.config import (
-    ConfigException,
-    load_incluster_config,
-    load_kube_config,
-)
+from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.kube.resources import Object, Resource, resource_of
@@ -358,3 +354,32 @@ def _error(code: int, status: Object) -> ApiError:
 
 def _no_answer(error: BaseException) -> ApiError:
     return ApiError(0, "NoAnswer", f"no answer: {error or type(error).__name__}")
+
+
+async def write_status(api: Api, body: Object, status: Object) -> bool:
+    """Write a status, unless it equals the current one. Return whether it was written.
+
+    The function updates ``body`` with the server's response. The next comparison then uses the
+    status just written, even if the watch has not delivered it yet.
+    """
+    live = body.get("status") or {}
+    if status == live:
+        return False
+    patch = {"status": _with_removals(live, status)}
+    meta = body["metadata"]
+    written = await api.merge(resource_of(body), meta["name"], meta["namespace"], patch, "status")
+    if written is not None:
+        body.update(written)
+    return True
+
+
+def _with_removals(live: Object, wanted: Object) -> Object:
+    """Return a merge patch. It keeps keys that it does not name, so removed keys become null."""
+    patch: Object = dict.fromkeys(live.keys() - wanted.keys())
+    for key, value in wanted.items():
+        before = live.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            patch[key] = _with_removals(before, value)
+        else:
+            patch[key] = value
+    return patch

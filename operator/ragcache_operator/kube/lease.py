@@ -49,6 +49,15 @@ class LeaseTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseClaim:
+    """A Lease, and the replica that wants it. Every process needs a new ``identity``."""
+
+    namespace: str
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedLease:
     """A candidate's last observation of the Lease.
 
@@ -110,9 +119,7 @@ def lease_spec(
 
 async def run_while_leading(
     api: Api,
-    namespace: str,
-    name: str,
-    identity: str,
+    claim: LeaseClaim,
     run: Callable[[], Awaitable[None]],
     *,
     timing: LeaseTiming = LeaseTiming(),
@@ -123,7 +130,6 @@ async def run_while_leading(
     A cancellation also cancels ``run``, and the Lease is held until ``run`` has ended.
 
     Args:
-        identity: Identity of the holder. Every process needs a new one.
         jitter: Returns random numbers in [0, 1].
 
     Raises:
@@ -131,7 +137,7 @@ async def run_while_leading(
             ``timing.stop_window_s`` to end. The process must exit, because a ``run`` that ignores
             its cancellation would work at the same time as the next holder.
     """
-    candidate = _Candidate(api, namespace, name, identity, timing, jitter)
+    candidate = _Candidate(api, claim, timing, jitter)
     await candidate.acquire()
     work = asyncio.ensure_future(run())
     renewal = asyncio.create_task(candidate.renew_until_lost())
@@ -155,18 +161,11 @@ async def run_while_leading(
 
 class _Candidate:
     def __init__(
-        self,
-        api: Api,
-        namespace: str,
-        name: str,
-        identity: str,
-        timing: LeaseTiming,
-        jitter: Callable[[], float],
+        self, api: Api, claim: LeaseClaim, timing: LeaseTiming, jitter: Callable[[], float]
     ) -> None:
         self._api = api
-        self._namespace = namespace
-        self._name = name
-        self._identity = identity
+        self._namespace, self._name = claim.namespace, claim.name
+        self._identity = claim.identity
         self._timing = timing
         self._jitter = jitter
         self._observed: ObservedLease | None = None

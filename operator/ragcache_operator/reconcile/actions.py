@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcache_operator.builders.labels import WORKLOADS
-from ragcache_operator.builders.objects.ownership import SPEC_HASH
+from ragcache_operator.builders.metadata import SPEC_HASH, WORKLOADS
 from ragcache_operator.kube.drift import difference, forbidden_addition
 from ragcache_operator.kube.resources import Object, identity
 

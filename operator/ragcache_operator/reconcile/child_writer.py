@@ -10,9 +10,14 @@ from functools import partial
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_operator.builders.access import api_keys, signing_key
-from ragcache_operator.builders.objects.autoscaling import with_replicas
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.autoscaling import with_replicas
+from ragcache_operator.builders.keys import (
+    api_key_secret,
+    api_key_secret_name,
+    signing_secret,
+    signing_secret_name,
+)
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, ApiError, Conflict
 from ragcache_operator.kube.drift import removal_patch
 from ragcache_operator.kube.resources import CLAIMS, SECRETS, Object, identity, resource_of
@@ -29,8 +34,7 @@ from ragcache_operator.reconcile.actions import (
 )
 from ragcache_operator.reconcile.children import Children, owner_key
 from ragcache_operator.reconcile.state import DriftCorrection, ReconcileState, backoff_s
-from ragcache_operator.spec import RagCache
-from ragcache_operator.status.events import ObjectEvent, PostEvent
+from ragcache_operator.status.conditions import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +61,7 @@ class ChildWriter:
     async def ensure_secrets(
         self,
         body: Object,
-        cache: RagCache,
-        site: ClusterSite,
+        placement: ClusterPlacement,
         desired: Sequence[Object],
         state: ReconcileState,
     ) -> tuple[list[RagCacheError], float | None]:
@@ -69,11 +72,12 @@ class ChildWriter:
         Returns:
             The errors, and the seconds until the next try; None if no retry is needed.
         """
+        cache = placement.cache
         new: dict[str, Callable[[bytes], Object]] = {
-            signing_key.secret_name(cache, site): partial(signing_key.secret, cache, site)
+            signing_secret_name(cache, placement): partial(signing_secret, cache, placement)
         }
-        if (name := api_keys.generated_secret_name(cache, site)) is not None:
-            new[name] = partial(api_keys.secret, cache, site, name)
+        if (name := api_key_secret_name(cache, placement)) is not None:
+            new[name] = partial(api_key_secret, cache, placement, name)
         errors: list[RagCacheError] = []
         waits_s: list[float] = []
         for name, make in new.items():

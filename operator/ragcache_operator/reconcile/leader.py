@@ -8,10 +8,10 @@ from typing import Final
 
 import kopf
 
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.collections.job import COLLECTION_LABEL
 from ragcache_operator.collections.reconciler import CollectionReconciler
-from ragcache_operator.config import OperatorConfig
+from ragcache_operator.config import Installation, OperatorConfig
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import JOBS, Object
@@ -46,20 +46,11 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
             collection_wakeups.wake((namespace, labels[COLLECTION_LABEL]))
 
     children = Children(api, capabilities, wake_owners, config.namespaces)
-    keys = ComponentKeys(await load_root_key(api, config.namespace, config.root_key_secret))
+    root_key = await load_root_key(api, config.namespace, config.root_key_secret)
+    installation = Installation(config, capabilities, ComponentKeys(root_key))
     gateway_client = GatewayClient()
-    caches = CacheReconciler(
-        api,
-        children,
-        capabilities,
-        gateway_client,
-        metrics,
-        keys,
-        images=config.images,
-        tag=config.tag,
-        operator_namespace=config.namespace,
-    )
-    collections = CollectionReconciler(api, keys, images=config.images, tag=config.tag)
+    caches = CacheReconciler(api, children, gateway_client, metrics, installation)
+    collections = CollectionReconciler(api, installation)
     registry = reconciling_registry(caches, cache_wakeups, collections, collection_wakeups, metrics)
     watching = asyncio.create_task(children.run())
     working = asyncio.create_task(_run_kopf(registry, children, config))

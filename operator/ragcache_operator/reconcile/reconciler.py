@@ -13,11 +13,9 @@ from typing import Final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.access.component_keys import ComponentKeys
-from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import WORKLOADS, component_of
-from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.builders.unsupported import unsupported_features
+from ragcache_operator.builders.capabilities import unsupported_features
+from ragcache_operator.builders.metadata import WORKLOADS, component_of
+from ragcache_operator.config import Installation
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import CLAIMS, Object
 from ragcache_operator.metrics import Metrics
@@ -29,8 +27,7 @@ from ragcache_operator.reconcile.status_reporter import StatusReporter
 from ragcache_operator.spec import COMPONENTS, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
 from ragcache_operator.spec.rules import find_problems
-from ragcache_operator.status.conditions import VALID, Acceptance
-from ragcache_operator.status.events import ObjectEvent, PostEvent
+from ragcache_operator.status.conditions import VALID, ConditionState, ObjectEvent, PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient
 
 API_BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
@@ -41,36 +38,20 @@ A quota or a policy may change. A server also rejects owners of a new kind for s
 
 
 class CacheReconciler:
-    """Reconciles RagCaches with their children.
-
-    Args:
-        images: Registry and path before the name of an image.
-        tag: Tag of the images.
-        keys: The operator's own API keys.
-        operator_namespace: Namespace of the operator's pods.
-    """
+    """Reconciles RagCaches with their children."""
 
     def __init__(
         self,
         api: Api,
         children: Children,
-        capabilities: Capabilities,
         gateway_client: GatewayClient,
         metrics: Metrics,
-        keys: ComponentKeys,
-        *,
-        images: str,
-        tag: str,
-        operator_namespace: str,
+        installation: Installation,
     ) -> None:
         self._children = children
-        self._capabilities = capabilities
-        self._images = images
-        self._tag = tag
-        self._operator_namespace = operator_namespace
+        self._installation = installation
         self._writer = ChildWriter(api, children, metrics)
-        self._reporter = StatusReporter(api, children, gateway_client, keys)
-        self._keys = keys
+        self._reporter = StatusReporter(api, children, gateway_client, installation.keys)
 
     async def reconcile(
         self, body: Object, state: ReconcileState, post_event: PostEvent
@@ -85,21 +66,21 @@ class CacheReconciler:
             await self._reporter.refuse(body, "Invalid", "; ".join(map(str, problems)), post_event)
             return None
         cache = parse_manifest(body)
-        site = self._site(cache, body)
+        placement = self._installation.placement(cache, body["metadata"]["uid"])
         try:
-            desired = build_children(cache, site)
+            desired = build_children(cache, placement)
         except InvalidInput as error:
             await self._reporter.refuse(body, "NotServed", str(error), post_event)
             return None
         self._report_unsupported(cache, state, post_event)
-        errors, key_wait_s = await self._writer.ensure_secrets(body, cache, site, desired, state)
+        errors, key_wait_s = await self._writer.ensure_secrets(body, placement, desired, state)
         errors += await self._writer.apply(body, desired, state, post_event)
         accepted, retry_s = _acceptance_after(errors, state)
         waits_s = [
             retry_s,
             key_wait_s,
             _seconds_until_correction(state),
-            await self._reporter.report(body, cache, site, desired, accepted, state, post_event),
+            await self._reporter.report(body, placement, desired, accepted, state, post_event),
         ]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -139,22 +120,11 @@ class CacheReconciler:
         for claim in self._claims(owner):
             await self._writer.delete(claim)
 
-    def _site(self, cache: RagCache, body: Object) -> ClusterSite:
-        return ClusterSite.of(
-            cache,
-            images=self._images,
-            tag=self._tag,
-            capabilities=self._capabilities,
-            owner=body["metadata"]["uid"],
-            operator_namespace=self._operator_namespace,
-            component_keys=self._keys.hashes(body["metadata"]["uid"]),
-        )
-
     def _report_unsupported(
         self, cache: RagCache, state: ReconcileState, post_event: PostEvent
     ) -> None:
         """Post an Event for each unsupported feature that has not been reported yet."""
-        features = unsupported_features(cache, self._capabilities)
+        features = unsupported_features(cache, self._installation.capabilities)
         for feature in features:
             if feature.message not in state.reported:
                 post_event(ObjectEvent("Warning", feature.reason, feature.message))
@@ -163,7 +133,7 @@ class CacheReconciler:
 
 def _acceptance_after(
     errors: Sequence[RagCacheError], state: ReconcileState
-) -> tuple[Acceptance, float | None]:
+) -> tuple[ConditionState, float | None]:
     """Return the condition that follows from errors of the writes, and when to retry."""
     if not errors:
         state.api_failures = state.rejections = 0
@@ -173,13 +143,13 @@ def _acceptance_after(
         reason = "ApplyFailed" if isinstance(permanent[0], ApiError) else "ObjectTaken"
         retry_s = backoff_s(REJECTED_BACKOFF_S, state.rejections)
         state.rejections += 1
-        return Acceptance("False", reason, str(permanent[0])), retry_s
+        return ConditionState("False", reason, str(permanent[0])), retry_s
     # The API server is overloaded or unreachable, so the errors say nothing about the object.
     retry_s = backoff_s(API_BACKOFF_S, state.api_failures)
     state.api_failures += 1
     if state.api_failures <= len(API_BACKOFF_S):
         return VALID, retry_s
-    return Acceptance("Unknown", "ApplyRetried", str(errors[0])), retry_s
+    return ConditionState("Unknown", "ApplyRetried", str(errors[0])), retry_s
 
 
 def _seconds_until_correction(state: ReconcileState) -> float | None:

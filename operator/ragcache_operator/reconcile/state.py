@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ragcache_operator.status.gateway_client import BlendQuality, StoreUsage
+from ragcache_operator.status.gateway_client import ShardReset, StoreUsage
 from ragcache_operator.status.retriever_state import RetrieverState
-from ragcache_operator.status.shard_resets import ShardReset
 
 
 @dataclass(slots=True)
@@ -29,7 +28,8 @@ class ReconcileState:
     api_failures: int = 0
     rejections: int = 0
     store_usage: StoreUsage | None = None
-    blend_quality: BlendQuality | None = None
+    blend_verdict: str | None = None
+    """Last verdict of the gateway about blends; None before the first."""
     next_usage_s: float = 0.0
     retriever: RetrieverState = field(default_factory=RetrieverState)
     next_retriever_s: float = 0.0

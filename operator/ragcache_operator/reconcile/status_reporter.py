@@ -8,22 +8,21 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ragcache_operator.builders.access.api_keys import uses_keys
-from ragcache_operator.builders.access.component_keys import OPERATOR, ComponentKeys
-from ragcache_operator.builders.labels import component_of, component_selectors
-from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.kube.api import Api
+from ragcache_operator.builders.keys import OPERATOR, ComponentKeys, uses_keys
+from ragcache_operator.builders.metadata import component_of
+from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_operator.kube.api import Api, write_status
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.kube.status import write_status
 from ragcache_operator.reconcile.actions import is_owned
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
 from ragcache_operator.spec import RagCache
-from ragcache_operator.status.component import is_ready
+from ragcache_operator.status.component import component_states, is_ready, workload_states
 from ragcache_operator.status.conditions import (
-    Acceptance,
-    BlendVerification,
     Condition,
+    ConditionState,
+    Observation,
+    PostEvent,
     SelfTest,
     blend_verification,
     current_test,
@@ -33,13 +32,14 @@ from ragcache_operator.status.conditions import (
     refused_conditions,
     self_test_of,
 )
-from ragcache_operator.status.events import PostEvent
-from ragcache_operator.status.gateway_client import GatewayClient
-from ragcache_operator.status.observe import component_states, workload_states
+from ragcache_operator.status.gateway_client import (
+    GatewayAccess,
+    GatewayClient,
+    reset_event,
+    unreported_resets,
+)
 from ragcache_operator.status.report import accepted_status, refused_status
-from ragcache_operator.status.retriever_client import ask_pods
-from ragcache_operator.status.retriever_state import RetrieverState, retriever_state
-from ragcache_operator.status.shard_resets import reset_event, unreported_resets
+from ragcache_operator.status.retriever_state import RetrieverState, ask_pods, retriever_state
 
 PROGRESS_POLL_S: Final = 3.0
 """Interval of reading the startup progress of pods. No watch delivers it."""
@@ -64,15 +64,14 @@ class StatusReporter:
         """Report that the operator does not apply the spec. Running components stay unchanged."""
         generation = body["metadata"]["generation"]
         conditions = refused_conditions(reason, message, generation, _conditions(body), _now())
-        await self._write(body, refused_status(body, conditions), conditions, post_event)
+        await self._write(body, refused_status(body, conditions), post_event)
 
     async def report(
         self,
         body: Object,
-        cache: RagCache,
-        site: ClusterSite,
+        placement: ClusterPlacement,
         desired: Sequence[Object],
-        accepted: Acceptance,
+        accepted: ConditionState,
         state: ReconcileState,
         post_event: PostEvent,
     ) -> float | None:
@@ -87,32 +86,20 @@ class StatusReporter:
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
-        url = site.admin_url
-        key = self._keys.key(OPERATOR, site.owner) if uses_keys(cache, site) else None
+        cache = placement.cache
+        key = self._keys.key(OPERATOR, placement.owner) if uses_keys(cache, placement) else None
+        gateway = GatewayAccess(placement.admin_url, key)
 
         async def write(test: SelfTest) -> None:
-            conditions = make_conditions(
-                components,
-                test,
-                generation,
-                _conditions(body),
-                _now(),
-                accepted,
-                _blend_verification(cache, state, _conditions(body)),
-            )
+            before = _conditions(body)
+            blend = _blend_verification(cache, state, before)
+            found = Observation(generation, components, test, accepted, blend)
+            conditions = make_conditions(found, before, _now())
+            workloads = workload_states(desired, self._children.get)
             status = accepted_status(
-                cache,
-                generation,
-                components,
-                workload_states(desired, self._children.get),
-                conditions,
-                test,
-                state.store_usage,
-                retriever,
-                site,
-                component_selectors(cache)["gateway"],
+                placement, found, conditions, workloads, retriever, state.store_usage
             )
-            await self._write(body, status, conditions, post_event)
+            await self._write(body, status, post_event)
 
         waits_s = [PROGRESS_POLL_S] if progress else []
         if ask_again_s is not None:
@@ -120,22 +107,21 @@ class StatusReporter:
         if is_test_due(components, test, generation):
             if time.monotonic() >= state.next_test_s:
                 if test.passed is None:
-                    await write(
-                        SelfTest(None, "Asking", f"sending a question to {url}", generation)
-                    )
-                test = await self._run_self_test(url, key, cache, generation, state)
+                    message = f"sending a question to {gateway.url}"
+                    await write(SelfTest(None, "Asking", message, generation))
+                test = await self._run_self_test(gateway, cache, generation, state)
             if not test.passed or test.generation != generation:
                 waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            await self._refresh_usage(url, key, state, post_event)
+            await self._refresh_usage(gateway, state, post_event)
             waits_s.append(USAGE_POLL_S)
         await write(test)
         return min(waits_s, default=None)
 
     async def _run_self_test(
-        self, url: str, key: str | None, cache: RagCache, generation: int, state: ReconcileState
+        self, gateway: GatewayAccess, cache: RagCache, generation: int, state: ReconcileState
     ) -> SelfTest:
-        result = await self._gateway_client.self_test(url, cache.spec.model.served_name, key)
+        result = await self._gateway_client.self_test(gateway, cache.spec.model.served_name)
         if result.passed:
             state.test_failures, state.next_test_s = 0, 0.0
             return SelfTest(True, "Answered", result.message, generation)
@@ -144,19 +130,19 @@ class StatusReporter:
         return SelfTest(False, "SelfTestFailed", result.message, generation)
 
     async def _refresh_usage(
-        self, url: str, key: str | None, state: ReconcileState, post_event: PostEvent
+        self, gateway: GatewayAccess, state: ReconcileState, post_event: PostEvent
     ) -> None:
         if time.monotonic() >= state.next_usage_s:
             state.next_usage_s = time.monotonic() + USAGE_POLL_S
-            usage = await self._gateway_client.store_usage(url, key)
+            usage = await self._gateway_client.store_usage(gateway)
             if usage is not None:
                 state.store_usage = usage
                 now_ms = time.time_ns() // 1_000_000
                 for reset in unreported_resets(usage.resets, state.reported_resets, now_ms):
                     post_event(reset_event(reset))
                 state.reported_resets |= frozenset(usage.resets)
-            quality = await self._gateway_client.blend_quality(url, key)
-            state.blend_quality = quality or state.blend_quality
+            verdict = await self._gateway_client.blend_verdict(gateway)
+            state.blend_verdict = verdict or state.blend_verdict
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
         """Return the startup progress of pods that run but are not ready, by pod name.
@@ -198,17 +184,11 @@ class StatusReporter:
         sets = {obj["metadata"]["uid"] for obj in self._children.list_for(owner, "StatefulSet")}
         return [pod for pod in pods if any(is_owned(pod, uid) for uid in sets)]
 
-    async def _write(
-        self,
-        body: Object,
-        status: Object,
-        conditions: Sequence[Condition],
-        post_event: PostEvent,
-    ) -> None:
+    async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it changed, and post an Event for each changed condition."""
         before = _conditions(body)
         if await write_status(self._api, body, status):
-            for event in events_for(before, conditions):
+            for event in events_for(before, status["conditions"]):
                 post_event(event)
 
 
@@ -228,13 +208,11 @@ def port_address(pod: Object, name: str) -> str | None:
 
 def _blend_verification(
     cache: RagCache, state: ReconcileState, before: Sequence[Condition]
-) -> BlendVerification | None:
+) -> ConditionState | None:
     if cache.spec.reuse.mode != "blend":
         return None
-    found = state.blend_quality
     has_target = cache.spec.reuse.quality is not None
-    verdict = None if found is None else found.verdict
-    return blend_verification(verdict, before, has_target=has_target)
+    return blend_verification(state.blend_verdict, before, has_target=has_target)
 
 
 def _conditions(body: Object) -> Sequence[Condition]:

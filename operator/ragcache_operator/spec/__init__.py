@@ -25,19 +25,6 @@ from ragcache_operator.spec.collection import (
     VolumeSource,
     parse_duration,
 )
-from ragcache_operator.spec.components.retriever import (
-    BUNDLED_DIMENSION,
-    BUNDLED_EMBEDDER,
-    MAX_RETRIEVER_REPLICAS,
-    BackendSpec,
-    EmbedderSpec,
-    IndexSpec,
-    MilvusBackendSpec,
-    PostgresBackendSpec,
-    RerankerSpec,
-    RetrieverLimitsSpec,
-    RetrieverSpec,
-)
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
     COMPONENTS,
@@ -57,6 +44,19 @@ from ragcache_operator.spec.ragcache import (
     RagCacheSpec,
     ReplicationSpec,
     ReuseSpec,
+)
+from ragcache_operator.spec.retriever import (
+    BUNDLED_DIMENSION,
+    BUNDLED_EMBEDDER,
+    MAX_RETRIEVER_REPLICAS,
+    BackendSpec,
+    EmbedderSpec,
+    IndexSpec,
+    MilvusBackendSpec,
+    PostgresBackendSpec,
+    RerankerSpec,
+    RetrieverLimitsSpec,
+    RetrieverSpec,
 )
 from ragcache_operator.spec.values import (
     API_VERSION,

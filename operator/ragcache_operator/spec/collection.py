@@ -207,3 +207,17 @@ class RagCollection(ManifestModel):
     def collection_name(self) -> str:
         """Name of the collection in the RagCache that stores the documents."""
         return self.spec.collection or self.metadata.name
+
+
+MOUNTS = "/sources"
+"""Folder with one mount for each source that is a ConfigMap or a volume."""
+
+
+def mount_name(index: int) -> str:
+    """Return the mount name of the source with this index in ``spec.sources``."""
+    return f"source-{index}"
+
+
+def token_variable(index: int) -> str:
+    """Return the environment variable with the token of the source with this index."""
+    return f"RAGCACHE_SOURCE_{index}_TOKEN"

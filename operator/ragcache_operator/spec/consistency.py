@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ragcache_operator.spec.cluster import (
     ClientSpec,
@@ -11,9 +12,7 @@ from ragcache_operator.spec.cluster import (
     TolerationSpec,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
-from ragcache_operator.spec.components.engine_arguments import ENGINE_ARGUMENT_RULES
-from ragcache_operator.spec.components.external_engine_rules import EXTERNAL_ENGINE_RULES
-from ragcache_operator.spec.components.retriever_rules import RETRIEVER_RULES
+from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
     CacheStoreSpec,
@@ -23,6 +22,14 @@ from ragcache_operator.spec.ragcache import (
     HTTPRouteSpec,
     ModelSpec,
     RagCacheSpec,
+)
+from ragcache_operator.spec.retriever import (
+    CROSS_ENCODER,
+    CROSS_ENCODER_MODEL,
+    BackendSpec,
+    EmbedderSpec,
+    RerankerSpec,
+    RetrieverSpec,
 )
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
@@ -109,6 +116,138 @@ def _max_replicas(name: str, component: type[GatewaySpec | EngineSpec]) -> Rule:
         "is below replicas",
         "use at least the value of replicas, or lower replicas",
     )
+
+
+_PROBLEM: Final = "is set together with url, and RagCache does not run this engine"
+_FIX: Final = "leave it out, or leave out url"
+
+_CONDITIONS: Final = {
+    "replicas": "self.replicas == 1",
+    "args": "!has(self.args) || size(self.args) == 0",
+    "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
+    "scheduling": "!has(self.scheduling)",
+    "autoscaling": "!has(self.autoscaling)",
+}
+"""In CEL: the field has its default. The API server adds defaults before it evaluates a rule."""
+_QUANTITIES: Final = {"kvMemory": "kv_memory", "hostTier": "host_tier", "resources": "resources"}
+"""Attribute by field."""
+
+
+def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
+    default = EngineSpec.model_fields[attribute].default
+
+    def check(engine: EngineSpec) -> Violation | None:
+        if engine.url is None or getattr(engine, attribute) == default:
+            return None
+        return Violation(_PROBLEM, _FIX)
+
+    return check
+
+
+def _name(field: str) -> str:
+    return f"no {field} with a url"
+
+
+EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
+    *(
+        cel_rule(
+            *(_name(field), EngineSpec, field),
+            f"!has(self.url) || {condition}",
+            *(_PROBLEM, _FIX),
+        )
+        for field, condition in _CONDITIONS.items()
+    ),
+    *(
+        Rule(_name(field), EngineSpec, field, _unset(attribute), NO_CEL_FOR_QUANTITIES)
+        for field, attribute in _QUANTITIES.items()
+    ),
+)
+
+
+RETRIEVER_RULES: tuple[Rule, ...] = (
+    cel_rule(
+        "no model name without an embeddings endpoint",
+        EmbedderSpec,
+        "model",
+        "self.source.startsWith('http') || !has(self.model)",
+        "is set, but only an endpoint has more than one model",
+        "leave it out, or set source to the URL of an endpoint",
+    ),
+    cel_rule(
+        "model name for an embeddings endpoint",
+        EmbedderSpec,
+        "model",
+        "!self.source.startsWith('http') || has(self.model)",
+        "is missing: an endpoint serves many models",
+        "name one of them",
+    ),
+    cel_rule(
+        "no API key without an embeddings endpoint",
+        EmbedderSpec,
+        "keySecret",
+        "self.source.startsWith('http') || !has(self.keySecret)",
+        "is set, but only an endpoint takes a key",
+        "leave it out, or set source to the URL of an endpoint",
+    ),
+    cel_rule(
+        "model of the reranker if there is one",
+        RerankerSpec,
+        "model",
+        "self.source == 'none' || has(self.model)",
+        "is missing: cross-encoder and a URL need a model",
+        "name one",
+    ),
+    cel_rule(
+        "no model without a reranker",
+        RerankerSpec,
+        "model",
+        "self.source != 'none' || !has(self.model)",
+        "is set, but the source none has no model",
+        "leave it out, or set source to cross-encoder or the URL of an endpoint",
+    ),
+    cel_rule(
+        "name or folder of a cross-encoder",
+        RerankerSpec,
+        "model",
+        f"self.source != '{CROSS_ENCODER}' || !has(self.model) || "
+        f"self.model.matches(r'^(?:{CROSS_ENCODER_MODEL})$')",
+        "names no cross-encoder",
+        "use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or path:FOLDER",
+    ),
+    cel_rule(
+        "API key of the reranker only for an endpoint",
+        RerankerSpec,
+        "keySecret",
+        "self.source.startsWith('http') || !has(self.keySecret)",
+        "is set, but only an endpoint needs a key",
+        "leave it out, or set source to the URL of an endpoint",
+    ),
+    cel_rule(
+        "postgres or milvus",
+        BackendSpec,
+        "milvus",
+        "!has(self.postgres) || !has(self.milvus)",
+        "is set together with postgres",
+        "keep the one that has your documents",
+    ),
+    cel_rule(
+        "several retriever replicas only with PostgreSQL",
+        RetrieverSpec,
+        "replicas",
+        "self.replicas == 1 || (has(self.backend) && has(self.backend.postgres))",
+        "is above 1, but the documents are on the volume of one pod",
+        "use 1, or set backend.postgres",
+    ),
+    cel_rule(
+        "precision of the index only in the embedded backend",
+        RetrieverSpec,
+        "index",
+        "!has(self.index) || self.index.precision == 'float32' || !has(self.backend) || "
+        "(!has(self.backend.postgres) && !has(self.backend.milvus))",
+        "has a precision that postgres and milvus do not use",
+        "leave out precision, or use the embedded backend",
+    ),
+)
 
 
 CONSISTENCY: tuple[Rule, ...] = (

@@ -14,8 +14,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, TelemetrySpec
-from ragcache_operator.spec.components.retriever import RetrieverSpec
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
     HUB_NAME,

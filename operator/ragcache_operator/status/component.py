@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.cost.engine_memory import INSUFFICIENT_MEMORY_EXIT_CODE
+from ragcache_operator.builders.metadata import WORKLOADS, component_of
 from ragcache_operator.kube.resources import Object
+
+CONDITION_OF = {
+    "cachestore": "CacheStoreReady",
+    "retriever": "RetrieverReady",
+    "engine": "EnginesReady",
+    "gateway": "GatewayReady",
+}
+"""Condition type of each component. A component comes after those that it depends on."""
 
 READY = "AllReplicasReady"
 ROLLING_OUT = "RollingOut"
@@ -200,3 +209,41 @@ def _container_problem(name: str, container: Mapping[str, Any]) -> tuple[int, st
         last_line = f": {lines[-1]}" if lines else ""
         return 1, "CrashLooping", f"{name}: exited with code {ended.get('exitCode')}{last_line}"
     return None
+
+
+def workload_states(
+    desired: Sequence[Object], live: Callable[[Object], Object | None]
+) -> dict[str, WorkloadState]:
+    """Return the states of the desired workloads, by name."""
+    return {
+        obj["metadata"]["name"]: workload_state(obj["metadata"]["name"], live(obj))
+        for obj in desired
+        if obj["kind"] in WORKLOADS
+    }
+
+
+def component_states(
+    desired: Sequence[Object],
+    live: Callable[[Object], Object | None],
+    pods: Sequence[Object],
+    progress: Mapping[str, str],
+) -> list[ComponentState]:
+    """Return one state for each component, in the order of CONDITION_OF.
+
+    Args:
+        progress: Startup progress of pods, by name.
+    """
+    workloads = [obj for obj in desired if obj["kind"] in WORKLOADS]
+    states = []
+    for component in CONDITION_OF:
+        own = [obj for obj in workloads if component_of(obj) == component]
+        states.append(
+            component_state(
+                component,
+                list(workload_states(own, live).values()),
+                [pod for pod in pods if component_of(pod) == component],
+                exists=all(live(obj) is not None for obj in own),
+                progress=progress,
+            )
+        )
+    return states

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ragcache_operator.status.component import ComponentState
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.component import CONDITION_OF, ComponentState
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEvent:
+    """An Event about the object that is being reconciled."""
+
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+PostEvent = Callable[[ObjectEvent], None]
+"""Posts an Event about one object."""
+
 
 Condition = dict[str, Any]
 Truth = Literal["True", "False", "Unknown"]
@@ -16,13 +29,6 @@ READY = "Ready"
 ACCEPTED = "Accepted"
 SELF_TEST = "SelfTestPassed"
 BLEND_VERIFIED = "BlendVerified"
-CONDITION_OF = {
-    "cachestore": "CacheStoreReady",
-    "retriever": "RetrieverReady",
-    "engine": "EnginesReady",
-    "gateway": "GatewayReady",
-}
-"""Condition type of each component. A component comes after those that it depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +47,20 @@ class SelfTest:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Whether the operator could apply the spec completely."""
+class ConditionState:
+    """Status, reason and message of one condition."""
 
-    truth: Truth
+    status: Truth
     reason: str
     message: str
 
 
-VALID = Acceptance("True", "Valid", "the spec is valid")
-
-
-@dataclass(frozen=True, slots=True)
-class BlendVerification:
-    """Whether a measurement says that blended answers are good enough."""
-
-    truth: Truth
-    reason: str
-    message: str
+VALID = ConditionState("True", "Valid", "the spec is valid")
 
 
 def blend_verification(
     verdict: str | None, before: Sequence[Condition], *, has_target: bool
-) -> BlendVerification:
+) -> ConditionState:
     """Return what a gateway's verdict means for a RagCache that blends.
 
     Args:
@@ -75,55 +72,86 @@ def blend_verification(
     match verdict:
         case "passed":
             message = "a measurement of this model reached the wanted quality"
-            return BlendVerification("True", "MeasurementPassed", message)
+            return ConditionState("True", "MeasurementPassed", message)
         case "failed":
             message = f"a measurement of this model missed the wanted quality; {effect}"
-            return BlendVerification("False", "MeasurementFailed", message)
+            return ConditionState("False", "MeasurementFailed", message)
         case "unverified":
             message = f"nothing was measured with this model; {effect}; run `ragcache quality`"
-            return BlendVerification("False", "NotMeasured", message)
+            return ConditionState("False", "NotMeasured", message)
     known = find(before, BLEND_VERIFIED)
     if known is not None:
-        return BlendVerification(known["status"], known["reason"], known["message"])
-    return BlendVerification("Unknown", "Waiting", "waiting for the gateway")
+        return ConditionState(known["status"], known["reason"], known["message"])
+    return ConditionState("Unknown", "Waiting", "waiting for the gateway")
 
 
-def make_conditions(
-    components: Sequence[ComponentState],
-    test: SelfTest,
-    generation: int,
-    before: Sequence[Condition],
-    now: str,
-    accepted: Acceptance = VALID,
-    blend: BlendVerification | None = None,
-) -> list[Condition]:
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the operator has observed of an accepted RagCache.
+
+    Args:
+        components: State of each component, in the order of CONDITION_OF.
+        accepted: Whether the operator could apply the spec completely.
+        blend: What is known of the quality of blends; None if it does not blend.
+    """
+
+    generation: int
+    components: Sequence[ComponentState]
+    test: SelfTest
+    accepted: ConditionState = VALID
+    blend: ConditionState | None = None
+
+
+def make_conditions(found: Observation, before: Sequence[Condition], now: str) -> list[Condition]:
     """Return the conditions of an accepted RagCache.
 
     Args:
         before: Its conditions so far.
         now: The current time in RFC 3339 format.
-        blend: What is known of the quality of blends; None if it does not blend.
     """
-    builder = _ConditionBuilder(generation, before, now)
-    made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
-    for state in components:
-        truth: Truth = "True" if state.available else "False"
-        made.append(builder.make(CONDITION_OF[state.component], truth, state.reason, state.message))
+    test = found.test
     tested: Truth = "Unknown" if test.passed is None else "True" if test.passed else "False"
-    made.append(
-        builder.make(SELF_TEST, tested, test.reason, test.message, generation=test.generation)
-    )
-    if blend is not None:
-        made.append(builder.make(BLEND_VERIFIED, blend.truth, blend.reason, blend.message))
-    waiting = next((state for state in components if not state.available), None)
+    made = {ACCEPTED: found.accepted}
+    for state in found.components:
+        truth: Truth = "True" if state.available else "False"
+        made[CONDITION_OF[state.component]] = ConditionState(truth, state.reason, state.message)
+    made[SELF_TEST] = ConditionState(tested, test.reason, test.message)
+    if found.blend is not None:
+        made[BLEND_VERIFIED] = found.blend
+    waiting = next((state for state in found.components if not state.available), None)
     if waiting is not None:
-        made.append(builder.make(READY, "False", waiting.reason, _named(waiting)))
+        message = f"{waiting.component}: {waiting.message}"
+        made[READY] = ConditionState("False", waiting.reason, message)
     elif test.passed:
-        # The self-test may have run for the generation before this one.
-        message = "the gateway answers questions"
-        made.append(builder.make(READY, "True", "Answering", message, generation=test.generation))
+        made[READY] = ConditionState("True", "Answering", "the gateway answers questions")
     else:
-        made.append(builder.make(READY, "False", test.reason, test.message))
+        made[READY] = ConditionState("False", test.reason, test.message)
+    conditions = with_times(made, found.generation, before, now)
+    for condition in conditions:
+        # The self-test may have run for the generation before this one.
+        if condition["type"] == SELF_TEST or condition["reason"] == "Answering":
+            condition["observedGeneration"] = test.generation
+    return conditions
+
+
+def with_times(
+    states: Mapping[str, ConditionState], generation: int, before: Sequence[Condition], now: str
+) -> list[Condition]:
+    """Return conditions by type, each with the time since which it has its status."""
+    made = []
+    for name, state in states.items():
+        old = find(before, name)
+        since = old["lastTransitionTime"] if old and old["status"] == state.status else now
+        made.append(
+            {
+                "type": name,
+                "status": state.status,
+                "reason": state.reason,
+                "message": state.message,
+                "lastTransitionTime": since,
+                "observedGeneration": generation,
+            }
+        )
     return made
 
 
@@ -131,13 +159,9 @@ def refused_conditions(
     reason: str, message: str, generation: int, before: Sequence[Condition], now: str
 ) -> list[Condition]:
     """Return the conditions of a rejected RagCache. Conditions of components stay unchanged."""
-    builder = _ConditionBuilder(generation, before, now)
-    kept = [c for c in before if c["type"] not in (ACCEPTED, READY)]
-    return [
-        builder.make(ACCEPTED, "False", reason, message),
-        *kept,
-        builder.make(READY, "False", reason, message),
-    ]
+    state = ConditionState("False", reason, message)
+    accepted, ready = with_times({ACCEPTED: state, READY: state}, generation, before, now)
+    return [accepted, *(c for c in before if c["type"] not in (ACCEPTED, READY)), ready]
 
 
 def self_test_of(before: Sequence[Condition]) -> SelfTest:
@@ -179,28 +203,27 @@ def current_test(components: Sequence[ComponentState], test: SelfTest, generatio
     return test
 
 
-def phase_of(
-    conditions: Sequence[Condition], components: Sequence[ComponentState], generation: int
-) -> str:
+def phase_of(conditions: Sequence[Condition], found: Observation) -> str:
     """Return the phase, the summary of the conditions."""
-    ready, accepted = find(conditions, READY), find(conditions, ACCEPTED)
+    ready, components = find(conditions, READY), found.components
     if ready is None or ready["status"] != "True":
         return "Progressing" if any(state.ready for state in components) else "Pending"
     has_warning = any(state.reason in _WARNINGS for state in components)
-    if has_warning or accepted is None or accepted["status"] != "True":
+    if has_warning or found.accepted.status != "True":
         return "Degraded"
-    if any(not state.settled for state in components) or ready["observedGeneration"] != generation:
+    is_settled = all(state.settled for state in components)
+    if not is_settled or ready["observedGeneration"] != found.generation:
         return "Progressing"
     complete = all(state.ready >= state.wanted for state in components)
     return "Ready" if complete else "Degraded"
 
 
-def progress_of(components: Sequence[ComponentState], test: SelfTest) -> str:
+def progress_of(found: Observation) -> str:
     """Return what the operator waits for as one line, or an empty string."""
-    waiting = [state for state in components if not state.available or not state.settled]
+    waiting = [state for state in found.components if not (state.available and state.settled)]
     if waiting:
         return "; ".join(f"{state.component}: {state.message}" for state in waiting)
-    return "" if test.passed else f"self-test: {test.message}"
+    return "" if found.test.passed else f"self-test: {found.test.message}"
 
 
 def events_for(before: Sequence[Condition], after: Sequence[Condition]) -> list[ObjectEvent]:
@@ -240,28 +263,3 @@ _WARNINGS = frozenset(
     }
 )
 """Reasons that need a user's action. The others resolve without one."""
-
-
-def _named(state: ComponentState) -> str:
-    return f"{state.component}: {state.message}"
-
-
-class _ConditionBuilder:
-    def __init__(self, generation: int, before: Sequence[Condition], now: str) -> None:
-        self._generation = generation
-        self._before: Mapping[str, Condition] = {c["type"]: c for c in before}
-        self._now = now
-
-    def make(
-        self, name: str, status: Truth, reason: str, message: str, generation: int | None = None
-    ) -> Condition:
-        old = self._before.get(name)
-        since = old["lastTransitionTime"] if old and old["status"] == status else self._now
-        return {
-            "type": name,
-            "status": status,
-            "reason": reason,
-            "message": message,
-            "lastTransitionTime": since,
-            "observedGeneration": self._generation if generation is None else generation,
-        }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from ragcache_operator.status.shard_resets import ShardReset
+from ragcache_operator.status.conditions import ObjectEvent
 
 SELF_TEST_COLLECTION = "ragcache-self-test"
 """The first self-test creates this collection if the platform has no documents."""
@@ -50,20 +51,25 @@ class StoreUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class BlendQuality:
-    """What the gateway knows of the quality of blends.
+class GatewayAccess:
+    """A gateway: its base URL and the key for it. A gateway without keys gets none."""
 
-    ``verdict`` is unverified, passed or failed.
-    """
+    url: str
+    key: str | None = field(default=None, repr=False)
 
-    verdict: str
+
+class _ErrorResponse(Exception):
+    """The gateway answered with an HTTP error."""
+
+
+_NO_ANSWER = (
+    *(_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError),
+    *(ValueError, KeyError, TypeError),
+)
 
 
 class GatewayClient:
-    """Client of the gateways of all platforms, by base URL.
-
-    A call that gets a key sends it. A gateway without keys gets none.
-    """
+    """Client of the gateways of all platforms."""
 
     def __init__(self) -> None:
         # Connections inside a cluster must not use a proxy of the environment. Each call has its
@@ -74,20 +80,20 @@ class GatewayClient:
         """Close every connection."""
         await self._client.aclose()
 
-    async def self_test(self, url: str, model: str, key: str | None = None) -> SelfTestResult:
+    async def self_test(self, gateway: GatewayAccess, model: str) -> SelfTestResult:
         """Ask a question of the largest collection, or of a new test collection."""
         try:
-            collection = await self._collection(url, key)
+            collection = await self._collection(gateway)
             answer = await self._json(
+                gateway,
                 "POST",
-                f"{url}/v1/chat/completions",
+                "/v1/chat/completions",
                 {
                     "model": model,
                     "messages": [{"role": "user", "content": _QUESTION}],
                     "max_tokens": _ANSWER_TOKENS,
                     "ragcache": {"collection": collection, "top_k": 1},
                 },
-                key=key,
                 timeout_s=_ANSWER_TIMEOUT_S,
             )
             citations = answer["ragcache"]["citations"]
@@ -95,19 +101,21 @@ class GatewayClient:
         except _ErrorResponse as error:
             return SelfTestResult(False, str(error))
         except (*_CONNECTION_ERRORS, TimeoutError) as error:
-            return SelfTestResult(False, f"{url} does not answer: {error or type(error).__name__}")
+            return SelfTestResult(
+                False, f"{gateway.url} does not answer: {error or type(error).__name__}"
+            )
         except (ValueError, KeyError, TypeError) as error:
-            return SelfTestResult(False, f"{url} sent an invalid answer: {error!r}")
+            return SelfTestResult(False, f"{gateway.url} sent an invalid answer: {error!r}")
         if not citations:
             return SelfTestResult(False, f"the answer from {collection!r} has no citations")
         if num_tokens < 1:
             return SelfTestResult(False, "the engine's answer has no tokens")
         return SelfTestResult(True, f"a question to {collection!r} was answered with citations")
 
-    async def store_usage(self, url: str, key: str | None = None) -> StoreUsage | None:
+    async def store_usage(self, gateway: GatewayAccess) -> StoreUsage | None:
         """Return the usage of the cache store, or None if the gateway does not answer."""
         try:
-            usage = await self._json("GET", f"{url}/v1/cache", key=key)
+            usage = await self._json(gateway, "GET", "/v1/cache")
             resets = [
                 ShardReset(
                     str(shard["address"]), int(shard["reset_at_ms"]), str(shard["reset_reason"])
@@ -116,60 +124,61 @@ class GatewayClient:
                 if shard["reset_at_ms"]
             ]
             return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]), tuple(resets))
-        except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
+        except _NO_ANSWER:
             return None
 
-    async def blend_quality(self, url: str, key: str | None = None) -> BlendQuality | None:
-        """Return what is known of blends, or None if the gateway does not answer."""
+    async def blend_verdict(self, gateway: GatewayAccess) -> str | None:
+        """Return unverified, passed or failed, or None if the gateway does not answer."""
         try:
-            state = await self._json("GET", f"{url}/v1/quality", key=key)
-            return BlendQuality(str(state["verdict"]))
-        except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
+            return str((await self._json(gateway, "GET", "/v1/quality"))["verdict"])
+        except _NO_ANSWER:
             return None
 
     async def startup_progress(self, address: str) -> str | None:
         """Return the startup progress of a pod. ``address`` is "host:port" of its health port."""
         try:
             async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
-                _, body = await self._send("GET", f"http://{address}/readyz", None, None)
+                _, body = await self._send(
+                    GatewayAccess(f"http://{address}"), "GET", "/readyz", None
+                )
             progress = json.loads(body).get("progress")
         except (*_CONNECTION_ERRORS, TimeoutError, ValueError, AttributeError):
             return None
         return str(progress)[:200] if progress else None
 
-    async def _collection(self, url: str, key: str | None) -> str:
-        listed = await self._json("GET", f"{url}/v1/collections", key=key)
+    async def _collection(self, gateway: GatewayAccess) -> str:
+        listed = await self._json(gateway, "GET", "/v1/collections")
         filled = [c for c in listed["data"] if c["documents"]]
         theirs = [c for c in filled if c["name"] != SELF_TEST_COLLECTION]
         if theirs:
             largest: dict[str, Any] = max(theirs, key=lambda c: (c["documents"], c["name"]))
             return str(largest["name"])
         if not filled:
-            await self._json("PUT", f"{url}/v1/collections/{SELF_TEST_COLLECTION}", {}, key=key)
-            await self._json("POST", f"{url}/v1/documents", _DOCUMENT, key=key)
+            await self._json(gateway, "PUT", f"/v1/collections/{SELF_TEST_COLLECTION}", {})
+            await self._json(gateway, "POST", "/v1/documents", _DOCUMENT)
         return SELF_TEST_COLLECTION
 
     async def _json(
         self,
+        gateway: GatewayAccess,
         method: str,
-        url: str,
+        path: str,
         body: dict[str, Any] | None = None,
-        *,
-        key: str | None,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> Any:
         """Return the JSON of a response. Raises _ErrorResponse for an HTTP error."""
         async with asyncio.timeout(timeout_s):
-            status, raw = await self._send(method, url, body, key)
+            status, raw = await self._send(gateway, method, path, body)
         if not 200 <= status < 300:
             raise _ErrorResponse(_error_text(status, raw))
         return json.loads(raw)
 
     async def _send(
-        self, method: str, url: str, body: dict[str, Any] | None, key: str | None
+        self, gateway: GatewayAccess, method: str, path: str, body: dict[str, Any] | None
     ) -> tuple[int, bytes]:
         """Return status and body. The server is a tenant's, so the size of the body is limited."""
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {} if gateway.key is None else {"Authorization": f"Bearer {gateway.key}"}
+        url = f"{gateway.url}{path}"
         async with self._client.stream(method, url, json=body, headers=headers) as response:
             raw = bytearray()
             async for piece in response.aiter_bytes():
@@ -179,13 +188,39 @@ class GatewayClient:
             return response.status_code, bytes(raw)
 
 
-class _ErrorResponse(Exception):
-    """The gateway answered with an HTTP error."""
-
-
 def _error_text(status: int, raw: bytes) -> str:
     try:
         message = json.loads(raw)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = raw[:200].decode(errors="replace")
     return f"HTTP {status}: {message}"
+
+
+RECENT_MS = 3600 * 1000
+"""An operator that has just started reports resets up to this age. Others were reported before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReset:
+    """A start of a shard with an empty data folder. ``at_ms`` is a Unix time."""
+
+    shard: str
+    at_ms: int
+    reason: str
+
+
+def unreported_resets(
+    resets: Iterable[ShardReset], reported: Collection[ShardReset], now_ms: int
+) -> list[ShardReset]:
+    """Return the recent resets that no Event has reported."""
+    return [reset for reset in resets if reset not in reported and now_ms - reset.at_ms < RECENT_MS]
+
+
+def reset_event(reset: ShardReset) -> ObjectEvent:
+    """Return the Event that reports a reset."""
+    return ObjectEvent(
+        "Warning",
+        "CacheDataDamaged",
+        f"cache store shard {reset.shard} has started empty, because its metadata was damaged; "
+        f"check its volume. {reset.reason}",
+    )

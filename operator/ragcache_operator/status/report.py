@@ -5,57 +5,52 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragcache_operator.builders.access.api_keys import generated_secret_name
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.keys import api_key_secret_name
+from ragcache_operator.builders.metadata import component_selectors, object_name
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.spec import RagCache
-from ragcache_operator.status.component import ComponentState, WorkloadState
-from ragcache_operator.status.conditions import Condition, SelfTest, phase_of, progress_of
+from ragcache_operator.status.component import WorkloadState
+from ragcache_operator.status.conditions import Condition, Observation, phase_of, progress_of
 from ragcache_operator.status.gateway_client import StoreUsage
 from ragcache_operator.status.retriever_state import RetrieverState
 
 
 def accepted_status(
-    cache: RagCache,
-    generation: int,
-    components: Sequence[ComponentState],
-    workloads: Mapping[str, WorkloadState],
+    placement: ClusterPlacement,
+    found: Observation,
     conditions: Sequence[Condition],
-    test: SelfTest,
-    usage: StoreUsage | None,
+    workloads: Mapping[str, WorkloadState],
     retriever: RetrieverState,
-    site: ClusterSite,
-    selector: str,
+    usage: StoreUsage | None,
 ) -> Object:
     """Return the status of an accepted RagCache.
 
     Args:
+        placement: Says where the gateway is, and which Secret has its keys.
         workloads: States of the workloads, by object name.
+        retriever: What the retriever's pods answered last.
         usage: Last observed usage of the cache store.
-        retriever: What the retriever's pods said last.
-        site: Says where the gateway is, and which Secret has its keys.
-        selector: Label selector of the gateway's pods, for autoscalers.
     """
-    name = cache.metadata.name
-    by_component = {state.component: state for state in components}
+    cache = placement.cache
+    by_component = {state.component: state for state in found.components}
     gateway, store, engine, documents = (
         by_component[c] for c in ("gateway", "cachestore", "engine", "retriever")
     )
     status: dict[str, Any] = {
-        "observedGeneration": generation,
-        "phase": phase_of(conditions, components, generation),
+        "observedGeneration": found.generation,
+        "phase": phase_of(conditions, found),
         "conditions": list(conditions),
         "model": cache.spec.model.served_name,
-        "endpoints": {"gateway": site.gateway_url, "admin": site.admin_url},
+        "endpoints": {"gateway": placement.gateway_url, "admin": placement.admin_url},
         "gateway": {
             "replicas": gateway.wanted,
             "readyReplicas": gateway.ready,
-            "selector": selector,
+            "selector": component_selectors(cache)["gateway"],
         },
         "engines": [
             {"name": one.name, "replicas": state.wanted, "readyReplicas": state.ready}
             for one in cache.spec.engines
-            if (state := workloads.get(f"{name}-engine-{one.name}")) is not None
+            if (state := workloads.get(object_name(cache, f"engine-{one.name}"))) is not None
         ],
         "enginesReady": f"{engine.ready}/{engine.wanted}",
         "retriever": {
@@ -65,9 +60,9 @@ def accepted_status(
         },
         "cacheStore": {"shards": store.wanted, "readyShards": store.ready},
     }
-    if (secret := generated_secret_name(cache, site)) is not None:
+    if (secret := api_key_secret_name(cache, placement)) is not None:
         status["apiKeySecret"] = secret
-    if progress := progress_of(components, test):
+    if progress := progress_of(found):
         status["progress"] = progress
     if usage is not None:
         status["cache"] = {"bytes": usage.num_bytes}

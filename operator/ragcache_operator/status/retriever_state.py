@@ -1,13 +1,39 @@
-"""Derives the state of the retriever from what its pods say."""
+"""The state of the retriever, from what its pods answer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from ragcache_core.errors import RagCacheError
 from ragcache_operator.kube.resources import Object
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
+
+_TIMEOUT_S = 2.0
+
+
+async def ask_pods(addresses: Iterable[str]) -> list[pb.RetrieverStatus | None]:
+    """Return the answer of each pod, or None for a pod that does not answer in two seconds.
+
+    Args:
+        addresses: "host:port" of the gRPC ports.
+    """
+    return await asyncio.gather(*map(_ask, addresses))
+
+
+async def _ask(address: str) -> pb.RetrieverStatus | None:
+    # Pods come and go, and are asked a few times a minute. An open connection has no benefit.
+    client = RetrieverClient(address)
+    try:
+        return await client.status(_TIMEOUT_S)
+    except RagCacheError:
+        return None
+    finally:
+        await client.close()
+
 
 MAX_REMAKES: Final = 50
 """Most collections that a status lists, so that an object with thousands of them stays small."""

@@ -29,7 +29,7 @@ from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPo
 from ragcache_cli.local.supervisor import PartSupervisor
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan.signature import parse_keys
-from ragcache_operator.builders.site import Address
+from ragcache_operator.builders.placement import Address
 from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import parse_manifest
 from tests.integration.cli.stand_ins import living, stand_ins

@@ -18,8 +18,8 @@ from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.collections.mounts import token_variable
 from ragcache_operator.spec import SourceSpec
+from ragcache_operator.spec.collection import token_variable
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_operator.spec.components.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
+from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS, REFUSED_FLAGS, SWITCH
 from ragcache_operator.spec.rules import find_problems
 from tests.kit.manifests import cache
 from tests.kit.operator import build, container_of

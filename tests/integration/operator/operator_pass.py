@@ -13,7 +13,8 @@ import yaml
 
 from bench.operator import OPERATOR, AuditLog
 from harness.cluster.control_plane import ControlPlane, start_control_plane
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
+from ragcache_operator.config import Installation, OperatorConfig
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import CRDS, DEPLOYMENTS, RAG_CACHES, SECRETS, Object
@@ -27,6 +28,7 @@ from tests.kit.wait import until
 ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
 KEYS = ComponentKeys(bytes(32))
+CONFIG = OperatorConfig("ragcache-system", "test", tag="1")
 
 
 @contextmanager
@@ -115,10 +117,7 @@ async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
         try:
             await children.wait_synced()
             reconciler = CacheReconciler(
-                *(api, children, capabilities, gateways, Metrics(), KEYS),
-                images="ragcache",
-                tag="1",
-                operator_namespace="ragcache-system",
+                api, children, gateways, Metrics(), Installation(CONFIG, capabilities, KEYS)
             )
             yield Operator(admin, api, children, reconciler, AuditLog(plane.audit_log))
         finally:

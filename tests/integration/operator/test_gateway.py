@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from ragcache_operator.builders.access.component_keys import ComponentKeys
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.reconcile.children import Children
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.status_reporter import StatusReporter
-from ragcache_operator.status.events import ObjectEvent
+from ragcache_operator.status.conditions import ObjectEvent
 from ragcache_operator.status.gateway_client import (
     SELF_TEST_COLLECTION,
-    BlendQuality,
+    GatewayAccess,
     GatewayClient,
+    ShardReset,
     StoreUsage,
 )
-from ragcache_operator.status.shard_resets import ShardReset
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 
@@ -105,7 +105,7 @@ async def gateways() -> AsyncIterator[GatewayClient]:
 
 async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: GatewayClient) -> None:
     gateway.collections = [{"name": "small", "documents": 1}, {"name": "large", "documents": 9}]
-    result = await gateways.self_test(gateway.url, "tinyrag")
+    result = await gateways.self_test(GatewayAccess(gateway.url), "tinyrag")
     assert result.passed, result.message
     method, path, body = gateway.requests[-1]
     assert (method, path, body["model"]) == ("POST", "/v1/chat/completions", "tinyrag")
@@ -115,12 +115,12 @@ async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: Gatew
 async def test_every_call_has_the_key_of_the_operator(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
-    assert (await gateways.self_test(gateway.url, "tinyrag", "rck-1")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url, "rck-1"), "tinyrag")).passed
     assert await gateways.store_usage(gateway.url, "rck-1") is not None
     assert await gateways.blend_quality(gateway.url, "rck-1") is not None
     assert gateway.keys == {"Bearer rck-1"}
     gateway.keys.clear()
-    assert (await gateways.self_test(gateway.url, "tinyrag")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), "tinyrag")).passed
     assert gateway.keys == {None}
 
 
@@ -128,13 +128,13 @@ async def test_without_documents_it_adds_a_test_document(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
     gateway.collections = [{"name": "empty", "documents": 0}]
-    assert (await gateways.self_test(gateway.url, "m")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), "m")).passed
     calls = [(method, path) for method, path, _ in gateway.requests]
     assert ("PUT", f"/v1/collections/{SELF_TEST_COLLECTION}") in calls
     assert ("POST", "/v1/documents") in calls
     gateway.collections = [{"name": SELF_TEST_COLLECTION, "documents": 1}]
     gateway.requests.clear()
-    assert (await gateways.self_test(gateway.url, "m")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), "m")).passed
     assert [path for _, path, _ in gateway.requests] == ["/v1/collections", "/v1/chat/completions"]
 
 
@@ -153,21 +153,23 @@ async def test_other_answers_fail_with_a_reason(
     gateway: Gateway, gateways: GatewayClient, status: int, answer: Any, words: str
 ) -> None:
     gateway.status, gateway.answer = status, answer
-    result = await gateways.self_test(gateway.url, "m")
+    result = await gateways.self_test(GatewayAccess(gateway.url), "m")
     assert not result.passed
     assert words in result.message
 
 
 async def test_an_unreachable_gateway_fails(gateways: GatewayClient) -> None:
     for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://[::1"):
-        result = await gateways.self_test(url, "m")
+        result = await gateways.self_test(GatewayAccess(url), "m")
         assert not result.passed
         assert "does not answer" in result.message
 
 
 async def test_usage_and_progress_are_read(gateway: Gateway, gateways: GatewayClient) -> None:
-    assert await gateways.store_usage(gateway.url) == StoreUsage(0.5, 7, (RESET, OLD_RESET))
-    assert await gateways.store_usage("http://127.0.0.1:1") is None
+    assert await gateways.store_usage(GatewayAccess(gateway.url)) == StoreUsage(
+        0.5, 7, (RESET, OLD_RESET)
+    )
+    assert await gateways.store_usage(GatewayAccess("http://127.0.0.1:1")) is None
     address = gateway.url.removeprefix("http://")
     assert await gateways.startup_progress(address) == "indexing 1 of 2"
     assert await gateways.startup_progress("127.0.0.1:1") is None
@@ -182,7 +184,7 @@ async def test_a_shard_that_started_empty_is_reported_once(
     state, posted = ReconcileState(), list[ObjectEvent]()
     for _ in range(2):
         state.next_usage_s = 0.0
-        await reporter._refresh_usage(gateway.url, None, state, posted.append)
+        await reporter._refresh_usage(GatewayAccess(gateway.url), state, posted.append)
     (event,) = posted  # the old one was reported before this operator started
     assert (event.kind, event.reason) == ("Warning", "CacheDataDamaged")
     assert "store-1:50051 has started empty" in event.message
@@ -190,13 +192,13 @@ async def test_a_shard_that_started_empty_is_reported_once(
     again = replace(RESET, at_ms=RESET.at_ms + 1000)
     gateway.cache["shards"] = [shard_state(again)]
     state.next_usage_s = 0.0
-    await reporter._refresh_usage(gateway.url, None, state, posted.append)
+    await reporter._refresh_usage(GatewayAccess(gateway.url), state, posted.append)
     assert len(posted) == 2
 
 
 async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayClient) -> None:
     async with asyncio.timeout(20):
-        assert await gateways.store_usage(f"{gateway.url}/endless") is None
+        assert await gateways.store_usage(GatewayAccess(f"{gateway.url}/endless")) is None
         assert (
             await gateways.startup_progress(f"{gateway.url.removeprefix('http://')}/endless")
             is None
@@ -204,5 +206,5 @@ async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayCli
 
 
 async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: GatewayClient) -> None:
-    assert await gateways.blend_quality(gateway.url) == BlendQuality("failed")
-    assert await gateways.blend_quality("http://127.0.0.1:1") is None
+    assert await gateways.blend_verdict(GatewayAccess(gateway.url)) == "failed"
+    assert await gateways.blend_verdict(GatewayAccess("http://127.0.0.1:1")) is None

@@ -14,7 +14,7 @@ import pytest
 from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import LeaseLost, LeaseTiming, run_while_leading
+from ragcache_operator.kube.lease import LeaseClaim, LeaseLost, LeaseTiming, run_while_leading
 from ragcache_operator.kube.resources import LEASES, Object
 from tests.kit.connection import CuttableConnection
 
@@ -67,9 +67,7 @@ class ActivityLog:
 async def contend(api: Api, lease: str, who: str, activity: ActivityLog) -> None:
     await run_while_leading(
         api,
-        NAMESPACE,
-        lease,
-        who,
+        LeaseClaim(NAMESPACE, lease, who),
         activity.work(who),
         timing=TIMING,
         jitter=Random(who).random,
@@ -111,7 +109,7 @@ _HOLDER = """
 import asyncio, sys
 from pathlib import Path
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import LeaseTiming, run_while_leading
+from ragcache_operator.kube.lease import LeaseClaim, LeaseTiming, run_while_leading
 
 async def run():
     print("leads", flush=True)
@@ -120,7 +118,7 @@ async def run():
 async def main(kubeconfig, lease):
     async with await Api.connect(Path(kubeconfig)) as api:
         timing = LeaseTiming(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
-        await run_while_leading(api, "default", lease, "killed", run, timing=timing)
+        await run_while_leading(api, LeaseClaim("default", lease, "killed"), run, timing=timing)
 
 asyncio.run(main(*sys.argv[1:]))
 """

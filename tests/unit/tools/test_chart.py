@@ -17,8 +17,8 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
-from ragcache_operator.builders.labels import OPERATOR_POD_LABELS
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.metadata import OPERATOR_POD_LABELS
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.spec.manifest import parse_manifest
@@ -292,7 +292,7 @@ def test_all_images_have_the_same_registry() -> None:
     )
     [container] = pod(render())["containers"]
     version = Chart.load(CHART).metadata["appVersion"]
-    assert container["image"] == ClusterSite.of(cache, tag=version).image("operator")
+    assert container["image"] == ClusterPlacement(cache, tag=version).image("operator")
     [container] = pod(render(EVERYTHING))["containers"]
     assert container["image"] == (
         f"registry.example:5000/mirror/ragcache/operator@sha256:{'0' * 64}"

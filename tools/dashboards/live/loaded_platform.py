@@ -22,7 +22,7 @@ from harness.processes import free_port
 from harness.tiny_model import TINYRAG
 from models.tinyrag.handbook import Handbook, make_handbook, sample_questions
 from ragcache_cli.local.state_file import read_record
-from ragcache_operator.builders.objects.pod_monitor import PORTS
+from ragcache_operator.builders.pod_monitor import PORTS
 from tools.dashboards.files import ROOT
 from tools.dashboards.live.prometheus_server import Target
 

@@ -19,8 +19,8 @@ from ragcache_cli.local.key_files import (
     read_api_key,
 )
 from ragcache_cli.local.part import Part, parts_from
+from ragcache_cli.local.placement import LocalPlacement
 from ragcache_cli.local.ports import demand_free, free_ports, is_free
-from ragcache_cli.local.site import LocalSite
 from ragcache_core.access.key_file import hash_text, parse_key_file
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
@@ -52,7 +52,7 @@ def local_parts(tmp_path: Path, **spec: Any) -> dict[str, Part]:
             "spec": spec,
         }
     )
-    site = LocalSite(tmp_path / "data", cache.spec.gateway.port, count(20_000))
+    site = LocalPlacement(tmp_path / "data", cache.spec.gateway.port, count(20_000))
     found = parts_from(build_children(cache, site), "docs")
     return {part.name: part for part in found}
 
@@ -154,8 +154,8 @@ def test_secrets_are_left_to_the_users_environment(tmp_path: Path) -> None:
         assert not {"HF_TOKEN", "RAGCACHE_EMBEDDER_API_KEY"} & part.env.keys()
 
 
-def site() -> LocalSite:
-    return LocalSite(Path("data"), 1, count(20_000))
+def site() -> LocalPlacement:
+    return LocalPlacement(Path("data"), 1, count(20_000))
 
 
 def test_a_model_folder_is_found_from_anywhere(
@@ -222,7 +222,7 @@ def test_a_cross_encoder_of_this_machine_is_found_from_anywhere(
 
 
 def test_a_socket_that_no_kernel_would_take_is_left_out() -> None:
-    short, long = (LocalSite(Path("/", "d" * n), 1, count(20_000)) for n in (10, 100))
+    short, long = (LocalPlacement(Path("/", "d" * n), 1, count(20_000)) for n in (10, 100))
     assert len(short.data_socket()) < 108
     assert long.data_socket() == ""
 

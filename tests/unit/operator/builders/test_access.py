@@ -14,9 +14,16 @@ from ragcache_core.access.key_file import KeyTable, builtin_table, parse_key_fil
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import Filter
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.access import api_keys
-from ragcache_operator.builders.access.component_keys import OPERATOR, SYNC, ComponentKeys
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.keys import (
+    OPERATOR,
+    SYNC,
+    ComponentKeys,
+    api_key_secret,
+    api_key_secret_name,
+    sync_secret,
+    sync_variable,
+)
+from ragcache_operator.builders.placement import ClusterPlacement
 from tests.kit.operator import (
     NAMESPACE,
     UID,
@@ -35,8 +42,8 @@ OWN = {"auth": {"secretRef": {"name": "team-keys", "key": "file"}}}
 OFF = {"auth": {"enabled": False}}
 
 
-def site_of(cache: Any, uid: str = UID) -> ClusterSite:
-    return ClusterSite.of(cache, tag="1", owner=uid, component_keys=KEYS.hashes(uid))
+def site_of(cache: Any, uid: str = UID) -> ClusterPlacement:
+    return ClusterPlacement(cache, tag="1", owner=uid, component_keys=KEYS.hashes(uid))
 
 
 def no_filter(path: str, value: Any) -> Filter:
@@ -55,9 +62,9 @@ def key_volume(children: list[Object]) -> Object | None:
 def test_the_generated_secret_has_a_key_and_a_file_that_accepts_it() -> None:
     cache = make_cache()
     site = site_of(cache)
-    name = api_keys.generated_secret_name(cache, site)
+    name = api_key_secret_name(cache, site)
     assert name is not None
-    made = api_keys.secret(cache, site, name, bytes(range(32)))
+    made = api_key_secret(cache, site, name, bytes(range(32)))
     entries = made["stringData"]
     caller = parsed(entries["keys.toml"]).find(entries["admin-key"])
     assert caller is not None
@@ -72,7 +79,7 @@ def test_the_gateway_mounts_the_file_alone_and_not_the_key() -> None:
     children = build_children(cache, site_of(cache))
     volume = key_volume(children)
     assert volume is not None
-    assert volume["secretName"] == api_keys.generated_secret_name(cache, site_of(cache))
+    assert volume["secretName"] == api_key_secret_name(cache, site_of(cache))
     assert volume["items"] == [{"key": "keys.toml", "path": "keys.toml"}]
     env = env_of(children, "gateway")
     assert env["RAGCACHE_API_KEYS_FILE"] == "/etc/ragcache/api-keys/keys.toml"
@@ -82,7 +89,7 @@ def test_the_gateway_mounts_the_file_alone_and_not_the_key() -> None:
 
 def test_a_secret_of_the_team_replaces_the_generated_one() -> None:
     cache = make_cache(gateway=OWN)
-    assert api_keys.generated_secret_name(cache, site_of(cache)) is None
+    assert api_key_secret_name(cache, site_of(cache)) is None
     volume = key_volume(build(gateway=OWN))
     assert volume is not None
     assert volume["secretName"] == "team-keys"
@@ -140,8 +147,8 @@ def test_each_ragcache_and_each_client_has_a_key_of_its_own(first: str, second: 
 def test_a_sync_gets_its_key_from_a_secret_named_by_the_key() -> None:
     cache = make_cache()
     site = site_of(cache)
-    made = api_keys.sync_secret(cache, site, KEYS)
-    variable = api_keys.sync_variable(cache, site, KEYS)
+    made = sync_secret(cache, site, KEYS)
+    variable = sync_variable(cache, site, KEYS)
     reference = variable["valueFrom"]["secretKeyRef"]
     assert made["metadata"]["name"] == reference["name"]
     key = made["stringData"][reference["key"]]
@@ -149,7 +156,7 @@ def test_a_sync_gets_its_key_from_a_secret_named_by_the_key() -> None:
     caller = builtin_table(hashes).find(key)
     assert caller is not None
     assert caller.scopes == {Scope.WRITE}
-    rotated = api_keys.sync_secret(cache, site, ComponentKeys(bytes(32)))
+    rotated = sync_secret(cache, site, ComponentKeys(bytes(32)))
     assert rotated["metadata"]["name"] != made["metadata"]["name"]
 
 

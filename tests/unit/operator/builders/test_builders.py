@@ -18,11 +18,10 @@ from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.identity.variant import Precision
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.access import signing_key
-from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE, with_replicas
-from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.builders.unsupported import unsupported_features
+from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
+from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
+from ragcache_operator.builders.keys import signing_secret
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
@@ -121,7 +120,7 @@ def test_components_agree_on_the_model(spec: Object) -> None:
 def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
     cache = load_manifest(ROOT / "examples" / example)
     capabilities = replace(Capabilities.latest(), pod_monitors=False)  # of another project
-    for child in build_children(cache, ClusterSite.of(cache, tag="1", capabilities=capabilities)):
+    for child in build_children(cache, ClusterPlacement(cache, tag="1", capabilities=capabilities)):
         kubernetes_validate.validate(child, "1.37", strict=True)
 
 
@@ -395,8 +394,8 @@ def test_the_gateways_service_has_the_ports_of_the_spec() -> None:
         {"name": "admin", "port": 81, "targetPort": "admin", "protocol": "TCP"},
     ]
     cache = make_cache(gateway=spec)
-    assert ClusterSite.of(cache, tag="1").admin_url == "http://docs-gateway.team.svc:81"
-    assert ClusterSite.of(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
+    assert ClusterPlacement(cache, tag="1").admin_url == "http://docs-gateway.team.svc:81"
+    assert ClusterPlacement(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
 
 
 @pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
@@ -778,8 +777,8 @@ def signing_key_volume(children: list[Object], part: str) -> Object | None:
 def test_only_the_retriever_has_no_key() -> None:
     cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
     children = children_of(cache)
-    site = ClusterSite.of(cache, tag="1", owner=UID)
-    made = signing_key.secret(cache, site, bytes(range(32)))
+    site = ClusterPlacement(cache, tag="1", owner=UID)
+    made = signing_secret(cache, site, bytes(range(32)))
     volumes = {
         signing_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
         for part in ("gateway", "engine-one", "engine-two", "cachestore")
@@ -797,7 +796,7 @@ def test_the_key_belongs_to_one_object() -> None:
     cache = make_cache()
 
     def of_uid(uid: str) -> Object:
-        return signing_key.secret(cache, ClusterSite.of(cache, tag="1", owner=uid), bytes(32))
+        return signing_secret(cache, ClusterPlacement(cache, tag="1", owner=uid), bytes(32))
 
     one, other = of_uid(UID), of_uid("f" + UID[1:])
     [owner] = one["metadata"]["ownerReferences"]

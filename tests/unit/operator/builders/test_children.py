@@ -12,19 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_operator.builders.access import api_keys, signing_key
-from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.labels import (
+from ragcache_operator.builders.keys import api_key_secret_name, signing_secret_name
+from ragcache_operator.builders.metadata import (
+    SPEC_HASH,
     component_of,
     component_selectors,
     instance_selector,
     selector_text,
 )
-from ragcache_operator.builders.objects.ownership import SPEC_HASH
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec import COMPONENTS
-from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.quantity import canonical, parse_quantity
 from tests.kit.operator import (
     NAMESPACE,
     UID,
@@ -304,10 +303,10 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
                 assert ("ConfigMap", volume["configMap"]["name"]) in made
             if "secret" in volume:
                 # The operator creates this Secret, because builders have no key.
-                site = ClusterSite.of(cache, tag="1", owner=UID)
+                site = ClusterPlacement(cache, tag="1", owner=UID)
                 assert volume["secret"]["secretName"] in {
-                    signing_key.secret_name(cache, site),
-                    api_keys.generated_secret_name(cache, site),
+                    signing_secret_name(cache, site),
+                    api_key_secret_name(cache, site),
                 }
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_operator.builders.pods.environment import (
+from ragcache_operator.builders.environment import (
     FromSecret,
     settings_environment,
     spec_value,

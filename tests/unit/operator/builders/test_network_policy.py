@@ -12,9 +12,9 @@ import pytest
 import yaml
 from hypothesis import given
 
+from ragcache_operator.builders.autoscaling import REPLICA_RANGE
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import SYNC_COMPONENT, labels
-from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE
+from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
 from tests.kit.operator import (
     NAMESPACE,
     OPERATOR_NAMESPACE,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.objects.pod_monitor import PORTS
-from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_operator.builders.pod_monitor import PORTS
 from tests.kit.operator import build, kinds_of, make_cache, workloads_of
 
 
@@ -47,5 +47,5 @@ def test_no_monitor_is_made_where_it_is_disabled_or_unknown() -> None:
     assert not kinds_of(build(telemetry={"podMonitor": {"enabled": False}}), "PodMonitor")
     cache = make_cache()
     plain = replace(Capabilities.latest(), pod_monitors=False)
-    children = build_children(cache, ClusterSite.of(cache, tag="1", capabilities=plain))
+    children = build_children(cache, ClusterPlacement(cache, tag="1", capabilities=plain))
     assert not kinds_of(children, "PodMonitor")

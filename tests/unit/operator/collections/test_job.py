@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ragcache_operator.collections.job import (
     COLLECTION_LABEL,
     OUTCOME,
+    SyncTarget,
     format_time,
     is_removal,
     parse_time,
@@ -65,22 +66,16 @@ def job(
     claims: tuple[str, ...] = ("manuals",),
     **cache_spec: Any,
 ) -> Object:
-    return sync_job(
-        given or collection(),
-        "uid-1",
-        make_cache(**cache_spec),
-        Revision("aaaa", "bbbb"),
-        attempt,
-        after,
-        1_800_000_000.25,
-        claims,
-        "example.com/tools:1",
-        "http://docs-gateway.team.svc:8080",
+    target = SyncTarget(
+        given or collection(), "uid-1", make_cache(**cache_spec), "example.com/tools:1", "http://g"
     )
+    return sync_job(target, Revision("aaaa", "bbbb"), attempt, after, 1_800_000_000.25, claims)
 
 
 def removal() -> Object:
-    return removal_job(collection(), "uid-1", make_cache(), "example.com/tools:1", "http://gateway")
+    return removal_job(
+        SyncTarget(collection(), "uid-1", make_cache(), "example.com/tools:1", "http://gateway")
+    )
 
 
 def container(made: Object) -> Object:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ragcache_operator.kube.api import Api, ApiError, Conflict
 from ragcache_operator.kube.lease import (
+    LeaseClaim,
     LeaseLost,
     LeaseTiming,
     ObservedLease,
@@ -207,7 +208,11 @@ async def contend(
     link: Link, who: str, run: Callable[[], Awaitable[None]], timing: LeaseTiming = TIMING
 ) -> None:
     await run_while_leading(
-        cast(Api, link), "ns", "lease", who, run, timing=timing, jitter=link.random.random
+        cast(Api, link),
+        LeaseClaim("ns", "lease", who),
+        run,
+        timing=timing,
+        jitter=link.random.random,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_operator.builders.objects.ownership import SPEC_HASH
+from ragcache_operator.builders.metadata import SPEC_HASH
 from ragcache_operator.reconcile.actions import (
     CorrectDrift,
     CreateChild,

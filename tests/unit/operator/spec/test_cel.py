@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_operator.spec.cel import compile_cel
-from ragcache_operator.spec.components.engine_arguments import ALLOWED_FLAGS, ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
+from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS, ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
 from ragcache_operator.spec.validation import CelRule
 from tests.kit.manifests import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from ragcache_operator.status.conditions import (
     BLEND_VERIFIED,
     CONDITION_OF,
     NOT_TESTED,
-    Acceptance,
+    Condition,
+    ConditionState,
+    Observation,
     SelfTest,
     blend_verification,
     current_test,
@@ -48,6 +51,17 @@ def component(name: str, reason: str = READY, *, wanted: int = 1, ready: int = 1
 
 def all_ready(**reasons: str) -> list[ComponentState]:
     return [component(name, reasons.get(name, READY)) for name in CONDITION_OF]
+
+
+def conditions_of(
+    components: list[ComponentState],
+    test: SelfTest,
+    generation: int,
+    before: Sequence[Condition],
+    now: str,
+    **found: ConditionState,
+) -> list[Condition]:
+    return make_conditions(Observation(generation, components, test, **found), before, now)
 
 
 def pod(
@@ -199,7 +213,7 @@ def test_a_stateful_set_is_settled_when_its_revisions_agree() -> None:
 
 def test_ready_needs_every_component_and_a_passed_self_test() -> None:
     def ready(components: list[ComponentState], test: SelfTest) -> str:
-        condition = find(make_conditions(components, test, 1, [], NOW), "Ready")
+        condition = find(conditions_of(components, test, 1, [], NOW), "Ready")
         assert condition is not None
         return str(condition["status"])
 
@@ -232,7 +246,7 @@ def test_the_self_test_runs_again_after_a_rollout_of_the_same_spec() -> None:
 
 
 def test_ready_has_the_generation_of_the_self_test() -> None:
-    ready = find(make_conditions(all_ready(), PASSED, 2, [], NOW), "Ready")
+    ready = find(conditions_of(all_ready(), PASSED, 2, [], NOW), "Ready")
     assert ready is not None
     assert (ready["status"], ready["observedGeneration"]) == ("True", 1)
 
@@ -244,8 +258,8 @@ def test_a_rollout_that_cannot_succeed_is_reported() -> None:
     assert state.available
     assert state.reason == "CrashLooping"
     components = [*all_ready()[:3], state]
-    conditions = make_conditions(components, PASSED, 1, [], NOW)
-    assert phase_of(conditions, components, 1) == "Degraded"
+    conditions = conditions_of(components, PASSED, 1, [], NOW)
+    assert phase_of(conditions, Observation(1, components, PASSED)) == "Degraded"
     assert any(t.kind == "Warning" for t in events_for([], conditions))
 
 
@@ -264,9 +278,9 @@ def test_a_restarted_container_that_runs_is_no_problem() -> None:
 
 
 def test_a_partly_applied_spec_is_degraded() -> None:
-    refused = Acceptance("False", "ApplyFailed", "exceeded quota")
-    conditions = make_conditions(all_ready(), PASSED, 1, [], NOW, refused)
-    assert phase_of(conditions, all_ready(), 1) == "Degraded"
+    refused = ConditionState("False", "ApplyFailed", "exceeded quota")
+    conditions = conditions_of(all_ready(), PASSED, 1, [], NOW, accepted=refused)
+    assert phase_of(conditions, Observation(1, all_ready(), PASSED, refused)) == "Degraded"
     accepted, ready = find(conditions, "Accepted"), find(conditions, "Ready")
     assert accepted is not None
     assert ready is not None
@@ -275,27 +289,28 @@ def test_a_partly_applied_spec_is_degraded() -> None:
 
 def test_the_self_test_is_read_from_the_status() -> None:
     for test in (PASSED, SelfTest(False, "SelfTestFailed", "HTTP 503", 3)):
-        assert self_test_of(make_conditions(all_ready(), test, 3, [], NOW)) == test
-    assert self_test_of(make_conditions(all_ready(), NOT_TESTED, 1, [], NOW)) == NOT_TESTED
+        assert self_test_of(conditions_of(all_ready(), test, 3, [], NOW)) == test
+    assert self_test_of(conditions_of(all_ready(), NOT_TESTED, 1, [], NOW)) == NOT_TESTED
     assert self_test_of([]) == NOT_TESTED
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
-    before = make_conditions(all_ready(), PASSED, 1, [], NOW)
-    after = make_conditions(all_ready(engine="CrashLooping"), NOT_TESTED, 1, before, LATER)
+    before = conditions_of(all_ready(), PASSED, 1, [], NOW)
+    after = conditions_of(all_ready(engine="CrashLooping"), NOT_TESTED, 1, before, LATER)
     times = {c["type"]: c["lastTransitionTime"] for c in after}
     assert times["EnginesReady"] == times["Ready"] == LATER
     assert times["GatewayReady"] == times["Accepted"] == NOW
 
 
 def test_equal_observations_give_equal_conditions_at_any_time() -> None:
-    before = make_conditions(all_ready(), PASSED, 1, [], NOW)
-    assert make_conditions(all_ready(), self_test_of(before), 1, before, LATER) == before
+    before = conditions_of(all_ready(), PASSED, 1, [], NOW)
+    assert conditions_of(all_ready(), self_test_of(before), 1, before, LATER) == before
 
 
 def test_phases() -> None:
     def phase(components: list[ComponentState], test: SelfTest = PASSED) -> str:
-        return phase_of(make_conditions(components, test, 1, [], NOW), components, 1)
+        found = Observation(1, components, test)
+        return phase_of(make_conditions(found, [], NOW), found)
 
     nothing = [component(name, NOT_CREATED, ready=0) for name in CONDITION_OF]
     assert phase(nothing, NOT_TESTED) == "Pending"
@@ -308,30 +323,30 @@ def test_phases() -> None:
 
 def test_progress_names_what_the_operator_waits_for() -> None:
     components = all_ready(engine="LoadingModel")
-    assert progress_of(components, NOT_TESTED) == "engine: 1 of 1"
-    assert progress_of(all_ready(), NOT_TESTED).startswith("self-test: ")
-    assert progress_of(all_ready(), PASSED) == ""
+    assert progress_of(Observation(1, components, NOT_TESTED)) == "engine: 1 of 1"
+    assert progress_of(Observation(1, all_ready(), NOT_TESTED)).startswith("self-test: ")
+    assert progress_of(Observation(1, all_ready(), PASSED)) == ""
 
 
 def test_transitions_are_reported_once() -> None:
-    start = make_conditions(all_ready(engine="Pulling"), NOT_TESTED, 1, [], NOW)
+    start = conditions_of(all_ready(engine="Pulling"), NOT_TESTED, 1, [], NOW)
     assert events_for(start, start) == []
-    ready = make_conditions(all_ready(), PASSED, 1, start, NOW)
+    ready = conditions_of(all_ready(), PASSED, 1, start, NOW)
     told = {(t.kind, t.reason) for t in events_for(start, ready)}
     assert told == {("Normal", "AllReplicasReady"), ("Normal", "Answered"), ("Normal", "Answering")}
 
 
 def test_a_reason_that_needs_a_user_is_a_warning() -> None:
-    ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
-    broken = make_conditions(all_ready(engine="CrashLooping"), NOT_TESTED, 1, ready, NOW)
+    ready = conditions_of(all_ready(), PASSED, 1, [], NOW)
+    broken = conditions_of(all_ready(engine="CrashLooping"), NOT_TESTED, 1, ready, NOW)
     kinds = {t.reason: t.kind for t in events_for(ready, broken)}
     assert kinds["CrashLooping"] == "Warning"
-    loading = make_conditions(all_ready(engine="LoadingModel"), NOT_TESTED, 1, [], NOW)
+    loading = conditions_of(all_ready(engine="LoadingModel"), NOT_TESTED, 1, [], NOW)
     assert {t.kind for t in events_for([], loading)} == {"Normal"}
 
 
 def test_a_rejected_spec_keeps_the_component_conditions() -> None:
-    ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
+    ready = conditions_of(all_ready(), PASSED, 1, [], NOW)
     refused = refused_conditions("Invalid", "spec.engines: is empty", 2, ready, LATER)
     assert {c["type"] for c in refused} == {c["type"] for c in ready}
     for name in ("Ready", "Accepted"):
@@ -354,12 +369,12 @@ def test_a_blend_without_a_passing_measurement_warns(
     verdict: str | None, status: str, reason: str
 ) -> None:
     blend = blend_verification(verdict, (), has_target=False)
-    made = make_conditions(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    made = conditions_of(all_ready(), PASSED, 1, (), NOW, blend=blend)
     found = find(made, BLEND_VERIFIED)
     assert found is not None
     assert (found["status"], found["reason"]) == (status, reason)
     # It does not make the platform unready.
-    assert phase_of(made, all_ready(), 1) == "Ready"
+    assert phase_of(made, Observation(1, all_ready(), PASSED)) == "Ready"
     warned = [event.reason for event in events_for((), made) if event.kind == "Warning"]
     assert warned == ([reason] if status == "False" else [])
 
@@ -374,9 +389,9 @@ def test_the_warning_tells_what_happens_to_questions() -> None:
 
 def test_after_a_restart_of_the_operator_the_last_verdict_stays() -> None:
     blend = blend_verification("passed", (), has_target=True)
-    before = make_conditions(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    before = conditions_of(all_ready(), PASSED, 1, (), NOW, blend=blend)
     assert blend_verification(None, before, has_target=True) == blend
 
 
 def test_without_blends_there_is_no_such_condition() -> None:
-    assert find(make_conditions(all_ready(), PASSED, 1, (), NOW), BLEND_VERIFIED) is None
+    assert find(conditions_of(all_ready(), PASSED, 1, (), NOW), BLEND_VERIFIED) is None

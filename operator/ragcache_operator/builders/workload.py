@@ -1,22 +1,18 @@
-"""Workloads: a Deployment or StatefulSet with its ServiceAccount and disruption budget."""
+"""Workloads: a Deployment or StatefulSet with its ServiceAccount, disruption budget and claims."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ragcache_operator.builders.labels import component_selector, labels, object_name
-from ragcache_operator.builders.objects import autoscaling
-from ragcache_operator.builders.objects.account import account
-from ragcache_operator.builders.objects.autoscaling import ReplicaRange
-from ragcache_operator.builders.objects.claims import DATA_VOLUME, claim_template
-from ragcache_operator.builders.objects.disruption import disruption_budget
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.pods.environment import EnvValue
-from ragcache_operator.builders.pods.pod import SCRATCH, Container, Mount, pod_template
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.site import Endpoint, Site
+from ragcache_operator.builders import autoscaling
+from ragcache_operator.builders.autoscaling import ReplicaRange
+from ragcache_operator.builders.environment import EnvValue
+from ragcache_operator.builders.metadata import Object, component_selector, labels, object_name
+from ragcache_operator.builders.placement import Endpoint, Placement
+from ragcache_operator.builders.pod import SCRATCH, Container, Mount, Probes, pod_template
 from ragcache_operator.spec import RagCache, SchedulingSpec, StorageSpec
+from ragcache_operator.spec.quantity import canonical
 
 _PROGRESS_DEADLINE_S = 3600
 """After this time a rollout counts as failed. Loading a large model takes half of it."""
@@ -73,18 +69,18 @@ def selector(cache: RagCache, workload: Workload) -> dict[str, str]:
     return {**component, **workload.own_labels}
 
 
-def build(cache: RagCache, workload: Workload, site: Site) -> list[Object]:
+def build_workload(cache: RagCache, workload: Workload, placement: Placement) -> list[Object]:
     """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
     controller = _deployment if workload.storage is None else _stateful_set
     return [
         account(meta),
         disruption_budget(meta, selector(cache, workload)),
-        controller(cache, workload, site),
+        controller(cache, workload, placement),
     ]
 
 
-def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:
+def _deployment(cache: RagCache, workload: Workload, placement: Placement) -> Object:
     # With a surge the update loses no capacity. Without one, the old pod ends first, where two pods
     # may not fit.
     surge = {"maxSurge": 1, "maxUnavailable": 0}
@@ -105,12 +101,12 @@ def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:
             },
             "revisionHistoryLimit": _HISTORY,
             "progressDeadlineSeconds": _PROGRESS_DEADLINE_S,
-            "template": _template(cache, workload, site),
+            "template": _template(cache, workload, placement),
         },
     }
 
 
-def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
+def _stateful_set(cache: RagCache, workload: Workload, placement: Placement) -> Object:
     assert workload.storage is not None
     name = object_name(cache, workload.name)
     return {
@@ -126,7 +122,7 @@ def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "revisionHistoryLimit": _HISTORY,
-            "template": _template(cache, workload, site),
+            "template": _template(cache, workload, placement),
             "volumeClaimTemplates": [
                 claim_template(workload.storage, labels(cache.metadata.name, workload.component))
             ],
@@ -134,19 +130,20 @@ def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
     }
 
 
-def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
+def _template(cache: RagCache, workload: Workload, placement: Placement) -> Object:
     mounts = [SCRATCH, *workload.mounts]
     if workload.storage is not None:
-        mounts.append(Mount(DATA_VOLUME, site.data_dir(workload.name), None))
-    common = {**site.env(), "PYTHONUNBUFFERED": "1"}
+        mounts.append(Mount(DATA_VOLUME, placement.data_dir(workload.name), None))
+    common = {**placement.env(), "PYTHONUNBUFFERED": "1"}
     container = Container(
         name=workload.component,
-        image=site.image(workload.component),
+        image=placement.image(workload.component),
         command=workload.command,
         args=workload.args,
         env={**common, **workload.env},
         ports=[
-            (port, site.bind_address(Endpoint(workload.name, port)).port) for port in workload.ports
+            (port, placement.bind_address(Endpoint(workload.name, port)).port)
+            for port in workload.ports
         ],
         probes=workload.probes,
         resources=workload.resources,
@@ -161,3 +158,46 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         workload.scheduling or cache.spec.scheduling,
         selector(cache, workload),
     )
+
+
+def account(metadata: Object) -> Object:
+    """Return a ServiceAccount without a token.
+
+    Pods of the few workloads that call the API server mount a token themselves.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata,
+        "automountServiceAccountToken": False,
+    }
+
+
+def disruption_budget(metadata: Object, selector: Mapping[str, str]) -> Object:
+    """Return a budget of one unavailable pod, which lets a node with a single replica drain."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata,
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": dict(selector)}},
+    }
+
+
+DATA_VOLUME = "data"
+
+
+def claim_template(storage: StorageSpec, labels: Mapping[str, str]) -> Object:
+    """Return the claim template for the volume of each pod.
+
+    The claims have no owner, because data policy Retain keeps them after the RagCache is deleted.
+
+    Args:
+        labels: Labels of the claims. A deletion finds the claims with these labels.
+    """
+    spec: Object = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": canonical(storage.size)}},
+    }
+    if storage.class_name is not None:
+        spec["storageClassName"] = storage.class_name
+    return {"metadata": {"name": DATA_VOLUME, "labels": dict(labels)}, "spec": spec}

@@ -1,17 +1,17 @@
 """Addresses, paths and images of a platform, which depend on where it runs.
 
-Builders take a Site: ``ClusterSite`` is here, and the CLI has one for ``ragcache up``.
+Builders take a Placement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.pods.environment import EnvValue, FromField
+from ragcache_operator.builders.environment import EnvValue, FromField
 from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache, RerankerSpec
 
 PORT_NUMBERS: Final = {
@@ -32,7 +32,6 @@ API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 LIMITS_FOLDER: Final = "/etc/ragcache/limits"
 LIMITS_FILE: Final = "limits.json"
-_FULL: Final = "svc.cluster.local"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
@@ -64,7 +63,7 @@ class Endpoint:
     port: str
 
 
-class Site(Protocol):
+class Placement(Protocol):
     """Where a platform runs: a cluster, or the local machine."""
 
     @property
@@ -173,7 +172,7 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSite:
+class ClusterPlacement:
     """A cluster, where every workload runs in pods behind a Service.
 
     Args:
@@ -182,43 +181,13 @@ class ClusterSite:
         component_keys: Hashes of the operator's own API keys; None without an operator.
     """
 
-    name: str
-    namespace: str
-    images: str
+    cache: RagCache
     tag: str
-    gateway_port: int
-    admin_port: int
-    component_keys: str | None
-    capabilities: Capabilities
-    owner: str
-    operator_namespace: str | None
-
-    @classmethod
-    def of(
-        cls,
-        cache: RagCache,
-        *,
-        images: str = "ragcache",
-        tag: str,
-        capabilities: Capabilities | None = None,
-        owner: str = "",
-        operator_namespace: str | None = None,
-        component_keys: str | None = None,
-    ) -> ClusterSite:
-        """Return the site of a RagCache. The default capabilities are of a current cluster."""
-        meta = cache.metadata
-        return cls(
-            name=meta.name,
-            namespace=meta.namespace,
-            images=images,
-            tag=tag,
-            gateway_port=cache.spec.gateway.port,
-            admin_port=cache.spec.gateway.admin_port,
-            component_keys=component_keys,
-            capabilities=capabilities or Capabilities.latest(),
-            owner=owner,
-            operator_namespace=operator_namespace,
-        )
+    images: str = "ragcache"
+    capabilities: Capabilities = field(default_factory=Capabilities.latest)
+    owner: str = ""
+    operator_namespace: str | None = None
+    component_keys: str | None = None
 
     @property
     def gateway_url(self) -> str:
@@ -241,21 +210,18 @@ class ClusterSite:
 
     def address_of(self, endpoint: Endpoint) -> Address:
         """Return the address of the Service. Only the gateway's Service has ports of its own."""
-        port = PORT_NUMBERS[endpoint.port]
+        port, gateway = PORT_NUMBERS[endpoint.port], self.cache.spec.gateway
         if endpoint.workload == "gateway":
-            port = self.admin_port if endpoint.port == "admin" else self.gateway_port
-        return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
+            port = gateway.admin_port if endpoint.port == "admin" else gateway.port
+        *_, host, _ = self.host_names(endpoint)
+        return Address(host, port)
 
     def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
         """Return the names of the Service, with the default domain of a cluster."""
-        service = f"{self.name}-{endpoint.workload}"
-        suffixes = (
-            "",
-            f".{self.namespace}",
-            f".{self.namespace}.svc",
-            f".{self.namespace}.{_FULL}",
-        )
-        return tuple(service + suffix for suffix in suffixes)
+        meta = self.cache.metadata
+        service = f"{meta.name}-{endpoint.workload}"
+        host = f"{service}.{meta.namespace}.svc"
+        return (service, f"{service}.{meta.namespace}", host, f"{host}.cluster.local")
 
     def cache_store_members(self) -> str:
         """Return a mounted file, so that pods follow a change of shards without a restart."""

@@ -7,27 +7,17 @@ from collections.abc import Mapping
 from typing import Final
 
 from ragcache_core.cost.engine_memory import EngineMemory
-from ragcache_operator.builders.access import signing_key
-from ragcache_operator.builders.access.api_keys import uses_keys
-from ragcache_operator.builders.components.model import model_environment, model_mounts
-from ragcache_operator.builders.components.telemetry import vllm_arguments, vllm_environment
-from ragcache_operator.builders.components.weights import weights_bytes
-from ragcache_operator.builders.labels import ENGINE_LABEL
-from ragcache_operator.builders.objects import autoscaling, members
-from ragcache_operator.builders.objects.autoscaling import ReplicaRange
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import HEADLESS, service
-from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import (
-    EnvValue,
-    FromResource,
-    settings_environment,
-)
-from ragcache_operator.builders.pods.pod import Mount
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
+from ragcache_operator.builders import autoscaling
+from ragcache_operator.builders.autoscaling import ReplicaRange
+from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
+from ragcache_operator.builders.keys import signing_mount, uses_keys
+from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
+from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
+from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, Placement
+from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
+from ragcache_operator.builders.services import HEADLESS, service
+from ragcache_operator.builders.watched_files import MEMBERS
+from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec import EngineSpec, RagCache
 from ragcache_wire.settings import EngineSettings
 
@@ -71,7 +61,7 @@ def workload_name(engine: EngineSpec) -> str:
     return f"{COMPONENT}-{engine.name}"
 
 
-def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
+def build(cache: RagCache, engine: EngineSpec, placement: Placement) -> list[Object]:
     """Return the objects of one group of engines."""
     memory = EngineMemory(
         weights_bytes(cache.spec.model), engine.kv_memory_gib << 30, engine.host_tier_bytes
@@ -84,16 +74,18 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         component=COMPONENT,
         name=workload_name(engine),
         command=("python", "-m", "ragcache_engine.start"),
-        args=_arguments(cache, engine, site),
-        env=_environment(cache, engine, site),
+        args=_arguments(cache, engine, placement),
+        env=_environment(cache, engine, placement),
         ports=(http(engine).port, records(engine).port, metrics(engine).port),
-        probes=Probes(site.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S),
+        probes=Probes(
+            placement.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S
+        ),
         resources=resources(derived, engine.resources),
         replicas=replica_range or engine.replicas,
         mounts=(
             _SHARED_MEMORY,
-            members.mount(cache),
-            signing_key.mount(cache, site),
+            MEMBERS.mount(cache),
+            signing_mount(cache, placement),
             *model_mounts(cache.spec.model),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
@@ -104,28 +96,28 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         surge=engine.replicas == 1 and replica_range is None,
         scheduling=cache.spec.scheduling.overridden_by(engine.scheduling),
     )
-    meta = workloads.metadata(cache, workload)
+    meta = metadata(cache, workload)
     children = [
         service(
             meta,
-            workloads.selector(cache, workload),
+            selector(cache, workload),
             [(one.port, PORT_NUMBERS[one.port]) for one in (http(engine), records(engine))],
             # The gateway knows each engine and balances the load itself.
             HEADLESS,
         ),
-        *workloads.build(cache, workload, site),
+        *build_workload(cache, workload, placement),
     ]
-    if engine.autoscaling and replica_range and site.capabilities.custom_metrics:
+    if engine.autoscaling and replica_range and placement.capabilities.custom_metrics:
         depth = engine.autoscaling.queue_depth
         children.append(autoscaling.queue_autoscaler(meta, replica_range, depth))
     return children
 
 
-def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
+def _arguments(cache: RagCache, engine: EngineSpec, placement: Placement) -> list[str]:
     model = cache.spec.model
-    bind_address = site.bind_address(http(engine))
+    bind_address = placement.bind_address(http(engine))
     return [
-        *("--model", site.model(model.parsed_source)),
+        *("--model", placement.model(model.parsed_source)),
         *("--served-model-name", model.served_name),
         *("--host", bind_address.host),
         *("--port", str(bind_address.port)),
@@ -136,7 +128,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--kv-transfer-config", _json(_CONNECTOR)),
         # The gateway gives background work the lowest priority, prompts of searches that have not
         # ended a low one, and questions that of their key.
-        *(("--scheduling-policy", "priority") if _uses_priorities(cache, site) else ()),
+        *(("--scheduling-policy", "priority") if _uses_priorities(cache, placement) else ()),
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
@@ -145,27 +137,27 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
     ]
 
 
-def _uses_priorities(cache: RagCache, site: Site) -> bool:
+def _uses_priorities(cache: RagCache, placement: Placement) -> bool:
     reuse = cache.spec.reuse
     background = reuse.precompute or reuse.quality is not None
-    return background or cache.spec.gateway.speculation != "off" or uses_keys(cache, site)
+    return background or cache.spec.gateway.speculation != "off" or uses_keys(cache, placement)
 
 
 def _json(config: Mapping[str, object]) -> str:
     return json.dumps(config, separators=(",", ":"))
 
 
-def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, engine: EngineSpec, placement: Placement) -> dict[str, EnvValue]:
     return {
         **model_environment(cache.spec.model),
         **settings_environment(
             EngineSettings,
             cache,
             engine,
-            cachestore=site.cache_store_members(),
-            signing_key_file=site.signing_key_file(),
-            records_listen=str(site.bind_address(records(engine))),
-            metrics_listen=str(site.bind_address(metrics(engine))),
+            cachestore=placement.cache_store_members(),
+            signing_key_file=placement.signing_key_file(),
+            records_listen=str(placement.bind_address(records(engine))),
+            metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),
         ),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
@@ -179,3 +171,26 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, E
         "DO_NOT_TRACK": "1",
         **vllm_environment(cache),
     }
+
+
+def vllm_environment(cache: RagCache) -> Mapping[str, str]:
+    """Return variables for tracing by vLLM. They also hold for the connector in its processes."""
+    if cache.spec.telemetry.otlp is None:
+        return {}
+    return {
+        # The default is gRPC.
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_SERVICE_NAME": "ragcache-engine",
+        # The caller decides about tracing, so that probes begin no traces.
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+    }
+
+
+def vllm_arguments(cache: RagCache) -> list[str]:
+    """Return vLLM's arguments for tracing.
+
+    Without them, vLLM drops the trace context of a request before the connector sees it. With them,
+    vLLM also makes its own span of each request (``llm_request``).
+    """
+    otlp = cache.spec.telemetry.otlp
+    return ["--otlp-traces-endpoint", f"{otlp.endpoint.rstrip('/')}/v1/traces"] if otlp else []

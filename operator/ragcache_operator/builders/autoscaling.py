@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.metadata import Object
 from ragcache_operator.spec import GROUP
 
 REPLICA_RANGE: Final = f"{GROUP}/replica-bounds"

@@ -5,26 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
-from ragcache_operator.builders.components.model import model_environment, model_mounts
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import HEADLESS, HEADLESS_ALL_PODS, service
-from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import (
+from ragcache_operator.builders.environment import (
     EnvValue,
     FromSecret,
     settings_environment,
 )
-from ragcache_operator.builders.pods.pod import Mount
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import (
+from ragcache_operator.builders.metadata import Object
+from ragcache_operator.builders.model import model_environment, model_mounts
+from ragcache_operator.builders.placement import (
     CROSS_ENCODER_FOLDER,
     EMBEDDER_FOLDER,
     PORT_NUMBERS,
     Endpoint,
-    Site,
+    Placement,
 )
+from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
+from ragcache_operator.builders.services import HEADLESS, HEADLESS_ALL_PODS, service
+from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec import (
     BUNDLED_DIMENSION,
     BUNDLED_EMBEDDER,
@@ -41,7 +38,7 @@ _ENDPOINT_DIMENSION: Final = 1024
 """Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
 
 
-def build(cache: RagCache, site: Site) -> list[Object]:
+def build(cache: RagCache, placement: Placement) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
     derived = DerivedResources("250m", _memory_bytes(retriever))
@@ -49,29 +46,29 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         component=COMPONENT,
         name=COMPONENT,
         command=("python", "-m", "ragcache_retriever"),
-        env=_environment(cache, site),
+        env=_environment(cache, placement),
         ports=(GRPC.port, HEALTH.port),
         # The retriever is alive once its modules are loaded. Embedding documents delays readiness
         # alone, and has no time limit.
-        probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
+        probes=Probes(placement.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
         resources=resources(derived, retriever.resources),
         replicas=retriever.replicas,
         mounts=[*model_mounts(model), *_search_model_mounts(retriever)],
         storage=retriever.storage,
     )
-    meta = workloads.metadata(cache, workload)
-    pods = workloads.selector(cache, workload)
+    meta = metadata(cache, workload)
+    pods = selector(cache, workload)
     ports = [(port, PORT_NUMBERS[port]) for port in workload.ports]
     # Clients balance between all ready pods. A single pod also takes a restore while its documents
     # are damaged, and it is not ready then.
     addressing = HEADLESS if retriever.backend.kind == "postgres" else HEADLESS_ALL_PODS
     return [
         service(meta, pods, ports, addressing),
-        *workloads.build(cache, workload, site),
+        *build_workload(cache, workload, placement),
     ]
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
     model, retriever = cache.spec.model, cache.spec.retriever
     url = retriever.backend.url_secret
     return {
@@ -79,12 +76,12 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
         **settings_environment(
             RetrieverSettings,
             cache,
-            listen=str(site.bind_address(GRPC)),
-            health_listen=str(site.bind_address(HEALTH)),
-            data_dir=site.data_dir(COMPONENT),
-            model=site.model(model.parsed_source),
-            embedder=site.embedder(retriever.embedder),
-            reranker_model=site.reranker_model(retriever.reranker),
+            listen=str(placement.bind_address(GRPC)),
+            health_listen=str(placement.bind_address(HEALTH)),
+            data_dir=placement.data_dir(COMPONENT),
+            model=placement.model(model.parsed_source),
+            embedder=placement.embedder(retriever.embedder),
+            reranker_model=placement.reranker_model(retriever.reranker),
             backend=retriever.backend.kind,
             backend_url=None if url is None else FromSecret.of(url),
         ),

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
-from ragcache_operator.builders.labels import (
+from ragcache_operator.builders.metadata import (
     OPERATOR_POD_LABELS,
     SYNC_COMPONENT,
+    Object,
     component_selector,
     instance_selector,
     labels,
     object_name,
 )
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.site import PORT_NUMBERS, Site
+from ragcache_operator.builders.placement import PORT_NUMBERS, Placement
 from ragcache_operator.spec import COMPONENTS, ClientSpec, RagCache, RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
@@ -70,7 +70,7 @@ _BACKEND_PORTS: Final = {"postgres": (5432,), "milvus": (19530,)}
 """Usual ports of the backends."""
 
 
-def build(cache: RagCache, site: Site) -> list[Object]:
+def build(cache: RagCache, placement: Placement) -> list[Object]:
     """Return all policies of a RagCache, or none if its spec disables them."""
     if not cache.spec.network_policy.enabled:
         return []
@@ -78,7 +78,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     deny = {"podSelector": {"matchLabels": instance_selector(name)}, "policyTypes": _BOTH}
     return [
         _policy(cache, "default-deny", None, deny),
-        *(_component_policy(cache, component, site) for component in COMPONENTS),
+        *(_component_policy(cache, component, placement) for component in COMPONENTS),
         _policy(
             cache,
             SYNC_COMPONENT,
@@ -106,24 +106,24 @@ def _policy(cache: RagCache, name: str, component: str | None, spec: Object) -> 
     }
 
 
-def _component_policy(cache: RagCache, component: str, site: Site) -> Object:
+def _component_policy(cache: RagCache, component: str, placement: Placement) -> Object:
     spec: Object = {
         "podSelector": {"matchLabels": component_selector(cache.metadata.name, component)},
         "policyTypes": _BOTH,
-        "ingress": _ingress(cache, component, site),
-        "egress": _egress(cache, component, site),
+        "ingress": _ingress(cache, component, placement),
+        "egress": _egress(cache, component, placement),
     }
     return _policy(cache, component, component, spec)
 
 
-def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
-    rules = _client_rules(cache, component, site)
+def _ingress(cache: RagCache, component: str, placement: Placement) -> list[Object]:
+    rules = _client_rules(cache, component, placement)
     readers = _peers(cache.spec.network_policy.metrics_from) or [_PROMETHEUS]
     rules.append({"from": readers, "ports": _ports(PORT_NUMBERS[_METRICS_PORTS[component]])})
     return rules
 
 
-def _client_rules(cache: RagCache, component: str, site: Site) -> list[Object]:
+def _client_rules(cache: RagCache, component: str, placement: Placement) -> list[Object]:
     name = cache.metadata.name
     rules = [
         {"from": [_pods_of(name, source)], "ports": _ports(PORT_NUMBERS[port])}
@@ -131,7 +131,7 @@ def _client_rules(cache: RagCache, component: str, site: Site) -> list[Object]:
         if target == component
     ]
     ports = [PORT_NUMBERS[port] for target, port in _OPERATOR_TARGETS if target == component]
-    rules.append({"from": [_operator(site)], "ports": _ports(*ports)})
+    rules.append({"from": [_operator(placement)], "ports": _ports(*ports)})
     if component == "gateway":
         policy = cache.spec.network_policy
         anyone = {"from": _peers(policy.clients)} if policy.clients else {}
@@ -147,7 +147,7 @@ def _peers(clients: Sequence[ClientSpec]) -> list[Object]:
     ]
 
 
-def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
+def _egress(cache: RagCache, component: str, placement: Placement) -> list[Object]:
     name = cache.metadata.name
     dns_ports = [
         {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
@@ -161,24 +161,24 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
     if component in _READS_MODEL and cache.spec.model.parsed_source.kind == "hf":
         rules.append({"ports": _ports(_HTTPS)})
     if component == "retriever":
-        rules += _retriever_egress(cache.spec.retriever, site)
+        rules += _retriever_egress(cache.spec.retriever, placement)
     if component == "gateway":
         urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
-        rules += [rule for url in urls for rule in _to_url(url, site)]
+        rules += [rule for url in urls for rule in _to_url(url, placement)]
     otlp = cache.spec.telemetry.otlp
     if otlp is not None:
-        rules += _to_url(otlp.endpoint, site)
+        rules += _to_url(otlp.endpoint, placement)
     return rules
 
 
-def _retriever_egress(retriever: RetrieverSpec, site: Site) -> list[Object]:
+def _retriever_egress(retriever: RetrieverSpec, placement: Placement) -> list[Object]:
     rules: list[Object] = []
     if retriever.embedder.is_endpoint:
-        rules += _to_url(retriever.embedder.source, site)
+        rules += _to_url(retriever.embedder.source, placement)
     if retriever.embedder.hub_name or retriever.reranker.hub_name:
         rules.append({"ports": _ports(_HTTPS)})
     if retriever.reranker.source.startswith("http"):
-        rules += _to_url(retriever.reranker.source, site)
+        rules += _to_url(retriever.reranker.source, placement)
     if retriever.backend.kind != "embedded":
         # The address is in a Secret, which the operator does not read.
         rules.append({"ports": _ports(*_BACKEND_PORTS[retriever.backend.kind])})
@@ -193,8 +193,8 @@ def _pods_of(cache_name: str, component: str) -> Object:
     return {"podSelector": {"matchLabels": component_selector(cache_name, component)}}
 
 
-def _operator(site: Site) -> Object:
-    namespace = _namespace(site.operator_namespace)
+def _operator(placement: Placement) -> Object:
+    namespace = _namespace(placement.operator_namespace)
     return {
         "namespaceSelector": namespace,
         "podSelector": {"matchLabels": dict(OPERATOR_POD_LABELS)},
@@ -208,7 +208,7 @@ def _namespace(name: str | None) -> Object:
     return {"matchLabels": {"kubernetes.io/metadata.name": name}}
 
 
-def _to_url(url: str, site: Site) -> list[Object]:
+def _to_url(url: str, placement: Placement) -> list[Object]:
     """Return the egress rules for a URL.
 
     Policies match addresses and pods, not host names. The pods of a Service may listen on other
@@ -219,12 +219,12 @@ def _to_url(url: str, site: Site) -> list[Object]:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return _to_name(host.rstrip(".").split("."), port, site)
+        return _to_name(host.rstrip(".").split("."), port, placement)
     block = {"cidr": f"{address}/{address.max_prefixlen}"}
     return [{"to": [{"ipBlock": block}], "ports": _ports(port)}]
 
 
-def _to_name(labels: Sequence[str], port: int, site: Site) -> list[Object]:
+def _to_name(labels: Sequence[str], port: int, placement: Placement) -> list[Object]:
     """Return the rules for a host name, given as its DNS labels.
 
     It is ``service``, ``service.namespace(.svc...)`` or a name outside the cluster.

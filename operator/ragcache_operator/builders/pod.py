@@ -6,10 +6,89 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.pods.environment import EnvValue, container_environment
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.spec import SchedulingSpec
+from ragcache_operator.builders.environment import EnvValue, container_environment
+from ragcache_operator.builders.metadata import Object
+from ragcache_operator.spec import ResourcesSpec, SchedulingSpec
+from ragcache_operator.spec.quantity import canonical, format_bytes, parse_quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """HTTP probes, because every part serves HTTP and only some of them gRPC.
+
+    Args:
+        port: Port number.
+        alive: Path of the startup and liveness probes.
+        ready: Path of the readiness probe.
+        start_s: Time limit of the start.
+    """
+
+    port: int
+    alive: str
+    ready: str
+    start_s: int
+
+    def render(self) -> Object:
+        """Return the three probes of the container."""
+        return {
+            "startupProbe": {
+                **self._get(self.alive),
+                "periodSeconds": 1,
+                "timeoutSeconds": 5,
+                "failureThreshold": self.start_s,
+            },
+            "readinessProbe": {
+                **self._get(self.ready),
+                "periodSeconds": 2,
+                "timeoutSeconds": 5,
+                "failureThreshold": 3,
+            },
+            # A restart of an overloaded container adds load, so it must be silent for a minute.
+            "livenessProbe": {
+                **self._get(self.alive),
+                "periodSeconds": 10,
+                "timeoutSeconds": 10,
+                "failureThreshold": 6,
+            },
+        }
+
+    def _get(self, path: str) -> Object:
+        return {"httpGet": {"path": path, "port": self.port, "scheme": "HTTP"}}
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedResources:
+    """Resources that the operator derives for a component.
+
+    Args:
+        bounded: Whether the component keeps its memory below ``memory_bytes``, so that a limit is
+            safe. A limit on any other component would kill it at a rare peak.
+    """
+
+    cpu: str
+    memory_bytes: int
+    bounded: bool = False
+
+
+def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
+    """Return the ``resources`` of a container.
+
+    There is no CPU limit, because throttling only delays answers. A given limit below the derived
+    request also lowers the request, because the API server rejects a request above the limit.
+    """
+    limit = given.memory_limit
+    request = given.memory or format_bytes(derived.memory_bytes)
+    if given.memory is None and limit is not None and parse_quantity(limit) < derived.memory_bytes:
+        request = limit
+    if limit is None and derived.bounded:
+        limit = request
+    rendered: Object = {
+        "requests": {"cpu": canonical(given.cpu or derived.cpu), "memory": canonical(request)}
+    }
+    if limit is not None:
+        rendered["limits"] = {"memory": canonical(limit)}
+    return rendered
+
 
 _USER_ID: Final = 10001
 
@@ -137,12 +216,12 @@ def pod_template(
             _spread("kubernetes.io/hostname", spread_by),
             _spread("topology.kubernetes.io/zone", spread_by),
         ],
-        **placement(scheduling),
+        **scheduling_fields(scheduling),
     }
     return {"metadata": {"labels": dict(labels)}, "spec": spec}
 
 
-def placement(scheduling: SchedulingSpec) -> Object:
+def scheduling_fields(scheduling: SchedulingSpec) -> Object:
     """Return the scheduling fields of a pod that the spec sets."""
     fields: Object = {
         "priorityClassName": scheduling.priority_class_name,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from ragcache_operator.builders.labels import (
+from ragcache_operator.builders.metadata import (
     COMPONENT_LABEL,
     ENGINE_LABEL,
+    Object,
     instance_selector,
     labels,
     object_name,
 )
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.site import Site
+from ragcache_operator.builders.placement import Placement
 from ragcache_operator.spec import RagCache
 
 PORTS: Final = ("metrics", "health")
@@ -26,10 +26,10 @@ _TARGET_LABELS: Final = {
 """Labels of every series, by the pod's label that they are read from."""
 
 
-def build(cache: RagCache, site: Site) -> list[Object]:
+def build(cache: RagCache, placement: Placement) -> list[Object]:
     """Return the PodMonitor, or nothing if the spec disables it or the cluster lacks the kind."""
     monitor = cache.spec.telemetry.pod_monitor
-    if not monitor.enabled or not site.capabilities.pod_monitors:
+    if not monitor.enabled or not placement.capabilities.pod_monitors:
         return []
     name = cache.metadata.name
     relabelings = [

@@ -6,17 +6,14 @@ from typing import Final
 
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.sizing.store_size import disk_tier_bytes, shard_memory_bytes
-from ragcache_operator.builders.access import signing_key
-from ragcache_operator.builders.labels import object_name
-from ragcache_operator.builders.objects import members
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import HEADLESS_ALL_PODS, service
-from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
+from ragcache_operator.builders.environment import EnvValue, settings_environment
+from ragcache_operator.builders.keys import signing_mount
+from ragcache_operator.builders.metadata import Object, object_name
+from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, Placement
+from ragcache_operator.builders.pod import DerivedResources, Probes, resources
+from ragcache_operator.builders.services import HEADLESS_ALL_PODS, service
+from ragcache_operator.builders.watched_files import MEMBERS, members_config_map
+from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec import PrecisionSpec, RagCache
 from ragcache_wire.settings import CacheStoreSettings
 
@@ -31,7 +28,7 @@ _ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score"
 """The store's names of the spec's values."""
 
 
-def build(cache: RagCache, site: Site) -> list[Object]:
+def build(cache: RagCache, placement: Placement) -> list[Object]:
     """Return the objects of the cache store."""
     store = cache.spec.cache_store
     shards_service = object_name(cache, SHARDS.workload)
@@ -41,46 +38,46 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         component=COMPONENT,
         name=COMPONENT,
         command=("python", "-m", "ragcache_cachestore"),
-        env=_environment(cache, site),
+        env=_environment(cache, placement),
         ports=(GRPC.port, DATA.port, HEALTH.port),
-        probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=120),
+        probes=Probes(placement.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=120),
         resources=resources(derived, store.resources),
         replicas=store.shards,
         # Only gateways may follow what the shards have.
-        mounts=(members.mount(cache), signing_key.mount(cache, site)),
+        mounts=(MEMBERS.mount(cache), signing_mount(cache, placement)),
         storage=store.disk,
         service=shards_service,
     )
-    meta = workloads.metadata(cache, workload)
+    meta = metadata(cache, workload)
     return [
-        members.config_map(cache, COMPONENT, shards_service),
+        members_config_map(cache, COMPONENT, shards_service),
         service(
             {**meta, "name": shards_service},
-            workloads.selector(cache, workload),
+            selector(cache, workload),
             [(port, PORT_NUMBERS[port]) for port in workload.ports],
             # Clients keep the name of a shard while it restarts.
             HEADLESS_ALL_PODS,
         ),
-        *workloads.build(cache, workload, site),
+        *build_workload(cache, workload, placement),
     ]
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
     store = cache.spec.cache_store
     return {
-        **site.pod_identity(),
+        **placement.pod_identity(),
         **settings_environment(
             CacheStoreSettings,
             cache,
-            listen=str(site.bind_address(GRPC)),
-            data_listen=str(site.bind_address(DATA)),
-            data_socket=site.data_socket() or None,
-            health_listen=str(site.bind_address(HEALTH)),
+            listen=str(placement.bind_address(GRPC)),
+            data_listen=str(placement.bind_address(DATA)),
+            data_socket=placement.data_socket() or None,
+            health_listen=str(placement.bind_address(HEALTH)),
             # Shards ask each other for deletes that they missed, and copy values to each other.
-            cachestore=site.cache_store_members(),
-            own_address=site.shard_address(SHARDS),
-            signing_key_file=site.signing_key_file(),
-            data_dir=site.data_dir(COMPONENT),
+            cachestore=placement.cache_store_members(),
+            own_address=placement.shard_address(SHARDS),
+            signing_key_file=placement.signing_key_file(),
+            data_dir=placement.data_dir(COMPONENT),
             disk_bytes=str(disk_tier_bytes(store.disk.size_bytes)),
             # Without it, the store takes the default for its policy and reuse mode.
             admission=_ADMISSIONS[store.admission] if store.admission else None,

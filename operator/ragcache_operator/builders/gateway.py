@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ragcache_operator.builders.access import api_keys, signing_key
-from ragcache_operator.builders.components import engine, gateway_limits, retriever
-from ragcache_operator.builders.components.model import HUB_START_S, model_environment, model_mounts
-from ragcache_operator.builders.objects import autoscaling, ingress, members
-from ragcache_operator.builders.objects.autoscaling import ReplicaRange
-from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import service
-from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
-from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import LIMITS_FILE, LIMITS_FOLDER, Endpoint, Site
+from ragcache_operator.builders import autoscaling, engine, retriever
+from ragcache_operator.builders.autoscaling import ReplicaRange
+from ragcache_operator.builders.environment import EnvValue, settings_environment
+from ragcache_operator.builders.keys import api_key_mounts, signing_mount, uses_keys
+from ragcache_operator.builders.metadata import Object
+from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
+from ragcache_operator.builders.placement import LIMITS_FILE, LIMITS_FOLDER, Endpoint, Placement
+from ragcache_operator.builders.pod import DerivedResources, Probes, resources
+from ragcache_operator.builders.services import http_route, ingress, service
+from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
+from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -53,79 +51,79 @@ _LIMITS_FROM_FILE: Final[Mapping[str, EnvValue | None]] = {
 pod, so a change would restart it."""
 
 
-def build(cache: RagCache, site: Site) -> list[Object]:
+def build(cache: RagCache, placement: Placement) -> list[Object]:
     """Return the objects of the gateway."""
     model, gateway = cache.spec.model, cache.spec.gateway
     replica_range = gateway.autoscaling and ReplicaRange(
         gateway.replicas, gateway.autoscaling.max_replicas
     )
-    endpoints = (HTTP, ADMIN) if site.is_cluster else (HTTP,)
+    endpoints = (HTTP, ADMIN) if placement.is_cluster else (HTTP,)
     # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
     start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
     workload = Workload(
         component=COMPONENT,
         name=COMPONENT,
         command=("python", "-m", "ragcache_gateway"),
-        env=_environment(cache, site),
+        env=_environment(cache, placement),
         ports=(*(endpoint.port for endpoint in endpoints), METRICS.port),
         # Clients that fill the first port must not end the pod.
         probes=Probes(
-            site.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
+            placement.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
         ),
         resources=resources(DerivedResources("100m", _memory_bytes()), gateway.resources),
         replicas=replica_range or gateway.replicas,
         mounts=(
-            members.mount(cache),
-            gateway_limits.mount(cache),
-            signing_key.mount(cache, site),
-            *api_keys.mounts(cache, site),
+            MEMBERS.mount(cache),
+            LIMITS.mount(cache),
+            signing_mount(cache, placement),
+            *api_key_mounts(cache, placement),
             *model_mounts(model),
         ),
         drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
         grace_s=_ENDPOINT_REMOVAL_S + _STOP_GRACE_S + _END_S,
     )
-    meta = workloads.metadata(cache, workload)
+    meta = metadata(cache, workload)
     children = [
         service(
             meta,
-            workloads.selector(cache, workload),
-            [(endpoint.port, site.address_of(endpoint).port) for endpoint in endpoints],
+            selector(cache, workload),
+            [(endpoint.port, placement.address_of(endpoint).port) for endpoint in endpoints],
         ),
-        gateway_limits.config_map(cache, COMPONENT),
-        *workloads.build(cache, workload, site),
+        limits_config_map(cache, COMPONENT),
+        *build_workload(cache, workload, placement),
     ]
     if gateway.autoscaling and replica_range:
         percent = gateway.autoscaling.cpu_percent
         children.append(autoscaling.cpu_autoscaler(meta, replica_range, percent))
     if gateway.ingress is not None:
-        children.append(ingress.ingress(meta, gateway.ingress, HTTP.port))
-    if gateway.http_route is not None and site.capabilities.http_route:
-        children.append(ingress.http_route(meta, gateway.http_route, gateway.port))
+        children.append(ingress(meta, gateway.ingress, HTTP.port))
+    if gateway.http_route is not None and placement.capabilities.http_route:
+        children.append(http_route(meta, gateway.http_route, gateway.port))
     return children
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
-    model, has_keys = cache.spec.model, api_keys.uses_keys(cache, site)
+def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
+    model, has_keys = cache.spec.model, uses_keys(cache, placement)
     return {
         **model_environment(model),
         **settings_environment(
             GatewaySettings,
             cache,
             None,
-            listen=str(site.bind_address(HTTP)),
-            metrics_listen=str(site.bind_address(METRICS)),
-            admin_listen=str(site.bind_address(ADMIN)) if site.is_cluster else None,
-            api_keys_file=site.api_keys_file() if has_keys else None,
-            builtin_keys=site.builtin_keys() if has_keys else None,
-            **(_LIMITS_FROM_FILE if site.is_cluster else {}),
-            retriever=str(site.address_of(retriever.GRPC)),
-            engines=",".join(str(_engine_address(one, site)) for one in cache.spec.engines),
-            cachestore=site.cache_store_members(),
-            signing_key_file=site.signing_key_file(),
-            model=site.model(model.parsed_source),
+            listen=str(placement.bind_address(HTTP)),
+            metrics_listen=str(placement.bind_address(METRICS)),
+            admin_listen=str(placement.bind_address(ADMIN)) if placement.is_cluster else None,
+            api_keys_file=placement.api_keys_file() if has_keys else None,
+            builtin_keys=placement.builtin_keys() if has_keys else None,
+            **(_LIMITS_FROM_FILE if placement.is_cluster else {}),
+            retriever=str(placement.address_of(retriever.GRPC)),
+            engines=",".join(str(_engine_address(one, placement)) for one in cache.spec.engines),
+            cachestore=placement.cache_store_members(),
+            signing_key_file=placement.signing_key_file(),
+            model=placement.model(model.parsed_source),
             model_name=model.served_name,
             stop_grace_s=str(_STOP_GRACE_S),
-            allowed_hosts=",".join(_allowed_hosts(cache, site)) or None,
+            allowed_hosts=",".join(_allowed_hosts(cache, placement)) or None,
             allowed_origins=",".join(cache.spec.gateway.allowed_origins) or None,
         ),
     }
@@ -137,10 +135,10 @@ def _memory_bytes() -> int:
     return _PROCESS_BYTES + max_nodes * _NODE_BYTES
 
 
-def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
+def _allowed_hosts(cache: RagCache, placement: Placement) -> tuple[str, ...]:
     """Return the host names of the spec, of the Service and of what exposes it."""
     gateway = cache.spec.gateway
-    hosts = [*gateway.allowed_hosts, *site.host_names(HTTP)]
+    hosts = [*gateway.allowed_hosts, *placement.host_names(HTTP)]
     if gateway.ingress is not None:
         hosts.append(gateway.ingress.host)
     if gateway.http_route is not None:
@@ -149,8 +147,11 @@ def _allowed_hosts(cache: RagCache, site: Site) -> tuple[str, ...]:
     return tuple(dict.fromkeys(hosts))
 
 
-def _engine_address(group: EngineSpec, site: Site) -> EngineAddress:
+def _engine_address(group: EngineSpec, placement: Placement) -> EngineAddress:
     if group.url is not None:
         return EngineAddress.of_url(group.url)
-    http, records = site.address_of(engine.http(group)), site.address_of(engine.records(group))
+    http, records = (
+        placement.address_of(engine.http(group)),
+        placement.address_of(engine.records(group)),
+    )
     return EngineAddress(http.host, http.port, records.port)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic.alias_generators import to_camel
 
-from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.metadata import Object
 from ragcache_operator.spec import EngineSpec, RagCache, SecretKey
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_wire.settings.table import ServiceSettings, rows

@@ -1,4 +1,4 @@
-"""A Site for this machine: parts on loopback ports, folders as volumes."""
+"""A Placement for this machine: parts on loopback ports, folders as volumes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ragcache_cli.models.cache import find_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.pods.environment import EnvValue
-from ragcache_operator.builders.site import Address, Endpoint
+from ragcache_operator.builders.environment import EnvValue
+from ragcache_operator.builders.placement import Address, Endpoint
 from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
 
 API_KEYS_FILE: Final = "api-keys.toml"
@@ -48,7 +48,7 @@ def _checkout_folder(name: str) -> Path:
     return _MODELS / name / "model"
 
 
-class LocalSite:
+class LocalPlacement:
     """Parts as processes of this machine.
 
     Args:

@@ -1,1 +1,0 @@
-"""Builds the objects of each component: gateway, retriever, engines and cache store."""

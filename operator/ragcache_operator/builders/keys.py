@@ -1,0 +1,181 @@
+"""Keys of a RagCache: API keys, the operator's own keys, and the key that signs plans.
+
+The operator creates Secrets and reads none. Users change the keys in their Secrets, and pods read
+the mounted files again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ragcache_core.access.caller import Scope
+from ragcache_core.access.key_file import (
+    BUILTIN_SCOPES,
+    KEY_BYTES,
+    entry_text,
+    hash_text,
+    key_of,
+)
+from ragcache_operator.builders.metadata import Object, labels, object_name, with_owner
+from ragcache_operator.builders.placement import (
+    API_KEYS_FILE,
+    API_KEYS_FOLDER,
+    SIGNING_KEY_FILE,
+    SIGNING_KEY_FOLDER,
+    Placement,
+)
+from ragcache_operator.builders.pod import Mount
+from ragcache_operator.spec import RagCache
+
+OPERATOR: Final = "operator"
+SYNC: Final = "sync"
+ADMIN_KEY: Final = "admin-key"
+"""Entry of the generated Secret with the key itself, for the person who installs a RagCache."""
+
+_API_KEYS: Final = "api-keys"
+_SYNC_KEY: Final = "sync-key"
+_SYNC_ENTRY: Final = "key"
+_SIGNING_KEY: Final = "signing-key"
+_UID_CHARS: Final = 8
+_READABLE_BY_GROUP: Final = 0o440
+"""The kubelet gives the file to the pod's group."""
+_HEAD: Final = (
+    "# API keys of the gateway, by the SHA-256 of each key. Add entries with `ragcache keys new`.\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentKeys:
+    """The API keys of the operator's own clients: its self-test, and the Jobs of collections.
+
+    They follow from one root key and the uid of a RagCache. So the operator needs to read no Secret
+    of a namespace, and a gateway knows only the hashes, which are no secret.
+
+    Args:
+        root: Random bytes that only the operator has.
+    """
+
+    root: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.root) < KEY_BYTES:
+            raise ValueError(f"the root key has {len(self.root)} bytes, and needs {KEY_BYTES}")
+
+    def key(self, client: str, uid: str) -> str:
+        """Return the key of a client for the RagCache of this uid."""
+        text = f"ragcache-component-key-1\0{client}\0{uid}"
+        return key_of(hmac.new(self.root, text.encode(), hashlib.sha256).digest())
+
+    def hashes(self, uid: str) -> str:
+        """Return the gateway's setting of built-in keys."""
+        return ",".join(f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES)
+
+
+def uses_keys(cache: RagCache, placement: Placement) -> bool:
+    """Whether requests need a key: by default in a cluster, and not on one machine."""
+    auth = cache.spec.gateway.auth
+    return placement.is_cluster if auth is None else auth.enabled
+
+
+def api_key_secret_name(cache: RagCache, placement: Placement) -> str | None:
+    """Return the name of the Secret that the operator creates; None if it creates none."""
+    auth = cache.spec.gateway.auth
+    if not uses_keys(cache, placement) or (auth is not None and auth.secret_ref is not None):
+        return None
+    return _unique_name(cache, placement, _API_KEYS)
+
+
+def api_key_secret(cache: RagCache, placement: Placement, name: str, random_bytes: bytes) -> Object:
+    """Return the generated Secret: a key file with one admin key, and that key.
+
+    Args:
+        random_bytes: 32 bytes.
+    """
+    key = key_of(random_bytes)
+    entry = entry_text("admin", key, {Scope.ADMIN})
+    return _secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
+
+
+def api_key_mounts(cache: RagCache, placement: Placement) -> tuple[Mount, ...]:
+    """Return the mount of the key file alone: gateways do not get the admin key."""
+    if not uses_keys(cache, placement):
+        return ()
+    auth = cache.spec.gateway.auth
+    name, entry = api_key_secret_name(cache, placement), API_KEYS_FILE
+    if auth is not None and auth.secret_ref is not None:
+        name, entry = auth.secret_ref.name, auth.secret_ref.key
+    volume = {
+        "secretName": name,
+        "defaultMode": _READABLE_BY_GROUP,
+        "items": [{"key": entry, "path": API_KEYS_FILE}],
+    }
+    return (Mount(_API_KEYS, API_KEYS_FOLDER, {"secret": volume}, read_only=True),)
+
+
+def sync_secret(cache: RagCache, placement: Placement, keys: ComponentKeys) -> Object:
+    """Return the Secret with the key of syncs. Its name follows from the key."""
+    key = keys.key(SYNC, placement.owner)
+    return _secret(cache, placement, _sync_secret_name(cache, key), {_SYNC_ENTRY: key})
+
+
+def sync_variable(cache: RagCache, placement: Placement, keys: ComponentKeys) -> Object:
+    """Return the environment variable of a sync's container with its key."""
+    name = _sync_secret_name(cache, keys.key(SYNC, placement.owner))
+    reference = {"name": name, "key": _SYNC_ENTRY}
+    return {"name": "RAGCACHE_API_KEY", "valueFrom": {"secretKeyRef": reference}}
+
+
+def signing_secret_name(cache: RagCache, placement: Placement) -> str:
+    """Return the name of the Secret with the key that signs plans."""
+    return _unique_name(cache, placement, _SIGNING_KEY)
+
+
+def signing_secret(cache: RagCache, placement: Placement, key: bytes) -> Object:
+    """Return the Secret with one signing key. Kubernetes deletes it together with the RagCache.
+
+    The gateway signs plans, and engines accept only plans with a valid signature.
+    """
+    name = signing_secret_name(cache, placement)
+    return _secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
+
+
+def signing_mount(cache: RagCache, placement: Placement) -> Mount:
+    """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
+    volume = {
+        "secretName": signing_secret_name(cache, placement),
+        "defaultMode": _READABLE_BY_GROUP,
+    }
+    return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
+
+
+def _unique_name(cache: RagCache, placement: Placement, suffix: str) -> str:
+    """Return the name of a Secret, which is unique for each RagCache object.
+
+    The operator cannot read the owner of an existing Secret. Another user may have created it, or
+    it may belong to a deleted RagCache of the same name and be deleted soon.
+    """
+    return f"{object_name(cache, suffix)}-{placement.owner[:_UID_CHARS]}".rstrip("-")
+
+
+def _sync_secret_name(cache: RagCache, key: str) -> str:
+    digest = hashlib.sha256(key.encode()).hexdigest()[:_UID_CHARS]
+    return f"{object_name(cache, _SYNC_KEY)}-{digest}"
+
+
+def _secret(cache: RagCache, placement: Placement, name: str, entries: Mapping[str, str]) -> Object:
+    child: Object = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": name,
+            "namespace": cache.metadata.namespace,
+            "labels": labels(cache.metadata.name),
+        },
+        "type": "Opaque",
+        "stringData": dict(entries),
+    }
+    return with_owner(child, cache, placement.owner)

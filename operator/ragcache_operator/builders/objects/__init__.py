@@ -1,1 +1,0 @@
-"""Builds single Kubernetes objects, one module for each kind."""

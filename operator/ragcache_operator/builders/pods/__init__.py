@@ -1,1 +1,0 @@
-"""Builds pods and the workloads that run them."""

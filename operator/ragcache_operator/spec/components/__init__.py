@@ -1,1 +1,0 @@
-"""Specs of single components that are too large for the module of the RagCache."""
