@@ -75,9 +75,9 @@ from ragcache_engine.kv_cache.incoming_value import (
     EncodedValue,
     IncomingValue,
     NativeValue,
+    OfferedValue,
     ValueSource,
 )
-from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
 from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers

@@ -18,10 +18,10 @@ from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
 from ragcache_engine.protocol.messages import (
+    EngineRole,
     LoadJob,
     SaveJob,
 )
-from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_kv.store_client.sharded import ShardedStore

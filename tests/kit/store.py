@@ -17,7 +17,7 @@ import xxhash
 
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.components import StoreOptions
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
@@ -115,8 +115,8 @@ def put(
     store: Store, key: VariantKey, raw: bytes, *, ack: Ack = Ack.ACCEPTED, **about: Any
 ) -> PutOutcome:
     """Put as a transport does, having seen every delete so far."""
-    about.setdefault("as_of", store.lookup([]).as_of)
-    incoming = store.begin_put(variant(key, raw, **about), ack)
+    about.setdefault("as_of", store.reads.lookup([]).as_of)
+    incoming = store.puts.begin(variant(key, raw, **about), ack)
     if isinstance(incoming, PutOutcome):
         return incoming
     with incoming:
@@ -126,8 +126,8 @@ def put(
 
 def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "") -> bytes | Miss:
     """Get as a transport does."""
-    (lease,) = opened = store.open([key], exact, domain)
-    store.note_opened(opened)
+    (lease,) = opened = store.reads.open([key], exact, domain)
+    store.reads.note_opened(opened)
     if isinstance(lease, Miss):
         return lease
     raw = bytearray(lease.info.num_bytes)
@@ -135,7 +135,7 @@ def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "")
         assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
     else:
         raw = bytearray(b"".join(store.memory_tier.views(lease.extents)))
-    store.release([lease.id])
+    store.reads.release([lease.id])
     return bytes(raw)
 
 

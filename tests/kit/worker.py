@@ -24,13 +24,13 @@ from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
 from ragcache_engine.protocol.messages import (
+    EngineRole,
     LoadJob,
     LoadOutcome,
     SaveJob,
     StepJobs,
     VariantSpan,
 )
-from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts

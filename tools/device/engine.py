@@ -252,7 +252,7 @@ class InProcessEngine:
 
     def cache(self) -> Any:
         """Return access to vLLM's paged cache."""
-        from ragcache_engine.blend.model_access import access_model  # noqa: PLC0415
+        from ragcache_engine.blend.recomputer import access_model  # noqa: PLC0415
         from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: PLC0415
 
         model = access_model(self.runner, self.config.cache_config.block_size)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import sys
 import time
 from dataclasses import dataclass
 
-from ragcache_cachestore.api.data_server import DataServer
+from ragcache_cachestore.api.data_server import DataServer, allow_many_sockets
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.api.listeners import allow_many_sockets
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.orphan_collector import OrphanCollector
 from ragcache_cachestore.cluster.replicator import Replicator
-from ragcache_cachestore.components import StoreOptions
-from ragcache_cachestore.storage.malloc import reuse_freed_memory
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
-from ragcache_cachestore.telemetry.exporter import PART, RecordingTelemetry
+from ragcache_cachestore.telemetry.exporter import PART, Telemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.tiering.precision_assignment import (
     FixedAssignment,
@@ -46,6 +45,13 @@ Most work of a store takes microseconds. With Python's default of 5 ms, a get wo
 this lock.
 """
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_MAX_POOLS = -8  # M_ARENA_MAX in malloc.h
+
+KEPT_BYTES = 8 << 20
+"""Free memory that glibc keeps for reuse, for a few messages. It adds to the memory tier."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardProcess:
@@ -64,7 +70,7 @@ async def serve(config: CacheStoreSettings) -> None:
     Raises:
         InvalidInput: An address or the folder cannot be used.
     """
-    telemetry = RecordingTelemetry.start(config.otlp_endpoint, config.own_address or config.listen)
+    telemetry = Telemetry.start(config.otlp_endpoint, config.own_address or config.listen)
     async with HealthServer(config.health_listen, telemetry.collectors) as health:
         health.set_progress("opening the disk tier")
         with contextlib.ExitStack() as resources:
@@ -80,7 +86,7 @@ async def serve(config: CacheStoreSettings) -> None:
 
 def _open(
     config: CacheStoreSettings,
-    telemetry: RecordingTelemetry,
+    telemetry: Telemetry,
     resources: contextlib.ExitStack,
     health: HealthServer,
 ) -> ShardProcess:
@@ -103,7 +109,7 @@ def _open(
     data_address = None if config.data_listen is None else split_address(config.data_listen)
     data_server = DataServer(store, config.data_socket, data_address)
     resources.callback(data_server.close)
-    re_encoder = ReEncoder(store, _assignment(config), Pace(), time.monotonic)
+    re_encoder = ReEncoder(store.variants, _assignment(config), Pace(), time.monotonic)
     re_encoder.start()
     resources.callback(re_encoder.close)
     members = config.cachestore
@@ -195,6 +201,21 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def reuse_freed_memory() -> None:
+    """Let glibc reuse the memory of freed messages.
+
+    By default glibc maps every block of a message's size and unmaps it on free, so each message
+    pays for page faults over all of its bytes. Building and encoding a message of 1 MiB took
+    1,800 us, and takes 55 us with this. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
+    mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(_M_MAX_POOLS, 2)  # each of these pools keeps its own free memory
 
 
 if __name__ == "__main__":

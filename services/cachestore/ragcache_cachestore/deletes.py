@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -36,11 +36,11 @@ from ragcache_core.store_api import (
 
 log = logging.getLogger(__name__)
 
-MAX_TOMBSTONE_BYTES = 64 << 20
-"""Bound of the memory for tombstones: some 50,000 deletes of eight chunks."""
-
 KEPT_SHARE = 0.875
-"""Share of the bound that is kept when it is exceeded, so that not every delete forgets another."""
+"""Share of the bound of tombstones that is kept when it is exceeded.
+
+Otherwise every delete would forget another one.
+"""
 
 DROP_BATCH = 32
 """Variants that are dropped while the store's lock is held once, in about half a millisecond."""
@@ -57,12 +57,7 @@ PULL_BATCH_NAMES = 1024
 
 
 class Deletes:
-    """The delete path of one store.
-
-    Args:
-        wall_ms: Returns the Unix time in milliseconds.
-        max_tombstone_bytes: See MAX_TOMBSTONE_BYTES.
-    """
+    """The delete path of one store."""
 
     def __init__(
         self,
@@ -70,16 +65,13 @@ class Deletes:
         mover: TierMover,
         metadata: MetadataDb,
         status_page: StatusPage,
-        wall_ms: Callable[[], int],
-        *,
-        max_tombstone_bytes: int = MAX_TOMBSTONE_BYTES,
     ) -> None:
         self._state = state
         self._mover = mover
         self._metadata = metadata
         self._status_page = status_page
-        self._wall_ms = wall_ms
-        self._max_tombstone_bytes = max_tombstone_bytes
+        self._wall_ms = state.options.wall_ms
+        self._max_tombstone_bytes = state.options.max_tombstone_bytes
 
     def apply(self, deletions: Sequence[Deletion]) -> int:
         """Apply deletions with one sync of the disk. Return how many variants were removed.
@@ -235,7 +227,7 @@ class Deletes:
         return count
 
     def discard(self, key: VariantKey) -> bool:
-        """Drop a variant without a tombstone. Return whether it was stored."""
+        """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""
         return self._discard([key]) > 0
 
     def discard_orphans(self, keys: Sequence[VariantKey]) -> int:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
+from typing import Self
 
 from ragcache_cachestore.background.tier_mover import RETRY_AFTER_S, TierMover
-from ragcache_cachestore.incoming_put import IncomingPut
-from ragcache_cachestore.state.catalog import CatalogVariant, replaces
+from ragcache_cachestore.state.catalog import CatalogVariant, WriteJob, replaces
 from ragcache_cachestore.state.store_state import StoreState
-from ragcache_cachestore.state.write_job import WriteJob
+from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_cachestore.storage.status_page import StatusPage
+from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, ValuePart, VariantInfo
-from ragcache_core.storage.extents import PAGE_BYTES
+from ragcache_core.storage.extents import PAGE_BYTES, Extent
 from ragcache_core.store_api import Ack, NewVariant, PutCompletion, PutOutcome
+from ragcache_kv.values.buffers import slice_views
+
+COMMIT_TIMEOUT_S = 60.0
 
 MAX_VALUE_BYTES = 256 << 20
 """Bound of one value, even if the tiers are larger."""
@@ -27,12 +31,7 @@ INCOMING_SHARE = 0.5
 
 
 class Puts:
-    """The put path of one store.
-
-    Args:
-        leaves_only: A parent outlives its children in a tier (``exact`` reuse).
-        sweep_soon: Wakes the sweeper, because memory is above its high watermark.
-    """
+    """The put path of one store."""
 
     def __init__(
         self,
@@ -40,23 +39,20 @@ class Puts:
         mover: TierMover,
         memory_tier: MemoryTier,
         status_page: StatusPage,
-        *,
-        leaves_only: bool,
-        sweep_soon: Callable[[], None],
     ) -> None:
         self._state = state
         self._mover = mover
         self.memory_tier = memory_tier
         self._status_page = status_page
-        self._leaves_only = leaves_only
-        self._sweep_soon = sweep_soon
 
     @property
     def max_value_bytes(self) -> int:
         """Bound of one value."""
         return min(MAX_VALUE_BYTES, self.memory_tier.allocator.num_pages * PAGE_BYTES)
 
-    def begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> IncomingPut | PutOutcome:
+    def begin(
+        self, new: NewVariant, ack: Ack = Ack.ACCEPTED, timeout_s: float = COMMIT_TIMEOUT_S
+    ) -> IncomingPut | PutOutcome:
         """Allocate memory for a value, or return why the client need not send it.
 
         With Ack.DURABLE, ALREADY_STORED means that the stored value is on disk.
@@ -197,7 +193,7 @@ class Puts:
             self._queue_write(variant, ack, now)
             self._promote_parent(variant)
             if self._state.memory.excess_pages():
-                self._sweep_soon()
+                self._state.sweep_soon.set()
         return PutOutcome.STORED
 
     def _new_catalog_variant(
@@ -229,10 +225,10 @@ class Puts:
     def _promote_parent(self, variant: CatalogVariant) -> None:
         key = variant.origin.parent
         parent = self._state.catalog.get(key) if key else None
-        if self._leaves_only and parent is not None and parent.memory is None:
+        if self._state.options.leaves_only and parent is not None and parent.memory is None:
             self._mover.promoter.submit(parent, now=False)
 
-    def _request_write(self, variant: CatalogVariant) -> WriteJob[CatalogVariant] | None:
+    def _request_write(self, variant: CatalogVariant) -> WriteJob | None:
         """Make the write of a variant urgent. Return its job, or None if it is on disk."""
         if variant.disk is not None:
             return None
@@ -262,3 +258,78 @@ class Puts:
                     if self._state.catalog.contains(stored):
                         raise
                 # Another put replaced the variant. Wait for that one.
+
+
+class IncomingPut:
+    """One put, from the allocation of its memory to commit or abort. For one thread at a time.
+
+    As a context manager it aborts the put unless it was committed.
+
+    Attributes:
+        new: The variant that is put.
+        copy: The allocated memory.
+        delete_sequence: The last delete that the computation has seen.
+        sums: Checksums of the bytes that are known to be written.
+    """
+
+    def __init__(self, puts: Puts, new: NewVariant, copy: TierCopy, delete_sequence: int) -> None:
+        self._puts = puts
+        self.new = new
+        self.copy = copy
+        self.delete_sequence = delete_sequence
+        self.sums = PartChecksums(new.part_bytes)
+        self._ended = False
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where in the memory tier the client must write the value."""
+        return self.copy.extents
+
+    @property
+    def views(self) -> list[memoryview]:
+        """One writable view for each extent."""
+        return self._puts.memory_tier.views(self.copy.extents)
+
+    def add_checksums_up_to(self, num_bytes: int) -> None:
+        """Add the checksums of the value's first num_bytes, which are written."""
+        start, length = self.sums.num_bytes, num_bytes - self.sums.num_bytes
+        for piece in slice_views(self.views, start, length):
+            self.sums.add(piece)
+
+    def commit(
+        self,
+        completion: PutCompletion,
+        ack: Ack = Ack.ACCEPTED,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+    ) -> PutOutcome:
+        """Verify every part, then make the value visible. With Ack.DURABLE, wait for its write.
+
+        Raises:
+            InvalidInput: A part does not match its checksum.
+            Unavailable: The value is not on disk within timeout_s. It stays accepted.
+        """
+        assert not self._ended
+        self._ended = True
+        return self._puts.commit(self, completion, ack, timeout_s)
+
+    def abort(self, quarantine_s: float = 0.0) -> None:
+        """Release the memory, unless the put has ended.
+
+        Args:
+            quarantine_s: How long to keep the pages from other puts, because the client may not
+                have noticed yet.
+        """
+        if not self._ended:
+            self._ended = True
+            self._puts.abort(self, quarantine_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()

@@ -44,7 +44,9 @@ class Reads:
         self._state = state
         self._mover = mover
 
-    def lookup(self, wanted: Sequence[LookupKey], exact: bool, domain: str) -> LookupAnswer:
+    def lookup(
+        self, wanted: Sequence[LookupKey], exact: bool = False, domain: str = ""
+    ) -> LookupAnswer:
         """Return the stored variants of each key, and the deletes that the answer has seen."""
         variants: list[ChunkVariants] = []
         misses: list[Miss] = []
@@ -63,7 +65,9 @@ class Reads:
             self._state.telemetry.miss(miss)
         return LookupAnswer(tuple(variants), as_of)
 
-    def open(self, keys: Sequence[VariantKey], exact: bool, domain: str) -> list[ReadLease | Miss]:
+    def open(
+        self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
+    ) -> list[ReadLease | Miss]:
         """Grant a lease for each value that is stored and may serve.
 
         The caller answers its client first, and then calls ``note_opened`` to count the reads.
@@ -122,7 +126,7 @@ class Reads:
         if variant.disk is None and variant.job is None and self._state.admit_to_disk(variant, now):
             variant.job = self._mover.writer.submit(variant, urgent=False)
 
-    def release(self, lease_ids: Iterable[int], corrupt: Iterable[int]) -> None:
+    def release(self, lease_ids: Iterable[int], corrupt: Iterable[int] = ()) -> None:
         """End leases.
 
         Args:
@@ -201,13 +205,6 @@ class Reads:
             counted += times
         self._state.telemetry.reported_uses(counted, unknown)
         return counted
-
-    def prefetch(self, keys: Sequence[VariantKey]) -> int:
-        """Queue promotions of values on disk. Return how many were queued."""
-        with self._state.lock:
-            found = [self._state.find(key) for key in dict.fromkeys(keys)]
-            on_disk = [one for one in found if one is not None and one.memory is None]
-        return sum([self._mover.promoter.submit(variant, now=True) for variant in on_disk])
 
     def note_sent(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
         """Count a value that was sent.

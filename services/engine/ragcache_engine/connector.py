@@ -37,18 +37,15 @@ from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
-from ragcache_engine.blend.model_access import access_model
-from ragcache_engine.blend.recomputer import Recomputer
+from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import current_worker, vllm_version
-from ragcache_engine.protocol.messages import StepJobs, StepReport
-from ragcache_engine.protocol.roles import EngineRole
+from ragcache_engine.protocol.messages import EngineRole, StepJobs, StepReport
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.load_counts import LoadCounts
-from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats
+from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats, serve_metrics
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records
-from ragcache_engine.telemetry.served_metrics import serve_metrics
 from ragcache_engine.threads import unpinned_pool
 from ragcache_engine.vllm_interface.block_events import PrefixCacheEvents
 from ragcache_engine.vllm_interface.block_salting import salt_block_hashes

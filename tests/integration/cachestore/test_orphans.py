@@ -18,9 +18,9 @@ import xxhash
 from bench.support.traces import DATA, Access, ComputedProfile, Trace, load_traces
 from harness.processes import free_port, launch_cachestore, wait_for_cachestore
 from ragcache_cachestore.cluster.orphan_collector import MISSING_PARENT_S, OrphanCollector
-from ragcache_cachestore.components import StoreOptions
-from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.identity.keys import VariantKey
@@ -82,33 +82,33 @@ class Cluster:
 
     def is_stored(self, key: VariantKey) -> bool:
         """Return whether the owner stores a variant."""
-        return self.owner(key).find_misses([key]) == [None]
+        return self.owner(key).reads.find_misses([key]) == [None]
 
     def read(self, key: VariantKey) -> bool:
         """Read a value as an engine does. Return whether it was stored."""
         store = self.owner(key)
-        (lease,) = opened = store.open([key], exact=True)
-        store.note_opened(opened)
+        (lease,) = opened = store.reads.open([key], exact=True)
+        store.reads.note_opened(opened)
         if isinstance(lease, Miss):
             return False
-        store.release([lease.id])
+        store.reads.release([lease.id])
         return True
 
     def put(self, access: Access, key: VariantKey, parent: VariantKey | None) -> None:
         """Put a computed variant, or report the computation if it is stored."""
         store = self.owner(key)
         if self.is_stored(key):
-            store.note_uses([ReportedUses(key)])
+            store.reads.note_uses([ReportedUses(key)])
             return
         info = VariantInfo(access.num_tokens, PAGE_BYTES, 0, Provenance(exact=True))
         new = NewVariant(key, info, Origin(parent=parent), None, (PAGE_BYTES,))
-        incoming = store.begin_put(new, Ack.ACCEPTED)
+        incoming = store.puts.begin(new, Ack.ACCEPTED)
         assert isinstance(incoming, IncomingPut)
         with incoming:
             for view in incoming.views:
                 view[:] = VALUE[: len(view)]
             incoming.commit(PutCompletion((CHECKSUM,), access.cost_s))
-        store.flush()
+        store.mover.writer.flush()
 
     def collect(self) -> int:
         """Scan once on each shard. Return how many variants were dropped."""
@@ -117,7 +117,7 @@ class Cluster:
     def collect_all(self) -> None:
         """Scan until no shard drops a variant."""
         for store in self._stores.values():
-            store.sweep()  # so that no eviction in the background follows
+            store.housekeeping.sweep()  # so that no eviction in the background follows
         while self.collect():
             self.clock.now += SCAN_EVERY_S
 
@@ -126,7 +126,7 @@ class Cluster:
         parents = {
             child: parent
             for store in self._stores.values()
-            for child, parent in store.children(min_age_s=0.0)
+            for child, parent in store.variants.children(min_age_s=0.0)
         }
         return sum([not self._is_reachable(child, parents) for child in parents])
 
@@ -143,7 +143,7 @@ class Cluster:
         return True
 
     def _ask(self, address: str, keys: Sequence[VariantKey]) -> Sequence[Miss | None]:
-        return self._stores[address].find_misses(keys)
+        return self._stores[address].reads.find_misses(keys)
 
 
 @contextmanager
@@ -237,7 +237,7 @@ class Shards:
         new = variant(key, raw, origin=Origin(parent=parent))
         self.client.put(new, whole(new, raw), TIMEOUT_S)
         for one in self.served:
-            one.store.flush()
+            one.store.mover.writer.flush()
 
     def owner(self, key: VariantKey) -> Store:
         """Return the store of a variant."""
@@ -251,14 +251,14 @@ class Shards:
 
     def orphans(self) -> set[VariantKey]:
         """Return the stored children whose parent no client can reach."""
-        parents = {c: p for one in self.served for c, p in one.store.children(0.0)}
+        parents = {c: p for one in self.served for c, p in one.store.variants.children(0.0)}
         reachable = self.stored(list(parents.values())) if parents else {}
         return {child for child, parent in parents.items() if not reachable[parent]}
 
     def scan_all(self) -> None:
         """Scan until no shard drops a variant."""
         for one in self.served:
-            one.store.sweep()  # so that no eviction in the background follows
+            one.store.housekeeping.sweep()  # so that no eviction in the background follows
         while sum([collector.scan() for collector in self.collectors]):
             pass
 
@@ -297,12 +297,12 @@ def chain(number: int) -> list[VariantKey]:
 
 def corrupt(store: Store, key: VariantKey) -> None:
     """Change every copy of a value, as a bad device does, and report it as its readers do."""
-    while isinstance(lease := store.open([key])[0], ReadLease):
+    while isinstance(lease := store.reads.open([key])[0], ReadLease):
         if lease.on_disk:
             os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
         else:
             store.memory_tier.views(lease.extents)[0][:3] = b"rot"
-        store.release([lease.id], corrupt=[lease.id])
+        store.reads.release([lease.id], corrupt=[lease.id])
 
 
 def test_under_pressure_no_child_is_held_without_a_reachable_parent(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_parent_whose_value_was_corrupt_is_awaited(tmp_path: Path) -> None:
         shards.put(parent, None)
         shards.put(child, parent)
         corrupt(shards.owner(parent), parent)
-        assert shards.owner(parent).find_misses([parent]) == [Miss.CORRUPT]
+        assert shards.owner(parent).reads.find_misses([parent]) == [Miss.CORRUPT]
         shards.scan_all()
         assert shards.stored([child]) == {child: True}
         shards.clock.now += MISSING_PARENT_S
@@ -383,9 +383,9 @@ def test_a_parent_that_is_being_put_is_not_gone(tmp_path: Path) -> None:
         shards.put(parent, None)
         shards.put(child, parent)
         owner = shards.owner(parent)
-        owner.discard(parent)
-        assert owner.find_misses([parent]) == [Miss.EVICTED]
-        puts = [owner.begin_put(variant(parent, raw)) for _ in range(2)]
+        owner.deletes.discard(parent)
+        assert owner.reads.find_misses([parent]) == [Miss.EVICTED]
+        puts = [owner.puts.begin(variant(parent, raw)) for _ in range(2)]
         for put in puts:
             assert isinstance(put, IncomingPut)
             shards.scan_all()
@@ -404,7 +404,7 @@ def test_an_owner_that_is_silent_once_does_not_prolong_the_wait(tmp_path: Path) 
         members = FixedMembers((served.address, silent))
         owners = RendezvousHash(members.current())
         parent = next(key for key in others if owners.owners([key.chunk])[0] == silent)
-        put = served.store.begin_put(variant(child, raw, origin=Origin(parent=parent)))
+        put = served.store.puts.begin(variant(child, raw, origin=Origin(parent=parent)))
         assert isinstance(put, IncomingPut)
         fill(put.views, raw)
         put.commit(completion(put.new, raw))

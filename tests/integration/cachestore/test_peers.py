@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.processes import free_port
-from ragcache_cachestore.cluster.catch_up import CatchUp
+from ragcache_cachestore.cluster.catch_up import CatchUp, PullTimes
 from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replicator
 from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_core.cluster.replication import ReplicationThresholds
@@ -50,7 +50,7 @@ def peer_ports(address: str) -> frozenset[int]:
 
 def pulled_to(puller: ServedStore, peer: ServedStore, sequence: int) -> bool:
     """Return whether a shard has pulled the deletes of a peer up to a sequence."""
-    return puller.store.pull_positions().get(peer.store.store_id) == sequence
+    return puller.store.deletes.pull_positions().get(peer.store.store_id) == sequence
 
 
 @pytest.fixture
@@ -64,9 +64,8 @@ def catching_up(
     shard: ServedStore, *peers: str, interval_s: float = 60.0, first_s: float = TIMEOUT_S
 ) -> Iterator[CatchUp]:
     members = FixedMembers((shard.address, *peers))
-    catch_up = CatchUp(
-        shard.store, members, shard.address, pull_interval_s=interval_s, first_pull_s=first_s
-    )
+    times = PullTimes(first_s=first_s, interval_s=interval_s)
+    catch_up = CatchUp(shard.store, members, shard.address, times)
     try:
         catch_up.start()
         yield catch_up
@@ -80,12 +79,12 @@ def test_start_returns_after_the_deletes_of_the_peers_are_applied(
     one, other = shards
     put(one.store, KEY, RAW)
     put(one.store, key(2), RAW)
-    other.store.delete(deletion())
+    other.store.deletes.apply([deletion()])
     with caplog.at_level("INFO"), catching_up(one, other.address):
         assert get(one.store, KEY) is Miss.DELETED
         assert get(one.store, key(2)) == RAW
     assert "deletes=1 removed_variants=1" in caplog.text
-    assert one.store.deletes_after(0).deletions == other.store.deletes_after(0).deletions
+    assert one.store.deletes.after(0).deletions == other.store.deletes.after(0).deletions
 
 
 def test_a_delete_is_applied_once(
@@ -94,7 +93,7 @@ def test_a_delete_is_applied_once(
     one, other = shards
     known = deletion()
     for shard in shards:
-        shard.store.delete(known)
+        shard.store.deletes.apply([known])
     put(one.store, KEY, RAW)  # again, after the delete
     with caplog.at_level("INFO"), catching_up(one, other.address):
         assert get(one.store, KEY) == RAW
@@ -114,7 +113,7 @@ def test_a_silent_peer_does_not_block_the_start_and_is_asked_again(
         assert "peer is silent" in caplog.text
         assert get(one.store, KEY) == RAW
         with serving(tmp_path / "second", port=port) as second:
-            second.store.delete(deletion())
+            second.store.deletes.apply([deletion()])
             wait_until(lambda: get(one.store, KEY) is Miss.DELETED)
             # Logged once, although many pulls fail.
             assert caplog.text.count("peer is silent") == 1
@@ -134,7 +133,7 @@ def test_shards_that_start_together_exchange_their_deletes(
     wait_until(lambda: len(progress) >= 2)
     assert "0 of 1 have answered" in progress[-1]
     with serving(tmp_path / "second") as before:
-        before.store.delete(deletion())
+        before.store.deletes.apply([deletion()])
     with serving(tmp_path / "second", port=port):
         starting.join(TIMEOUT_S)
         assert get(one.store, KEY) is Miss.DELETED
@@ -147,19 +146,18 @@ def test_a_shard_that_cannot_apply_deletes_does_not_serve(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, other = shards
-    other.store.delete(deletion())
+    other.store.deletes.apply([deletion()])
     broken = threading.Event()
-    apply = one.store.delete_many
+    apply = one.store.deletes.apply
 
-    def delete_many(batch: Sequence[Deletion]) -> int:
+    def apply_unless_broken(batch: Sequence[Deletion]) -> int:
         if not broken.is_set():
             raise Unavailable("cachestore", "its disk is full")
         return apply(batch)
 
-    monkeypatch.setattr(one.store, "delete_many", delete_many)
-    catch_up = CatchUp(
-        one.store, FixedMembers((one.address, other.address)), one.address, first_pull_s=0.0
-    )
+    monkeypatch.setattr(one.store.deletes, "apply", apply_unless_broken)
+    members = FixedMembers((one.address, other.address))
+    catch_up = CatchUp(one.store, members, one.address, PullTimes(first_s=0.0))
     starting = threading.Thread(target=catch_up.start)
     starting.start()
     wait_until(lambda: "cannot apply deletes" in caplog.text)
@@ -167,7 +165,7 @@ def test_a_shard_that_cannot_apply_deletes_does_not_serve(
     broken.set()
     starting.join(TIMEOUT_S)
     catch_up.close()
-    assert len(one.store.deletes_after(0).deletions) == 1
+    assert len(one.store.deletes.after(0).deletions) == 1
 
 
 class TwoVolumes:
@@ -208,10 +206,10 @@ def test_a_pull_gets_what_came_after_the_last_one(
     volumes: TwoVolumes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with volumes.second() as second, caplog.at_level("INFO"):
-        second.store.delete(deletion())
+        second.store.deletes.apply([deletion()])
         volumes.pull()
-        second.store.delete(deletion())
-        second.store.delete(deletion())
+        second.store.deletes.apply([deletion()])
+        second.store.deletes.apply([deletion()])
         volumes.pull()
         volumes.pull()
     assert [int(n) for n in re.findall(r" deletes=(\d+)", caplog.text)] == [1, 2, 0]
@@ -221,14 +219,14 @@ def test_a_peer_that_was_dead_for_days_costs_no_variant(volumes: TwoVolumes) -> 
     put(volumes.first.store, KEY, RAW)
     with volumes.second() as second:
         put(second.store, KEY, RAW)
-        second.store.delete(Deletion(b"", (key(7).chunk,)))
+        second.store.deletes.apply([Deletion(b"", (key(7).chunk,))])
         volumes.pull()
     with catching_up(volumes.first, volumes.address, interval_s=0.02, first_s=0.0):
         time.sleep(0.1)
         assert get(volumes.first.store, KEY) == RAW
     volumes.time.pass_ms(3 * LIFETIME_MS)
     with volumes.second() as second:
-        second.store.forget_tombstones()
+        second.store.deletes.forget()
         assert (second.store.stats().variants, second.store.stats().tombstones) == (0, 0)
         volumes.pull()
     assert get(volumes.first.store, KEY) == RAW
@@ -241,7 +239,7 @@ def test_a_delete_that_only_a_dead_peer_knew_is_applied_when_it_returns(
     put(volumes.first.store, key(2), RAW)
     with volumes.second() as second:
         volumes.pull()
-        second.store.delete(deletion(volumes.time.now_ms))
+        second.store.deletes.apply([deletion(volumes.time.now_ms)])
     volumes.time.pass_ms(3 * LIFETIME_MS)
     with volumes.second():
         volumes.pull()
@@ -257,10 +255,10 @@ def test_deletes_that_a_peer_has_forgotten_drop_every_variant(
     put(volumes.first.store, key(2), RAW)
     with volumes.second() as second:
         volumes.pull()
-        second.store.delete(deletion(volumes.time.now_ms))
+        second.store.deletes.apply([deletion(volumes.time.now_ms)])
         volumes.time.pass_ms(LIFETIME_MS + 1)
-        second.store.delete(Deletion(b"", (key(7).chunk,)))
-        second.store.forget_tombstones()
+        second.store.deletes.apply([Deletion(b"", (key(7).chunk,))])
+        second.store.deletes.forget()
         volumes.pull()
         assert get(volumes.first.store, KEY) is Miss.EVICTED
         assert get(volumes.first.store, key(2)) is Miss.EVICTED
@@ -277,13 +275,13 @@ def test_deletes_above_the_bound_of_memory_are_not_missed(
     put(volumes.first.store, key(5000), RAW)
     with volumes.second() as second:
         for first in range(0, 500, 25):
-            second.store.delete_many(
+            second.store.deletes.apply(
                 [Deletion(b"", (key(n).chunk,)) for n in range(first, first + 25)]
             )
             volumes.pull()
         assert second.store.stats().tombstones < 100
         assert get(volumes.first.store, key(5000)) == RAW, "each pull came in time"
-        second.store.delete_many([Deletion(b"", (key(n).chunk,)) for n in range(4901, 5101)])
+        second.store.deletes.apply([Deletion(b"", (key(n).chunk,)) for n in range(4901, 5101)])
         volumes.pull()
     assert get(volumes.first.store, key(5000)) is Miss.EVICTED
 
@@ -292,26 +290,26 @@ def test_a_peer_on_an_empty_disk_is_pulled_from_the_start(volumes: TwoVolumes) -
     put(volumes.first.store, KEY, RAW)
     with volumes.second() as second:
         for number in range(50, 60):
-            second.store.delete(Deletion(b"", (key(number).chunk,)))
+            second.store.deletes.apply([Deletion(b"", (key(number).chunk,))])
         volumes.pull()
     with volumes.second("new") as second:
         # Its numbers begin at 1 again.
-        second.store.delete(Deletion(b"", (key(2).chunk,)))
+        second.store.deletes.apply([Deletion(b"", (key(2).chunk,))])
         volumes.pull()
         assert get(volumes.first.store, KEY) == RAW
-        second.store.delete(deletion())
+        second.store.deletes.apply([deletion()])
         volumes.pull()
     assert get(volumes.first.store, KEY) is Miss.DELETED
     with volumes.second() as second:  # the first volume is back
         volumes.pull()
-        assert len(volumes.first.store.deletes_after(0).deletions) == 12
+        assert len(volumes.first.store.deletes.after(0).deletions) == 12
 
 
 def test_an_empty_shard_joins_peers_that_have_forgotten_deletes(volumes: TwoVolumes) -> None:
     with volumes.second() as second:
-        second.store.delete(deletion(volumes.time.now_ms))
+        second.store.deletes.apply([deletion(volumes.time.now_ms)])
         volumes.time.pass_ms(LIFETIME_MS + 1)
-        second.store.forget_tombstones()
+        second.store.deletes.forget()
         volumes.pull()
         assert put(volumes.first.store, KEY, RAW) is PutOutcome.STORED
         volumes.pull()
@@ -322,7 +320,7 @@ def test_one_connection_to_a_peer_serves_all_pulls(volumes: TwoVolumes) -> None:
     with volumes.second() as second, catching_up(volumes.first, volumes.address, interval_s=0.01):
         ports = {peer_ports(second.address)}
         for number in range(1, 6):
-            second.store.delete(Deletion(b"", (key(number).chunk,)))
+            second.store.deletes.apply([Deletion(b"", (key(number).chunk,))])
             wait_until(partial(pulled_to, volumes.first, second, number))
             ports.add(peer_ports(second.address))
     assert len(ports) == 1
@@ -396,14 +394,14 @@ def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: T
     assert get(pair.second.store, KEY) is Miss.EVICTED
     assert get(pair.owner.store, KEY) == RAW
     # It is dropped without a tombstone, so that it may come back.
-    assert pair.second.store.deletes_after(0).deletions == ()
+    assert pair.second.store.deletes.after(0).deletions == ()
     copy_hot(pair)
     assert get(pair.second.store, KEY) == RAW
 
 
 def test_a_variant_that_was_put_again_after_a_delete_is_copied(pair: TwoShards) -> None:
     for shard in (pair.owner, pair.second):
-        shard.store.delete(deletion())
+        shard.store.deletes.apply([deletion()])
     with catching_up(pair.owner, pair.second.address):
         put(pair.owner.store, KEY, RAW)
         copy_hot(pair)
@@ -413,7 +411,7 @@ def test_a_variant_that_was_put_again_after_a_delete_is_copied(pair: TwoShards) 
 def test_a_copy_is_refused_after_a_delete(pair: TwoShards) -> None:
     """The delete has reached one shard, but not yet the other."""
     put(pair.owner.store, KEY, RAW)
-    pair.second.store.delete(deletion())
+    pair.second.store.deletes.apply([deletion()])
     copy_hot(pair)
     assert get(pair.second.store, KEY) is Miss.DELETED
     assert copies(pair) == ()

@@ -58,7 +58,7 @@ def fill(served: ServedStore, numbers: range, token_s: float = 0.0) -> None:
     """Put more values, so that others leave."""
     for number in numbers:
         put_value(served.client, key(number), value(PAGE), origin=Origin(token_s=token_s))
-        served.store.flush()
+        served.store.mover.writer.flush()
 
 
 def stored(served: ServedStore, *keys: VariantKey) -> list[bool]:
@@ -76,7 +76,7 @@ def test_cachecraft_evicts_what_needs_most_fixing_first(
     with small_store(tmp_path, "cachecraft", transports) as served:
         for one in (fits, needs_fixing):
             put_value(served.client, one, value(PAGE))
-        served.store.flush()
+        served.store.mover.writer.flush()
         use(served, fits, 0.1)
         use(served, needs_fixing, 0.9, times=6)
         assert served.client.transport == (transports[0] if transports else "grpc")
@@ -84,7 +84,7 @@ def test_cachecraft_evicts_what_needs_most_fixing_first(
         # These rank between them.
         for number in range(14):
             put_value(served.client, key(10 + number), value(PAGE))
-            served.store.flush()
+            served.store.mover.writer.flush()
             use(served, key(10 + number), 0.8, times=6)
             wait_for_uses(served, 7 + 6 * (number + 1))
         assert stored(served, fits, needs_fixing) == [True, False]
@@ -109,7 +109,7 @@ def test_pgdsf_keeps_what_was_computed_after_a_long_cached_prefix(tmp_path: Path
     with small_store(tmp_path, "pgdsf") as served:
         put_value(served.client, key(1), value(PAGE), origin=Origin(token_s=last))
         put_value(served.client, key(2), value(PAGE), origin=Origin(token_s=first))
-        served.store.flush()
+        served.store.mover.writer.flush()
         fill(served, range(10, 17), token_s=(first + last) / 2)
         assert stored(served, key(1), key(2)) == [True, False]
         assert get_value(served.client, key(1)) == value(PAGE)

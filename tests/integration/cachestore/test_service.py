@@ -183,7 +183,7 @@ def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
         reply = served.stub.Hello(pb.HelloRequest(), timeout=TIMEOUT_S)
         assert reply.boot == served.store.boot
         assert reply.store == served.store.store_id
-        assert reply.max_value_bytes == served.store.max_value_bytes
+        assert reply.max_value_bytes == served.store.puts.max_value_bytes
         assert reply.data_port > 0
         assert os.path.exists(reply.data_socket)
 
@@ -196,7 +196,7 @@ def test_a_single_shard_has_no_copies(served: ServedStore) -> None:
 
 def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10))
-    with served.store._state.delete_lock:  # as while a delete is written to a hung disk
+    with served.store.state.delete_lock:  # as while a delete is written to a hung disk
         pulls = [served.stub.Tombstones(pb.TombstonesRequest()) for _ in range(2 * SLOW_THREADS)]
         wait_until(lambda: served.service._busy == len(pulls))
         assert served.client.report_uses([ReportedUses(key(1))], TIMEOUT_S) == 1
@@ -207,7 +207,7 @@ def test_a_use_report_does_not_wait_for_long_calls(served: ServedStore) -> None:
 def test_a_lookup_does_not_wait_for_deletes(served: ServedStore) -> None:
     put_value(served.client, key(1), value(10))
     wants = [LookupKey.for_variant(key(number)) for number in range(1, INLINE_KEYS + 2)]
-    with served.store._state.delete_lock:  # as while another delete is applied
+    with served.store.state.delete_lock:  # as while another delete is applied
         deletes = [
             served.stub.Delete.future(
                 pb.DeleteRequest(deletion=to_deletion(Deletion(os.urandom(16), (key(2).chunk,)))),
@@ -227,16 +227,18 @@ def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> Non
         for number in (1, 2):
             put_value(served.client, key(number), raw, ack=Ack.DURABLE)
     with serving(tmp_path) as served:
-        (lease,) = opened = served.store.open([key(1)])
-        served.store.note_opened(opened)
+        (lease,) = opened = served.store.reads.open([key(1)])
+        served.store.reads.note_opened(opened)
         assert isinstance(lease, ReadLease)
         wants = [LookupKey.for_variant(key(1))]
-        wait_until(lambda: served.store.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY)
-        served.store.release([lease.id])
+        wait_until(
+            lambda: served.store.reads.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY
+        )
+        served.store.reads.release([lease.id])
         os.pwrite(served.store.disk_tier.fd, b"rot", lease.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
         put_value(served.client, key(3), value(3 * MIB))
-        served.store.flush()
+        served.store.mover.writer.flush()
         got = served.client.get([key(n) for n in (1, 2)], TIMEOUT_S)
         assert [getattr(found, "value", found) for _, found in got] == [Miss.CORRUPT, raw]
         wait_until(lambda: served.client.stats().corrupt == 1)

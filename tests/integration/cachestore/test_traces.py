@@ -25,7 +25,7 @@ from opentelemetry.trace import (
     use_span,
 )
 
-from ragcache_cachestore.telemetry.exporter import RecordingTelemetry
+from ragcache_cachestore.telemetry.exporter import Telemetry
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValueShape
@@ -34,7 +34,6 @@ from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.transport.shared_memory_transport import KEYS_PER_CALL
-from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.store import (
@@ -60,7 +59,7 @@ class TracedStore:
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
         tracer = Tracer(tracers, "test", exports_errors=True)
-        self._telemetry = RecordingTelemetry(MetricRegistry("cachestore"), tracer)
+        self._telemetry = Telemetry(tracer)
         self._serving = serving(folder, transports=transports, telemetry=self._telemetry)
         self.served: ServedStore
 

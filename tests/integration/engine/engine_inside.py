@@ -26,8 +26,7 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """Return findings of a worker that has just prefilled token_ids."""
     import torch
 
-    from ragcache_engine.blend.model_access import access_model
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.recomputer import Recomputer, access_model
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
@@ -163,8 +162,7 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """Return findings of a worker that has just prefilled token_ids in passes of PIECE tokens."""
     import torch
 
-    from ragcache_engine.blend.model_access import access_model
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.recomputer import Recomputer, access_model
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
@@ -188,9 +186,8 @@ def prepare_joint_pass(worker: Any, token_ids: Sequence[int]) -> float:
     Such as a step in which one request begins and the load of a blend has ended.
     """
     from ragcache_engine.blend.joint_pass import JointPass
-    from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.prompt_slice import PromptSlice
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.recomputer import Recomputer, access_model
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
@@ -221,9 +218,8 @@ def prepare_broken_pass(worker: Any, token_ids: Sequence[int], fault: str) -> No
             ``size``: the slices do not fit the pass, and the inputs of one cannot be built.
     """
     from ragcache_engine.blend.joint_pass import JointPass
-    from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.prompt_slice import PromptSlice
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.recomputer import Recomputer, access_model
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size

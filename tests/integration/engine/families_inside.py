@@ -90,8 +90,7 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
 
     from ragcache_core.identity.keys import KVSpace
     from ragcache_engine.blend.components import make_blend_components
-    from ragcache_engine.blend.model_access import access_model
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.recomputer import Recomputer, access_model
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner

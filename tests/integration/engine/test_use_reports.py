@@ -43,7 +43,7 @@ def put(served: ServedStore, key: VariantKey, num_tokens: int) -> None:
     info = VariantInfo(num_tokens, PAGE, 0, Provenance(exact=True), Precision())
     new = replace(variant(key, raw), info=info)
     served.client.put(new, whole(new, raw), TIMEOUT_S)
-    served.store.flush()
+    served.store.mover.writer.flush()
 
 
 def run(scheduler: ConnectorScheduler, num_local: int) -> None:

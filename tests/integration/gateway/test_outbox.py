@@ -202,7 +202,7 @@ async def test_a_change_that_the_gateway_does_not_survive_is_completed(
     print(f"no KV {took_s:.1f} s after the gateway's restart")
     if change is DELETE:
         # A tombstone refuses what an engine is still computing.
-        [deletion] = platform.store.store.deletes_after(0).deletions
+        [deletion] = platform.store.store.deletes.after(0).deletions
         assert deletion.documents == (document_name("default", "d"),)
         assert set(deletion.chunks) == {key.chunk for key in keys}
 

@@ -391,7 +391,7 @@ def replicated(
     owner, second = RendezvousHash(by_name).ranked([wanted.chunk], 2)[0]
     for name in (owner, second):
         assert put_value(by_name[name].client, wanted, raw) is PutOutcome.STORED
-    by_name[owner].store.set_copies(wanted, (second,))
+    by_name[owner].store.variants.set_copies(wanted, (second,))
     return by_name[owner], by_name[second]
 
 
@@ -408,7 +408,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[ServedStore]) -> Non
             assert bytes(stored.value) == raw
         # Counted a moment after the value is there.
         both = (owner, second)
-        wait_until(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
+        wait_until(lambda: [one.store.stats().hits_memory for one in both] == [1, 1])
 
 
 def test_the_owner_serves_a_variant_whose_copy_is_gone(shards: list[ServedStore]) -> None:
@@ -416,7 +416,7 @@ def test_the_owner_serves_a_variant_whose_copy_is_gone(shards: list[ServedStore]
     _, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
         store.lookup(WANTS[:1])
-        second.store.discard(KEYS[0])
+        second.store.deletes.discard(KEYS[0])
         readings = [store.get(KEYS[:1], TIMEOUT_S) for _ in range(4)]
         for reading in readings:
             _, stored = next(reading)

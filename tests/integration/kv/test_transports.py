@@ -27,9 +27,9 @@ from harness.processes import free_port
 from ragcache_cachestore.api import data_connection, data_server
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.components import StoreOptions
-from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.reads import MAX_REPORTED_TIMES
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_core.eviction import DEFAULT_POLICY
@@ -309,7 +309,7 @@ def test_both_reader_threads_verify_their_pieces(
                 is PutOutcome.STORED
             )
         number = 1 if tier is Tier.DISK else 2
-        [lease] = served.store.open([key(number)])
+        [lease] = served.store.reads.open([key(number)])
         assert not isinstance(lease, Miss)
         assert lease.tier is tier
         if rotten is not None:
@@ -317,7 +317,7 @@ def test_both_reader_threads_verify_their_pieces(
             fd = served.store.disk_tier.fd if lease.on_disk else served.store.memory_tier.fd
             byte = os.pread(fd, 1, extent.offset + rotten)
             os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
-        served.store.release([lease.id])
+        served.store.reads.release([lease.id])
         transport = client._transport
         assert isinstance(transport, SharedMemoryTransport)
         if busy:
@@ -336,10 +336,10 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
     for number in (1, 2):
         variant, value = new(number, [100_000, 100_000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
-    [lease] = served.store.open([key(1)])
+    [lease] = served.store.reads.open([key(1)])
     assert not isinstance(lease, Miss)
     served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
-    served.store.release([lease.id])
+    served.store.reads.release([lease.id])
     layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
     seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
     # Over gRPC the first layer comes when all have.
@@ -361,21 +361,21 @@ def test_a_corrupt_value_can_be_put_again_at_once(
     ):
         client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         other.connect(TIMEOUT_S)
-        [lease] = served.store.open([key(1)])
+        [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
         served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
-        held = served.store._state.catalog.get(key(1))
+        held = served.store.state.catalog.get(key(1))
         assert held is not None
         assert held.disk is not None
         os.pwrite(served.store.disk_tier.fd, b"rot", held.disk.extents[0].offset)
-        served.store.release([lease.id])
-        verify = served.store._mover.verify
+        served.store.reads.release([lease.id])
+        verify = served.store.mover.verify
 
         def slowly(*copy: Any) -> bool:
             time.sleep(0.3)
             return verify(*copy)
 
-        monkeypatch.setattr(served.store._mover, "verify", slowly)
+        monkeypatch.setattr(served.store.mover, "verify", slowly)
         assert only(client, 1) is Miss.CORRUPT  # in memory
         assert only(client, 1) is Miss.CORRUPT  # and on disk
         assert other.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
@@ -456,7 +456,7 @@ def putting(
 def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[IncomingPut]:
     """Return a list that gets the puts which the store accepts from now on."""
     incoming_puts: list[IncomingPut] = []
-    begin = served.store.begin_put
+    begin = served.store.puts.begin
 
     def begin_put(*args: Any) -> IncomingPut | PutOutcome:
         begun = begin(*args)
@@ -483,14 +483,14 @@ def test_parts_reach_the_store_before_the_next_ones_are_computed(
             wait_until(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
             if client.transport == "shared" and count < 4:
                 wait_until(lambda: there.sums.num_bytes == so_far)  # noqa: B023
-            assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+            assert served.store.reads.open([key(1)]) == [Miss.NEVER_STORED]
         assert not put.done()  # all parts are ready, but not known to be right yet
         coming.end(well=True)
         assert put.result(TIMEOUT_S) is PutOutcome.STORED
     found = only(client, 1)
     assert isinstance(found, StoredValue)
     assert (found.value, found.parts) == (value, checksummed_parts(value, sizes))
-    exported = served.store.export(key(1))
+    exported = served.store.variants.export(key(1))
     assert exported is not None
     assert exported[1].wait_until_final(0.0) == 1.5
     assert len(incoming_puts) == 1
@@ -510,7 +510,7 @@ def test_an_incomplete_value_leaves_nothing(
         with pytest.raises(IncompleteValue):
             put.result(TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
-    wait_until(lambda: served.store._state.incoming_bytes == 0)
+    wait_until(lambda: served.store.state.incoming_bytes == 0)
     wait_until(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
@@ -541,7 +541,7 @@ def test_a_client_that_reports_impossible_progress_is_disconnected(
     with pytest.raises(ConnectionBroken):
         channel.receive(MIB)
     channel.close()
-    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+    assert served.store.reads.open([key(1)]) == [Miss.NEVER_STORED]
 
 
 def test_a_completion_of_another_value_is_refused(served: Served) -> None:
@@ -555,7 +555,7 @@ def test_a_completion_of_another_value_is_refused(served: Served) -> None:
         assert kind == FrameKind.ERROR
         assert pb.DataError.FromString(bytes(payload)).field == "completion.checksums"
         channel.close()
-    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+    assert served.store.reads.open([key(1)]) == [Miss.NEVER_STORED]
 
 
 def test_a_put_across_a_delete_stores_nothing(client: StoreClient) -> None:
@@ -739,7 +739,7 @@ def test_a_slow_client_is_disconnected(
         wait_until(lambda: not served.transports._connections)
     else:
         wait_until(lambda: len(served.transports._connections) == 1)
-    assert served.store.open([key(100)]) == [Miss.NEVER_STORED]
+    assert served.store.reads.open([key(100)]) == [Miss.NEVER_STORED]
     writer.close()
     reader.close()
 
@@ -961,7 +961,7 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
 def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, failures = served.store.release, [Unavailable("cachestore", "its disk is full")]
+    release, failures = served.store.reads.release, [Unavailable("cachestore", "its disk is full")]
 
     def fail_once(*args: Any) -> None:
         if failures:
@@ -1236,8 +1236,8 @@ def test_a_value_is_read_again_without_a_request_and_the_read_is_reported(
             assert found.value == own[:MIB] == new(1, [MIB // 2, MIB // 2])[1]
             assert (found.tier, found.value_format) == (Tier.MEMORY, 7)
         assert kinds == []
-        wanted = before.hits[Tier.MEMORY] + 3
-        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        wanted = before.hits_memory + 3
+        wait_until(lambda: served.store.stats().hits_memory == wanted)
         sent = (
             served.store.stats().bytes_by_transport["shared"] - before.bytes_by_transport["shared"]
         )
@@ -1348,10 +1348,10 @@ def test_reused_memory_is_noticed(serve: Serve) -> None:
 def test_a_cached_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
     served = serve(disk_bytes=0)
     with remembering(served, [1]) as client:
-        [lease] = served.store.open([key(1)])
+        [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
         served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
-        served.store.release([lease.id])
+        served.store.reads.release([lease.id])
         assert only(client, 1) is Miss.CORRUPT
         wait_until(lambda: served.store.stats().corrupt == 1)
 
@@ -1395,14 +1395,14 @@ def test_clients_cannot_write_to_the_status_page(served: Served) -> None:
 
 def test_reported_reads_are_bounded(served: Served) -> None:
     with remembering(served, [1], size=1000) as client:
-        before = served.store.stats().hits[Tier.MEMORY]
+        before = served.store.stats().hits_memory
         channel = connect(served, "shared")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
         unknown = pb.ReadReport.Read(key=to_key(key(2)), times=1, seconds=1)
         never = pb.ReadReport.Read(key=to_key(key(1)), times=0)
         channel.send(FrameKind.READS, pb.ReadReport(reads=[read, unknown, never]))
         wanted = before + data_connection.MAX_REREADS
-        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        wait_until(lambda: served.store.stats().hits_memory == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)
 
@@ -1419,7 +1419,7 @@ def test_uses_without_a_read_are_reported_over_any_transport(
         assert client.report_uses(reports) == 2
         assert client.report_uses([ReportedUses(key(1), times=1 << 30)]) == MAX_REPORTED_TIMES
         after = served.store.stats()
-        assert after.hits == before.hits
+        assert after.hits_memory == before.hits_memory
         assert after.bytes_by_transport == before.bytes_by_transport
         assert isinstance(only(client, 1), StoredValue)
 
@@ -1481,11 +1481,11 @@ def test_the_memory_of_a_frozen_store_is_not_served(tmp_path: Path, port: int) -
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e30])
 def test_no_reported_read_time_distorts_predictions(served: Served, seconds: float) -> None:
     with remembering(served, [1]) as client:
-        before = served.store.stats().hits[Tier.MEMORY]
+        before = served.store.stats().hits_memory
         channel = connect(served, "shared")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=2, seconds=seconds)
         channel.send(FrameKind.READS, pb.ReadReport(reads=[read]))
-        wait_until(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
+        wait_until(lambda: served.store.stats().hits_memory == before + 2)
         channel.close()
         [variants] = client.lookup([LookupKey(key(1).chunk, key(1).prefix)]).variants
         assert 0 <= variants.stored[0].load_s < TIMEOUT_S

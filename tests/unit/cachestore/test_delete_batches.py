@@ -44,7 +44,7 @@ def fill_store(store: Store) -> None:
         assert put(store, one, b"x", ack=ack, origin=ORIGIN) is PutOutcome.STORED
     for one in KEPT:
         put(store, one, b"kept", ack=Ack.DURABLE)
-    store.flush()
+    store.mover.writer.flush()
 
 
 def after_each_batch(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -54,14 +54,14 @@ def after_each_batch(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -
 
 def assert_nothing_is_served(store: Store, keys: list[VariantKey]) -> None:
     assert {get(store, one) for one in keys} == {Miss.DELETED}
-    by_variant = store.lookup([LookupKey.for_variant(one) for one in keys]).variants
+    by_variant = store.reads.lookup([LookupKey.for_variant(one) for one in keys]).variants
     assert {(one.stored, one.miss) for one in by_variant} == {((), Miss.DELETED)}
-    by_chunk = store.lookup([LookupKey(one.chunk) for one in keys]).variants
+    by_chunk = store.reads.lookup([LookupKey(one.chunk) for one in keys]).variants
     assert not any(one.stored for one in by_chunk)
-    assert set(store.find_misses(keys)) == {Miss.DELETED}
-    assert store.prefetch(keys) == 0
-    assert store.note_uses([ReportedUses(one) for one in keys]) == 0
-    assert {store.note_reread(one, 1) for one in keys} == {0}
+    assert set(store.reads.find_misses(keys)) == {Miss.DELETED}
+    assert store.variants.prefetch(keys) == 0
+    assert store.reads.note_uses([ReportedUses(one) for one in keys]) == 0
+    assert {store.reads.note_reread(one, 1) for one in keys} == {0}
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -78,10 +78,10 @@ def test_between_two_batches_nothing_is_served_that_the_delete_covers(
 
     with opened(tmp_path) as store:
         fill_store(store)
-        before = store.lookup([]).as_of
+        before = store.reads.lookup([]).as_of
         after_each_batch(monkeypatch, read)
         withdrawals = store.status_page._words[0]
-        assert store.delete(Deletion(b"", **WHAT[what])) == NUM_DELETED
+        assert store.deletes.apply([Deletion(b"", **WHAT[what])]) == NUM_DELETED
         assert store.status_page._words[0] == withdrawals + 1, "counted before the first batch"
         assert left == [NUM_DELETED + len(KEPT) - DROP_BATCH * n for n in (1, 2, 3)]
         assert_nothing_is_served(store, DELETED)
@@ -100,7 +100,7 @@ def test_between_two_batches_puts_that_have_seen_the_delete_are_stored_and_other
             one = next(
                 one
                 for one in DELETED
-                if one not in again and (store._state.catalog.get(one) is not None) is present
+                if one not in again and (store.state.catalog.get(one) is not None) is present
             )
             assert put(store, one, b"old", as_of=AsOf(), origin=ORIGIN) is PutOutcome.DELETED
             outcome = put(store, one, b"new", ack=Ack.DURABLE, origin=ORIGIN)
@@ -111,7 +111,7 @@ def test_between_two_batches_puts_that_have_seen_the_delete_are_stored_and_other
     with opened(tmp_path, flush=False) as store:
         fill_store(store)
         after_each_batch(monkeypatch, store_again)
-        store.delete(Deletion(b"", domain="acme"))
+        store.deletes.apply([Deletion(b"", domain="acme")])
         assert len(again) == 6
         assert {get(store, one) for one in again} == {b"new"}
         assert len(store) == len(again) + len(KEPT)
@@ -125,14 +125,14 @@ def test_a_value_that_was_leased_before_the_delete_can_still_be_read(
 ) -> None:
     with opened(tmp_path) as store:
         fill_store(store)
-        leases = store.open(DELETED)
+        leases = store.reads.open(DELETED)
         after_each_batch(monkeypatch, lambda: None)
-        store.delete(Deletion(b"", domain="acme"))
+        store.deletes.apply([Deletion(b"", domain="acme")])
         for lease in leases:
             assert isinstance(lease, ReadLease)
-            assert store.is_leased(lease.id)
-        store.note_opened(leases)
-        store.release([lease.id for lease in leases if isinstance(lease, ReadLease)])
+            assert store.reads.is_leased(lease.id)
+        store.reads.note_opened(leases)
+        store.reads.release([lease.id for lease in leases if isinstance(lease, ReadLease)])
         assert store.stats().memory_bytes == len(KEPT) * len(b"kept")
 
 
@@ -150,17 +150,17 @@ def test_a_kill_between_two_batches_loses_no_part_of_the_delete(
 
     with opened(tmp_path, flush=False) as store:
         fill_store(store)
-        before = store.lookup([]).as_of
+        before = store.reads.lookup([]).as_of
         after_each_batch(monkeypatch, kill)
-        store._metadata.remove = lambda keys: None  # type: ignore[method-assign]
+        store.metadata.remove = lambda keys: None  # type: ignore[method-assign]
         with pytest.raises(Killed):
-            store.delete(Deletion(bytes(16), domain="acme"))
+            store.deletes.apply([Deletion(bytes(16), domain="acme")])
     monkeypatch.undo()
     with opened(tmp_path) as store:
         assert not any(isinstance(get(store, one), bytes) for one in DELETED)
         assert {get(store, one) for one in KEPT} == {b"kept"}
         assert len(store) == len(KEPT)
-        assert store.delete(Deletion(bytes(16), domain="acme")) == 0, "it is applied"
+        assert store.deletes.apply([Deletion(bytes(16), domain="acme")]) == 0, "it is applied"
         assert put(store, DELETED[0], b"old", as_of=before, origin=ORIGIN) is PutOutcome.DELETED
 
 
@@ -176,6 +176,6 @@ def test_missed_deletes_withdraw_everything_at_once(
             assert all(isinstance(get(store, one), Miss) for one in (*DELETED, *KEPT))
 
         after_each_batch(monkeypatch, read)
-        assert store.drop_all() == NUM_DELETED + len(KEPT)
+        assert store.deletes.drop_all() == NUM_DELETED + len(KEPT)
         assert len(batches) == 3
         assert get(store, KEPT[0]) is Miss.EVICTED

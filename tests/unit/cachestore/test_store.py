@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.state.leases import ReadLease
-from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS
+from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS, StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -55,8 +54,8 @@ LOSSY = Precision(Codec.INT8, Codec.INT8)
 
 
 def lease_of(store: Store, variant: VariantKey) -> ReadLease:
-    (lease,) = opened = store.open([variant])
-    store.note_opened(opened)
+    (lease,) = opened = store.reads.open([variant])
+    store.reads.note_opened(opened)
     assert isinstance(lease, ReadLease)
     return lease
 
@@ -70,7 +69,7 @@ def bytes_of(store: Store, lease: ReadLease) -> bytes:
 
 
 def tier_of(store: Store, variant: VariantKey) -> Tier | None:
-    (answer,) = store.lookup([LookupKey.for_variant(variant)]).variants
+    (answer,) = store.reads.lookup([LookupKey.for_variant(variant)]).variants
     return answer.stored[0].tier if answer.stored else None
 
 
@@ -97,7 +96,7 @@ def test_a_value_that_was_put_is_found(store: Store, num_bytes: int, num_parts: 
 
 
 def test_a_value_is_not_visible_before_its_commit(store: Store) -> None:
-    incoming = store.begin_put(variant(key(1), b"abc"))
+    incoming = store.puts.begin(variant(key(1), b"abc"))
     assert not isinstance(incoming, PutOutcome)
     assert get(store, key(1)) is Miss.NEVER_STORED
     fill(incoming.views, b"abc")
@@ -107,7 +106,7 @@ def test_a_value_is_not_visible_before_its_commit(store: Store) -> None:
 
 
 def test_an_aborted_put_leaves_nothing(store: Store) -> None:
-    with pytest.raises(ZeroDivisionError), store.begin_put(variant(key(1), value(10))):  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), store.puts.begin(variant(key(1), value(10))):  # type: ignore[union-attr]
         raise ZeroDivisionError
     assert get(store, key(1)) is Miss.NEVER_STORED
     assert store.stats().memory_bytes == 0
@@ -119,7 +118,7 @@ def test_a_checksum_mismatch_names_the_part(store: Store) -> None:
     new = variant(key(1), bytes(raw), num_parts=4)
     right = completion(new, bytes(raw))
     raw[600] ^= 1
-    incoming = store.begin_put(new)
+    incoming = store.puts.begin(new)
     assert not isinstance(incoming, PutOutcome)
     fill(incoming.views, bytes(raw))
     with pytest.raises(InvalidInput, match=r"completion.checksums\[2\]"):
@@ -149,15 +148,15 @@ def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, An
 def test_a_variant_that_wants_higher_precision_is_replaced_by_more_bytes(store: Store) -> None:
     put(store, key(1), b"12345678", precision=LOSSY)
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.ALREADY_STORED
-    store.set_wants_higher_precision(key(1), True)
-    (found,) = store.lookup([LookupKey.for_variant(key(1))]).variants
+    store.variants.set_wants_higher_precision(key(1), True)
+    (found,) = store.reads.lookup([LookupKey.for_variant(key(1))]).variants
     assert found.stored[0].wants_higher_precision
     assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.ALREADY_STORED
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
 
 
 def test_one_of_concurrent_puts_is_stored(store: Store) -> None:
-    incoming_puts = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
+    incoming_puts = [store.puts.begin(variant(key(1), value(50, n))) for n in range(5)]
     outcomes = []
     for n, incoming in enumerate(incoming_puts):
         assert not isinstance(incoming, PutOutcome)
@@ -176,7 +175,7 @@ def test_reads_respect_exactness_and_domain(store: Store) -> None:
     assert get(store, key(3), domain="public") is Miss.OTHER_DOMAIN
     assert get(store, key(3), domain="acme") == b"private"
     wants = [LookupKey.for_variant(key(n)) for n in (1, 2, 3)]
-    answers = store.lookup(wants, exact=True, domain="public").variants
+    answers = store.reads.lookup(wants, exact=True, domain="public").variants
     assert [answer.miss for answer in answers] == [
         Miss.APPROXIMATE,
         Miss.OTHER_PRECISION,
@@ -188,7 +187,7 @@ def test_a_lookup_by_chunk_finds_every_variant(store: Store) -> None:
     before = (key(7).chunk, key(8).chunk)
     put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
     put(store, key(1, 2), value(200), exact=False)
-    every, one, none = store.lookup(
+    every, one, none = store.reads.lookup(
         [LookupKey(key(1).chunk), LookupKey.for_variant(key(1, 1)), LookupKey(key(9).chunk)]
     ).variants
     assert {held.key: held.prefix_chunks for held in every.stored} == {
@@ -198,7 +197,7 @@ def test_a_lookup_by_chunk_finds_every_variant(store: Store) -> None:
     assert one.stored[0].prefix_chunks == ()
     assert one.stored[0].load_s > 0
     assert none.miss is Miss.NEVER_STORED
-    (exact,) = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
+    (exact,) = store.reads.lookup([LookupKey(key(1).chunk)], exact=True).variants
     assert [held.key for held in exact.stored] == [key(1, 1)]
 
 
@@ -217,7 +216,7 @@ def test_a_lookup_returns_the_variants_that_were_used_most(store: Store) -> None
         LookupKey(named.chunk, b"absent" + bytes(10), others=True),
         LookupKey(key(9).chunk, named.prefix, others=True),
     ]
-    every, with_named, without, none = store.lookup(wants).variants
+    every, with_named, without, none = store.reads.lookup(wants).variants
     for answer in (every, with_named, without):
         assert len(answer.stored) == MAX_VARIANTS
         assert {one.key for one in answer.stored} > set(used)
@@ -235,14 +234,14 @@ def test_variants_that_may_not_serve_displace_no_others(store: Store) -> None:
     put(store, key(1, MAX_VARIANTS), value(10))
     for n in range(MAX_VARIANTS):
         get(store, key(1, n))
-    [answer] = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
+    [answer] = store.reads.lookup([LookupKey(key(1).chunk)], exact=True).variants
     assert [one.key for one in answer.stored] == [key(1, MAX_VARIANTS)]
 
 
 def test_a_lookup_of_many_keys_keeps_their_order(store: Store) -> None:
     for n in range(0, 100, 2):
         put(store, key(n), value(10))
-    answers = store.lookup([LookupKey.for_variant(key(n)) for n in range(100)]).variants
+    answers = store.reads.lookup([LookupKey.for_variant(key(n)) for n in range(100)]).variants
     assert [[one.key for one in answer.stored] for answer in answers] == [
         [key(n)] if n % 2 == 0 else [] for n in range(100)
     ]
@@ -256,7 +255,7 @@ def test_memory_is_bounded_and_evicted_values_are_served_from_disk(tmp_path: Pat
         for number in range(10):
             put(store, key(number), value(PAGE, number))
             assert store.stats().memory_bytes <= 4 * PAGE
-        store.flush()
+        store.mover.writer.flush()
         assert [get(store, key(n)) for n in range(10)] == [value(PAGE, n) for n in range(10)]
         assert store.stats().evictions[Tier.MEMORY] >= 6
         assert store.stats().hits_disk >= 6
@@ -275,10 +274,10 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
         store.disk_tier.write = counted  # type: ignore[method-assign]
         for number in range(4):
             put(store, key(number), value(PAGE, number))
-        store.flush()
+        store.mover.writer.flush()
         for _ in range(3):
             for number in range(4):
-                store.prefetch([key(number)])
+                store.variants.prefetch([key(number)])
                 wait_until(lambda n=number: tier_of(store, key(n)) is Tier.MEMORY)  # type: ignore[misc]
         assert written == 4
 
@@ -291,7 +290,7 @@ def test_the_disk_is_bounded_and_evicts_the_least_recently_used(tmp_path: Path) 
         for number in range(38, 42):
             put(store, key(number), value(PAGE), ack=Ack.DURABLE)
             assert store.stats().disk_bytes <= 40 * PAGE
-        store.sweep()
+        store.housekeeping.sweep()
         assert get(store, key(1)) is Miss.EVICTED
         held = [n for n in range(42) if tier_of(store, key(n)) is not None]
         assert {0, *range(38, 42)} <= set(held)
@@ -302,11 +301,11 @@ def test_the_disk_is_bounded_and_evicts_the_least_recently_used(tmp_path: Path) 
 
 def test_a_sweep_above_the_high_watermark_evicts_down_to_the_low_one(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=100 * PAGE, disk_bytes=400 * PAGE) as store:
-        store._sweeper.close()  # otherwise it would sweep before the values are on disk
+        store.sweeper.close()  # otherwise it would sweep before the values are on disk
         for number in range(96):
             put(store, key(number), value(PAGE, number))
-        store.flush()
-        store.sweep()
+        store.mover.writer.flush()
+        store.housekeeping.sweep()
         assert store.stats().memory_bytes == 90 * PAGE
         assert len(store) == 96
 
@@ -346,9 +345,9 @@ def test_a_prefetch_promotes_values(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(1000))
     with opened(tmp_path) as store:
-        assert store.prefetch([key(1), key(1), key(2)]) == 1
+        assert store.variants.prefetch([key(1), key(1), key(2)]) == 1
         wait_until(lambda: tier_of(store, key(1)) is Tier.MEMORY)
-        assert store.prefetch([key(1)]) == 0
+        assert store.variants.prefetch([key(1)]) == 0
         assert store.stats().hits_disk == 0
 
 
@@ -358,7 +357,7 @@ def test_second_touch_admission_writes_only_values_read_again(tmp_path: Path) ->
         put(store, key(2), value(100))
         put(store, key(3), value(100), ack=Ack.DURABLE)
         get(store, key(1))
-        store.flush()
+        store.mover.writer.flush()
     with opened(tmp_path) as store:
         assert [get(store, key(n)) for n in (1, 2, 3)] == [
             value(100),
@@ -372,10 +371,10 @@ def test_a_parent_outlives_its_children_in_memory(tmp_path: Path) -> None:
         put(store, key(1), value(PAGE, 1))
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
         put(store, key(3), value(PAGE, 3), origin=Origin(parent=key(2)))
-        store.flush()
+        store.mover.writer.flush()
         for number in range(10, 13):
             put(store, key(number), value(PAGE, number))
-            store.flush()
+            store.mover.writer.flush()
             where = [tier_of(store, key(n)) for n in (1, 2, 3)]
             assert where == sorted(where, key=lambda tier: tier is Tier.DISK)
         assert tier_of(store, key(3)) is Tier.DISK
@@ -388,7 +387,7 @@ def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
         put(store, key(3), value(100, 3), origin=Origin(parent=key(2)))
     with opened(tmp_path, leaves_only=True) as store:
         begin = store.sequence
-        store.prefetch([key(3)])
+        store.variants.prefetch([key(3)])
         wait_until(lambda: tier_of(store, key(3)) is Tier.MEMORY)
         moved = [change.key for change in store.changes_after(begin, 1000) or []]
         assert moved == [key(1), key(2), key(3)]
@@ -405,7 +404,7 @@ def test_a_leased_value_is_neither_evicted_nor_overwritten(tmp_path: Path) -> No
             put(store, key(number), value(PAGE, number))
         assert bytes_of(store, lease) == value(PAGE, 1)
         assert tier_of(store, key(1)) is Tier.MEMORY
-        store.release([lease.id])
+        store.reads.release([lease.id])
         for number in range(30, 40):
             put(store, key(number), value(PAGE, number))
         assert tier_of(store, key(1)) is Tier.DISK
@@ -416,12 +415,12 @@ def test_a_deleted_value_keeps_its_bytes_while_it_is_leased(tmp_path: Path) -> N
         put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
         put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
         in_memory = lease_of(store, key(1))
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         assert get(store, key(1)) is Miss.DELETED
         assert store.stats().memory_bytes == 2 * PAGE
         put(store, key(3), value(PAGE, 3))
         assert bytes_of(store, in_memory) == value(PAGE, 1)
-        store.release([in_memory.id])
+        store.reads.release([in_memory.id])
         assert put(store, key(4), value(PAGE, 4)) is PutOutcome.STORED
 
 
@@ -430,17 +429,17 @@ def test_a_value_leased_on_disk_keeps_its_extents(tmp_path: Path) -> None:
         put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
     with opened(tmp_path, memory_bytes=PAGE, disk_bytes=2 * PAGE) as store:
         put(store, key(9), value(PAGE, 9))  # memory is full, so no value is promoted
-        store.flush()
+        store.mover.writer.flush()
         lease = lease_of(store, key(1))
         assert lease.on_disk
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         for number in range(2, 6):
             put(store, key(number), value(PAGE, number))
-            store.flush()
+            store.mover.writer.flush()
         assert bytes_of(store, lease) == value(PAGE, 1)
         assert store.stats().disk_bytes == 2 * PAGE
-        store.release([lease.id])
-        store.sweep()
+        store.reads.release([lease.id])
+        store.housekeeping.sweep()
         assert store.stats().disk_bytes <= PAGE
 
 
@@ -449,13 +448,13 @@ def test_a_lease_expires(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=PAGE, clock=clock) as store:
         put(store, key(1), value(PAGE, 1))
         lease = lease_of(store, key(1))
-        store.flush()
+        store.mover.writer.flush()
         clock.now += LEASE_S - 1
-        assert store.is_leased(lease.id)
+        assert store.reads.is_leased(lease.id)
         clock.now += 2
-        assert not store.is_leased(lease.id)
+        assert not store.reads.is_leased(lease.id)
         assert put(store, key(2), value(PAGE, 2)) is PutOutcome.STORED
-        store.release([lease.id])  # it has expired, so this has no effect
+        store.reads.release([lease.id])  # it has expired, so this has no effect
         assert get(store, key(2)) == value(PAGE, 2)
 
 
@@ -469,17 +468,17 @@ def test_a_put_is_unavailable_while_all_memory_is_leased(
         with pytest.raises(Unavailable) as refused:
             put(store, key(2), value(PAGE))
         assert refused.value.retry_after_s > 0
-        store.release([lease.id])
-        store.flush()
+        store.reads.release([lease.id])
+        store.mover.writer.flush()
         assert put(store, key(2), value(PAGE)) is PutOutcome.STORED
 
 
 def test_incoming_bytes_are_bounded(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=8 * PAGE) as store:
-        first = store.begin_put(variant(key(1), value(3 * PAGE)))
+        first = store.puts.begin(variant(key(1), value(3 * PAGE)))
         with pytest.raises(Unavailable, match="arriving"):
-            store.begin_put(variant(key(2), value(2 * PAGE)))
-        second = store.begin_put(variant(key(2), value(PAGE)))
+            store.puts.begin(variant(key(2), value(2 * PAGE)))
+        second = store.puts.begin(variant(key(2), value(PAGE)))
         assert not isinstance(first, PutOutcome)
         assert not isinstance(second, PutOutcome)
         first.abort()
@@ -490,7 +489,7 @@ def test_incoming_bytes_are_bounded(tmp_path: Path) -> None:
 def test_the_pages_of_an_aborted_put_may_be_quarantined(tmp_path: Path) -> None:
     clock = ManualClock(1000.0)
     with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
-        incoming = store.begin_put(variant(key(1), value(PAGE)))
+        incoming = store.puts.begin(variant(key(1), value(PAGE)))
         assert not isinstance(incoming, PutOutcome)
         incoming.abort(quarantine_s=LEASE_S)
         assert store.stats().memory_bytes == PAGE
@@ -498,7 +497,7 @@ def test_the_pages_of_an_aborted_put_may_be_quarantined(tmp_path: Path) -> None:
         fill(store.memory_tier.views(incoming.extents), value(PAGE))
         assert get(store, key(2)) == value(PAGE, 2)
         clock.now += LEASE_S
-        store.sweep()
+        store.housekeeping.sweep()
         assert store.stats().memory_bytes == PAGE
 
 
@@ -578,7 +577,7 @@ def test_on_a_full_disk_puts_are_accepted_and_durable_ones_refused(tmp_path: Pat
         assert put(store, key(1), value(1000)) is PutOutcome.STORED
         with pytest.raises(Unavailable, match="disk is full"):
             put(store, key(2), value(1000), ack=Ack.DURABLE)
-        store.flush()
+        store.mover.writer.flush()
         assert get(store, key(1)) == value(1000)
         assert get(store, key(2)) == value(1000)  # accepted, but not durable
         free = 1 << 40
@@ -591,33 +590,33 @@ def test_a_corrupt_value_on_disk_is_dropped_on_report(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(3000))
         put(store, key(2), value(3000, 2))
-        store.flush()
+        store.mover.writer.flush()
     with opened(tmp_path, memory_bytes=PAGE) as store:
         put(store, key(3), value(10))
         busy = lease_of(store, key(3))  # memory is full, so no value is promoted
         lease = lease_of(store, key(1))
         assert lease.on_disk
-        store.release([lease.id], corrupt=[lease.id])  # the copy is intact
+        store.reads.release([lease.id], corrupt=[lease.id])  # the copy is intact
         assert store.stats().corrupt == 0
         lease = lease_of(store, key(1))
         os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset + 1000)
-        store.release([lease.id], corrupt=[lease.id])
+        store.reads.release([lease.id], corrupt=[lease.id])
         assert store.stats().corrupt == 1
         assert get(store, key(1)) is Miss.CORRUPT
         assert get(store, key(2)) == value(3000, 2)
-        store.release([busy.id])
+        store.reads.release([busy.id])
         assert put(store, key(1), value(3000)) is PutOutcome.STORED
 
 
 def test_a_corrupt_value_is_not_promoted(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(3000))
-        store.flush()
+        store.mover.writer.flush()
     with opened(tmp_path) as store:
         lease = lease_of(store, key(1))
         os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
-        store.release([lease.id])
-        store.prefetch([key(1)])
+        store.reads.release([lease.id])
+        store.variants.prefetch([key(1)])
         wait_until(lambda: tier_of(store, key(1)) is not Tier.DISK)
         # The read above may have promoted it before the corruption.
         assert get(store, key(1)) in {Miss.CORRUPT, value(3000)}
@@ -627,7 +626,7 @@ def test_a_corrupt_copy_in_memory_is_replaced_by_the_one_on_disk(store: Store) -
     put(store, key(1), value(3000), ack=Ack.DURABLE)
     lease = lease_of(store, key(1))
     store.memory_tier.views(lease.extents)[0][:3] = b"rot"
-    store.release([lease.id], corrupt=[lease.id])
+    store.reads.release([lease.id], corrupt=[lease.id])
     assert store.stats().corrupt == 1
     assert get(store, key(1)) == value(3000)
 
@@ -641,7 +640,7 @@ def test_a_delete_removes_a_chunk_and_every_variant_after_it(tmp_path: Path) -> 
         put(store, key(1, 5), b"one elsewhere")
         put(store, key(2), b"after one", origin=Origin(prefix_chunks=(key(1).chunk,)))
         put(store, key(3), b"three")
-        assert store.delete(deletion(1)) == 3
+        assert store.deletes.apply([deletion(1)]) == 3
         assert [get(store, key(n)) for n in (1, 2, 3)] == [Miss.DELETED, Miss.DELETED, b"three"]
     with opened(tmp_path) as store:
         assert [get(store, key(n)) for n in (2, 3)] == [Miss.NEVER_STORED, b"three"]
@@ -654,9 +653,9 @@ def test_deletes_by_variant_document_and_domain(store: Store) -> None:
         put(store, key(number), b"x", origin=Origin(domain=domain, document=document))
     put(store, key(9, 1), b"x")
     put(store, key(9, 2), b"x")
-    assert store.delete(Deletion(id=b"", variants=(key(9, 1),))) == 1
-    assert store.delete(Deletion(id=b"", documents=("doc0",), domain="public")) == 1
-    assert store.delete(Deletion(id=b"", domain="acme")) == 2
+    assert store.deletes.apply([Deletion(id=b"", variants=(key(9, 1),))]) == 1
+    assert store.deletes.apply([Deletion(id=b"", documents=("doc0",), domain="public")]) == 1
+    assert store.deletes.apply([Deletion(id=b"", domain="acme")]) == 2
     assert [n for n in range(4) if tier_of(store, key(n))] == [3]
     assert tier_of(store, key(9, 2)) is not None
 
@@ -665,19 +664,19 @@ def test_a_deletion_is_applied_once(tmp_path: Path) -> None:
     once = Deletion(id=bytes(16), chunks=(key(1).chunk,))
     with opened(tmp_path) as store:
         put(store, key(1), b"x")
-        assert store.delete(once) == 1
+        assert store.deletes.apply([once]) == 1
         put(store, key(1), b"x")
-        assert store.delete(once) == 0
+        assert store.deletes.apply([once]) == 0
         assert get(store, key(1)) == b"x"
     with opened(tmp_path) as store:
-        assert store.delete(once) == 0
+        assert store.deletes.apply([once]) == 0
         assert get(store, key(1)) == b"x"
 
 
 def test_a_put_planned_before_a_delete_is_refused(store: Store) -> None:
     put(store, key(7), b"x")
-    before = store.lookup([]).as_of
-    store.delete(deletion(1))
+    before = store.reads.lookup([]).as_of
+    store.deletes.apply([deletion(1)])
     assert put(store, key(1), b"old plan", as_of=before) is PutOutcome.DELETED
     later = Origin(prefix_chunks=(key(1).chunk,))
     assert put(store, key(2), b"old plan", as_of=before, origin=later) is PutOutcome.DELETED
@@ -688,10 +687,10 @@ def test_a_put_planned_before_a_delete_is_refused(store: Store) -> None:
 
 
 def test_a_delete_refuses_an_incoming_put(store: Store) -> None:
-    incoming = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
+    incoming = store.puts.begin(variant(key(1), b"abc", as_of=store.reads.lookup([]).as_of))
     assert not isinstance(incoming, PutOutcome)
     fill(incoming.views, b"abc")
-    store.delete(deletion(1))
+    store.deletes.apply([deletion(1)])
     assert incoming.commit(completion(incoming.new, b"abc")) is PutOutcome.DELETED
     assert get(store, key(1)) is Miss.DELETED
     assert store.stats().memory_bytes == 0
@@ -713,11 +712,11 @@ def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
         )
         putting.start()
         assert entered.wait(TIMEOUT_S)
-        assert store.delete(deletion(1)) == 1
+        assert store.deletes.apply([deletion(1)]) == 1
         gate.set()
         putting.join(TIMEOUT_S)
         assert outcomes == [PutOutcome.DELETED]
-        store.flush()
+        store.mover.writer.flush()
         assert store.stats().disk_bytes == 0
     with opened(tmp_path) as store:
         assert len(store) == 0
@@ -729,8 +728,8 @@ def test_a_start_finishes_a_delete_that_was_killed(
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         put(store, key(2), b"y", ack=Ack.DURABLE)
-        store._metadata.remove = lambda keys: None  # type: ignore[method-assign]
-        store.delete(deletion(1))
+        store.metadata.remove = lambda keys: None  # type: ignore[method-assign]
+        store.deletes.apply([deletion(1)])
     with opened(tmp_path) as store:
         assert get(store, key(1)) is Miss.DELETED
         assert get(store, key(2)) == b"y"
@@ -740,7 +739,7 @@ def test_a_start_finishes_a_delete_that_was_killed(
 def test_a_value_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), b"old")
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         put(store, key(1), b"new")
     with opened(tmp_path) as store:
         assert get(store, key(1)) == b"new"
@@ -753,29 +752,29 @@ DAY_MS = 24 * 3600 * 1000
 def test_deletes_are_listed_in_order_and_live_for_a_day(tmp_path: Path) -> None:
     at = ManualTime()
     with opened(tmp_path, **at.settings) as store:
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         at.pass_ms(1000)
-        store.delete(deletion(2))
+        store.deletes.apply([deletion(2)])
         future_ms = at.now_ms + 99
-        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=future_ms))
-        listed = store.deletes_after(1)
+        store.deletes.apply([Deletion(b"", chunks=(key(3).chunk,), made_at_ms=future_ms)])
+        listed = store.deletes.after(1)
         assert [d.chunks for d in listed.deletions] == [(key(2).chunk,), (key(3).chunk,)]
         assert [d.made_at_ms for d in listed.deletions] == [at.now_ms, at.now_ms]
         assert (listed.store, listed.sequence, listed.incomplete) == (store.store_id, 3, False)
-        assert store.deletes_after(3) == replace(listed, deletions=())
+        assert store.deletes.after(3) == replace(listed, deletions=())
     at.pass_ms(DAY_MS // 2)
     opened(tmp_path, **at.settings).__enter__().close()
     at.pass_ms(DAY_MS // 2 - 1)
     with opened(tmp_path, **at.settings) as store:
         assert store.stats().tombstones == 3
-        store.forget_tombstones()
+        store.deletes.forget()
         assert store.stats().tombstones == 2
-        assert store.deletes_after(0).incomplete
-        assert not store.deletes_after(1).incomplete
+        assert store.deletes.after(0).incomplete
+        assert not store.deletes.after(1).incomplete
     with opened(tmp_path, **at.settings) as store:
-        assert store.lookup([]).as_of.sequence == 3
-        assert store.deletes_after(0).incomplete
-        assert len(store.deletes_after(1).deletions) == 2
+        assert store.reads.lookup([]).as_of.sequence == 3
+        assert store.deletes.after(0).incomplete
+        assert len(store.deletes.after(1).deletions) == 2
 
 
 def test_a_delete_of_days_ago_is_applied_and_remembered(tmp_path: Path) -> None:
@@ -784,22 +783,22 @@ def test_a_delete_of_days_ago_is_applied_and_remembered(tmp_path: Path) -> None:
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         put(store, key(1), b"x")
         old = now_ms - 3 * DAY_MS
-        assert store.delete(Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)) == 1
+        assert store.deletes.apply([Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)]) == 1
         assert get(store, key(1)) is Miss.DELETED
-        store.forget_tombstones()
+        store.deletes.forget()
         assert store.stats().tombstones == 1
 
 
 def test_a_volume_from_a_backup_reports_that_deletes_may_be_missed(store: Store) -> None:
-    store.delete(deletion(1))
-    assert store.deletes_after(7).incomplete
+    store.deletes.apply([deletion(1)])
+    assert store.deletes.after(7).incomplete
 
 
 def test_a_puller_gets_many_deletes_in_batches(store: Store) -> None:
-    store.delete_many([deletion(number) for number in range(600)])
-    store.delete_many([deletion(*range(1000)), deletion(*range(1000)), deletion(1)])
+    store.deletes.apply([deletion(number) for number in range(600)])
+    store.deletes.apply([deletion(*range(1000)), deletion(*range(1000)), deletion(1)])
     sequence, sizes = 0, []
-    while (batch := store.deletes_after(sequence)).sequence > sequence:
+    while (batch := store.deletes.after(sequence)).sequence > sequence:
         sequence = batch.sequence
         sizes.append(len(batch.deletions))
     assert sizes == [256, 256, 89, 2]
@@ -809,14 +808,14 @@ def test_a_puller_gets_many_deletes_in_batches(store: Store) -> None:
 def test_above_the_bound_of_memory_the_oldest_deletes_are_forgotten(tmp_path: Path) -> None:
     with opened(tmp_path, max_tombstone_bytes=100_000) as store:
         put(store, key(5000), b"kept", ack=Ack.DURABLE)
-        before = store.lookup([]).as_of
+        before = store.reads.lookup([]).as_of
         for first in range(0, 1000, 50):
-            store.delete_many([deletion(number) for number in range(first, first + 50)])
+            store.deletes.apply([deletion(number) for number in range(first, first + 50)])
         remembered = store.stats().tombstones
         assert 100 < remembered < 300
         forgotten = 1000 - remembered
-        assert store.deletes_after(forgotten - 1).incomplete
-        assert not store.deletes_after(forgotten).incomplete
+        assert store.deletes.after(forgotten - 1).incomplete
+        assert not store.deletes.after(forgotten).incomplete
         # A put that has not seen a forgotten delete is refused, also if that did not name it.
         assert put(store, key(0), b"old plan", as_of=before) is PutOutcome.DELETED
         assert put(store, key(7777), b"of another", as_of=before) is PutOutcome.DELETED
@@ -834,10 +833,10 @@ def test_a_plan_from_before_a_forgotten_delete_is_refused(tmp_path: Path) -> Non
     at = ManualTime()
     with opened(tmp_path, **at.settings, max_tombstone_bytes=1) as store:
         early_ms = at.now_ms
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         assert store.stats().tombstones == 0
         at.pass_ms(60_000)
-        seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
+        seen = store.reads.lookup([]).as_of  # looked up after the delete, for a plan made before it
         early, later = (replace(seen, planned_at_ms=ms) for ms in (early_ms, at.now_ms))
         assert put(store, key(1), b"planned before", as_of=early) is PutOutcome.DELETED
         assert put(store, key(1), b"planned after", as_of=later) is PutOutcome.STORED
@@ -847,17 +846,17 @@ def test_missed_deletes_drop_every_variant_and_refuse_earlier_puts(tmp_path: Pat
     with opened(tmp_path, flush=False) as store:
         for number in range(4):
             put(store, key(number), value(100, number), ack=Ack.DURABLE)
-        before = store.lookup([]).as_of
-        incoming = store.begin_put(variant(key(9), b"abc", as_of=before))
+        before = store.reads.lookup([]).as_of
+        incoming = store.puts.begin(variant(key(9), b"abc", as_of=before))
         assert not isinstance(incoming, PutOutcome)
         fill(incoming.views, b"abc")
-        store._metadata.remove = lambda keys: None  # type: ignore[method-assign]
-        assert store.drop_all() == 4
+        store.metadata.remove = lambda keys: None  # type: ignore[method-assign]
+        assert store.deletes.drop_all() == 4
         assert get(store, key(1)) is Miss.EVICTED
         assert incoming.commit(completion(incoming.new, b"abc")) is PutOutcome.DELETED
         assert put(store, key(1), b"old plan", as_of=before) is PutOutcome.DELETED
         assert put(store, key(1), b"new plan", ack=Ack.DURABLE) is PutOutcome.STORED
-        assert store.deletes_after(0).deletions == (), "the other shards have missed nothing"
+        assert store.deletes.after(0).deletions == (), "the other shards have missed nothing"
     with opened(tmp_path) as store:  # killed before the metadata was removed
         assert [n for n in range(4) if tier_of(store, key(n))] == [1]
 
@@ -865,40 +864,40 @@ def test_missed_deletes_drop_every_variant_and_refuse_earlier_puts(tmp_path: Pat
 def test_positions_of_pulls_survive_a_restart(tmp_path: Path) -> None:
     one, other = bytes([1]) * 16, bytes([2]) * 16
     with opened(tmp_path, flush=False) as store:
-        store.note_pulled(one, 5)
-        store.note_pulled(other, 6)
-        store.note_pulled(one, 7)
+        store.deletes.note_pulled(one, 5)
+        store.deletes.note_pulled(other, 6)
+        store.deletes.note_pulled(one, 7)
     with opened(tmp_path) as store:
-        assert store.pull_positions() == {one: 7, other: 6}
+        assert store.deletes.pull_positions() == {one: 7, other: 6}
 
 
 def test_many_deletes_take_one_sync(store: Store) -> None:
     for number in range(4):
         put(store, key(number), b"x")
     known = Deletion(bytes([9]) * 16, chunks=(key(0).chunk,))
-    assert store.delete(known) == 1
-    synced, sync = 0, store._metadata.sync
+    assert store.deletes.apply([known]) == 1
+    synced, sync = 0, store.metadata.sync
 
     def counted() -> None:
         nonlocal synced
         synced += 1
         sync()
 
-    store._metadata.sync = counted  # type: ignore[method-assign]
-    assert store.delete_many([known, deletion(1), deletion(2, 3), known]) == 3
+    store.metadata.sync = counted  # type: ignore[method-assign]
+    assert store.deletes.apply([known, deletion(1), deletion(2, 3), known]) == 3
     assert synced == 1
-    assert store.delete_many([known]) == store.delete_many([]) == 0
+    assert store.deletes.apply([known]) == store.deletes.apply([]) == 0
     assert synced == 1
-    assert store.lookup([]).as_of.sequence == 3
+    assert store.reads.lookup([]).as_of.sequence == 3
 
 
 def test_a_put_whose_plan_is_older_than_a_delete_is_refused(tmp_path: Path) -> None:
     at = ManualTime()
     with opened(tmp_path, **at.settings) as store:
         deleted_ms = at.now_ms
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         at.pass_ms(1000)
-        seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
+        seen = store.reads.lookup([]).as_of  # looked up after the delete, for a plan made before it
         as_of = replace(seen, planned_at_ms=deleted_ms + 60_000)  # the gateway's clock is ahead
         assert put(store, key(1), b"x", as_of=as_of) is PutOutcome.DELETED
         at.pass_ms(MAX_CLOCK_SKEW_MS)
@@ -930,9 +929,9 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     def refuse(_: object) -> None:
         raise Unavailable("cachestore", "its disk refuses writes")
 
-    store._metadata.put_tombstones = refuse  # type: ignore[method-assign,assignment]
+    store.metadata.put_tombstones = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(Unavailable):
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
     assert get(store, key(1)) == b"x"
     assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.ALREADY_STORED
 
@@ -949,9 +948,9 @@ def test_changes_are_numbered_and_say_where_a_variant_is(tmp_path: Path) -> None
         put(store, key(1), value(PAGE), exact=False)
         assert woken.is_set()
         put(store, key(1), value(PAGE))
-        store.flush()
+        store.mover.writer.flush()
         put(store, key(2), value(2 * PAGE))
-        store.delete(deletion(1))
+        store.deletes.apply([deletion(1)])
         store.unwatch(woken.set)
         changes = store.changes_after(0, 100)
         assert changes is not None
@@ -988,15 +987,15 @@ def test_variants_of_requests_without_a_plan_are_not_told(store: Store) -> None:
 
 def test_lookups_tell_copies_until_the_variant_is_dropped(store: Store) -> None:
     put(store, key(1), b"x")
-    store.set_copies(key(1), ("b:1",))
-    store.set_copies(key(2), ("b:1",))
-    (found,) = store.lookup([LookupKey.for_variant(key(1))]).variants
+    store.variants.set_copies(key(1), ("b:1",))
+    store.variants.set_copies(key(2), ("b:1",))
+    (found,) = store.reads.lookup([LookupKey.for_variant(key(1))]).variants
     assert found.stored[0].copies == ("b:1",)
-    assert store.discard(key(1))
-    assert not store.discard(key(1))
+    assert store.deletes.discard(key(1))
+    assert not store.deletes.discard(key(1))
     put(store, key(1), b"x")
     put(store, key(2), b"x")
-    for answer in store.lookup(
+    for answer in store.reads.lookup(
         [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2))]
     ).variants:
         assert answer.stored[0].copies == ()
@@ -1006,14 +1005,14 @@ def test_served_bytes_are_taken_once(store: Store) -> None:
     put(store, key(1), value(10))
     get(store, key(1))
     get(store, key(1))
-    assert store.take_served() == {key(1): 20}
-    assert store.take_served() == {}
+    assert store.reads.take_served() == {key(1): 20}
+    assert store.reads.take_served() == {}
 
 
 def test_an_export_has_what_a_put_needs(store: Store, tmp_path: Path) -> None:
     origin = Origin((key(4).chunk,), key(4), "acme", "doc", 1.5)
     put(store, key(1), value(3000), origin=origin, num_parts=3)
-    exported = store.export(key(1))
+    exported = store.variants.export(key(1))
     assert exported is not None
     new, outgoing = exported
     assert outgoing.raw == value(3000)
@@ -1023,7 +1022,7 @@ def test_an_export_has_what_a_put_needs(store: Store, tmp_path: Path) -> None:
         part.checksum for part in checksummed_parts(value(3000), 3)
     )
     assert outgoing.wait_until_final(0.0) == 1.5
-    assert store.export(key(2)) is None
+    assert store.variants.export(key(2)) is None
     assert store.stats().hits_memory == 0
 
 
@@ -1046,18 +1045,18 @@ def test_a_swap_changes_the_encoding_and_nothing_else(tmp_path: Path, on_disk: b
 
 def swapped(store: Store) -> bytes:
     """Swap key 1 for a lossy encoding. Return its bytes."""
-    (candidate,) = store.candidates(time.monotonic())
+    (candidate,) = store.variants.candidates(time.monotonic())
     small = value(100_000, 7)
     views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
     parts = [*checksummed_parts(small[:40_000]), *checksummed_parts(small[40_000:])]
-    store.flush()
-    assert store.read(key(1), candidate.identity) == value(300_000)
-    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
-    assert not store.swap(
+    store.mover.writer.flush()
+    assert store.variants.read(key(1), candidate.identity) == value(300_000)
+    assert store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
+    assert not store.variants.swap(
         key(1), candidate.identity, LOSSY, parts, views
     )  # the identity has changed
-    assert store.read(key(1), candidate.identity) is None
-    (after,) = store.candidates(time.monotonic())
+    assert store.variants.read(key(1), candidate.identity) is None
+    (after,) = store.variants.candidates(time.monotonic())
     assert after.info.precision == LOSSY
     assert after.score > candidate.score
     assert checksum(small[:40_000]) == after.parts[0].checksum
@@ -1066,13 +1065,13 @@ def swapped(store: Store) -> bytes:
 
 def test_a_leased_value_is_not_swapped(store: Store) -> None:
     put(store, key(1), value(100))
-    store.flush()
-    (candidate,) = store.candidates(0.0)
+    store.mover.writer.flush()
+    (candidate,) = store.variants.candidates(0.0)
     lease = lease_of(store, key(1))
     parts, views = checksummed_parts(b"small"), [memoryview(b"small")]
-    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)
-    store.release([lease.id])
-    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+    assert not store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
+    store.reads.release([lease.id])
+    assert store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
 
 
 # A disk that fails
@@ -1084,15 +1083,15 @@ def refuse(*_: object) -> None:
 
 def test_a_disk_that_refuses_removals_stops_evictions(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=100 * PAGE) as store:
-        store._sweeper.close()  # otherwise it would also sweep, at any time
+        store.sweeper.close()  # otherwise it would also sweep, at any time
         for number in range(95):
             put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
-        remove = store._metadata.remove
-        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
+        remove = store.metadata.remove
+        store.metadata.remove = refuse  # type: ignore[method-assign,assignment]
         put(store, key(99), value(PAGE, 99), ack=Ack.DURABLE)
         for _ in range(20):
             with pytest.raises(Unavailable):
-                store.sweep()
+                store.housekeeping.sweep()
         assert store.stats().evictions[Tier.DISK] <= 6  # one sweep down to the low watermark
         for number in range(100, 104):
             put(store, key(number), value(PAGE), ack=Ack.DURABLE)
@@ -1100,8 +1099,8 @@ def test_a_disk_that_refuses_removals_stops_evictions(tmp_path: Path) -> None:
             with pytest.raises(Unavailable):
                 put(store, key(number), value(PAGE), ack=Ack.DURABLE)
         assert store.stats().evictions[Tier.DISK] <= 6
-        store._metadata.remove = remove  # type: ignore[method-assign]
-        store.sweep()
+        store.metadata.remove = remove  # type: ignore[method-assign]
+        store.housekeeping.sweep()
         assert store.stats().disk_bytes == 94 * PAGE
 
 
@@ -1111,8 +1110,8 @@ def test_a_store_starts_on_a_disk_that_refuses_removals(
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         put(store, key(2), b"y", ack=Ack.DURABLE)
-        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
-        store.delete(deletion(1))
+        store.metadata.remove = refuse  # type: ignore[method-assign,assignment]
+        store.deletes.apply([deletion(1)])
     with monkeypatch.context() as patch:
         patch.setattr("ragcache_cachestore.storage.metadata_db.MetadataDb.remove", refuse)
         with opened(tmp_path) as store:
@@ -1124,17 +1123,17 @@ def test_a_delete_is_remembered_until_its_variants_are_off_the_disk(tmp_path: Pa
     at = ManualTime()
     with opened(tmp_path, **at.settings, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
-        remove = store._metadata.remove
-        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
-        store.delete(deletion(1))
+        remove = store.metadata.remove
+        store.metadata.remove = refuse  # type: ignore[method-assign,assignment]
+        store.deletes.apply([deletion(1)])
         at.pass_ms(DAY_MS + 1)
         with pytest.raises(Unavailable):
-            store.forget_tombstones()
+            store.deletes.forget()
         assert store.stats().tombstones == 1
-        store._metadata.remove = remove  # type: ignore[method-assign]
-        store.forget_tombstones()
+        store.metadata.remove = remove  # type: ignore[method-assign]
+        store.deletes.forget()
         assert store.stats().tombstones == 0
-        store._metadata.note_alive(at.now_ms)
+        store.metadata.note_alive(at.now_ms)
     with opened(tmp_path, **at.settings) as store:
         assert len(store) == 0
 
@@ -1142,17 +1141,17 @@ def test_a_delete_is_remembered_until_its_variants_are_off_the_disk(tmp_path: Pa
 def test_a_swap_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE), ack=Ack.DURABLE)
-        (candidate,) = store.candidates(0.0)
+        (candidate,) = store.variants.candidates(0.0)
         write = store.disk_tier.write
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         small = value(100, 7)
-        assert not store.swap(
+        assert not store.variants.swap(
             key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)]
         )
         assert get(store, key(1)) == value(PAGE)
         assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
         store.disk_tier.write = write  # type: ignore[method-assign]
-        assert store.swap(
+        assert store.variants.swap(
             key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)]
         )
         assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
@@ -1164,11 +1163,11 @@ def test_a_durable_value_returns_if_its_replacement_is_never_written(tmp_path: P
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         put(store, key(1), value(PAGE, 2))
-        store.flush()
+        store.mover.writer.flush()
         assert get(store, key(1)) == value(PAGE, 2)
         for number in range(10, 20):
             put(store, key(number), value(PAGE, number))
-            store.flush()
+            store.mover.writer.flush()
         assert get(store, key(1)) == value(PAGE, 1)
         assert get(store, key(1), exact=True) is Miss.APPROXIMATE
         store.check()
@@ -1182,12 +1181,12 @@ def test_a_deleted_value_does_not_return_after_its_replacement(tmp_path: Path) -
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE, origin=old)
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         put(store, key(1), value(PAGE, 2), origin=Origin(domain="acme", document="new"))
-        store.flush()
-        store.delete(Deletion(b"", documents=("old",), domain="acme"))
+        store.mover.writer.flush()
+        store.deletes.apply([Deletion(b"", documents=("old",), domain="acme")])
         assert get(store, key(1)) == value(PAGE, 2)
         for number in range(10, 20):
             put(store, key(number), value(PAGE, number))
-            store.flush()
+            store.mover.writer.flush()
         assert get(store, key(1)) is Miss.EVICTED
         store.check()
     with opened(tmp_path) as store:
@@ -1212,8 +1211,8 @@ def test_a_store_closes_while_its_disk_hangs(
     store.close()
     os.fstat(store.disk_tier.fd)  # the descriptor stays open for the thread that hangs
     gate.set()
-    wait_until(store._mover.close)
-    store._resources.close()
+    wait_until(store.mover.close)
+    store.resources.close()
 
 
 # Parents and children
@@ -1225,7 +1224,7 @@ def test_a_parent_is_written_with_its_child(tmp_path: Path) -> None:
     ) as store:
         put(store, key(1), value(PAGE, 1))
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
-        store.flush()  # this writes the parent too
+        store.mover.writer.flush()  # this writes the parent too
         for number in range(10, 20):
             put(store, key(number), value(PAGE, number))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.DISK, Tier.DISK)
@@ -1245,9 +1244,9 @@ def test_a_promotion_does_not_evict_the_parent(tmp_path: Path) -> None:
         put(store, key(1), value(PAGE, 1))
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
     with opened(tmp_path, memory_bytes=PAGE, leaves_only=True) as store:
-        store.prefetch([key(1)])
+        store.variants.prefetch([key(1)])
         wait_until(lambda: tier_of(store, key(1)) is Tier.MEMORY)
-        store._mover.promote(next(one for one in store._state.catalog if one.key == key(2)))
+        store.mover.promote(next(one for one in store.state.catalog if one.key == key(2)))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
 
 
@@ -1256,7 +1255,7 @@ def test_a_value_larger_than_the_disk_evicts_nothing_there(tmp_path: Path) -> No
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
         put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
         put(store, key(1), value(3 * PAGE, 1))
-        store.flush()
+        store.mover.writer.flush()
         assert Tier.DISK not in store.stats().evictions
         assert get(store, key(1)) == value(3 * PAGE, 1)
     with opened(tmp_path, disk_bytes=2 * PAGE) as store:
@@ -1271,11 +1270,11 @@ def test_a_variant_cannot_be_its_own_parent(store: Store) -> None:
 
 def test_lookups_count_misses(store: Store) -> None:
     put(store, key(1), b"approximate", exact=False)
-    store.lookup(
+    store.reads.lookup(
         [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2)), LookupKey(key(3).chunk)]
     )
     assert store.stats().misses_by_reason == {"never_stored": 2}
-    store.lookup([LookupKey.for_variant(key(1))], exact=True)
+    store.reads.lookup([LookupKey.for_variant(key(1))], exact=True)
     assert store.stats().misses_by_reason == {"never_stored": 2, "approximate": 1}
     assert store.stats().hits_memory == 0
 
@@ -1287,8 +1286,8 @@ def test_stats_count(tmp_path: Path) -> None:
         get(store, key(1))
         get(store, key(3))
         get(store, key(2), exact=True)
-        store.note_sent(Tier.MEMORY, "socket", 1000, 0.001)
-        store.delete(deletion(8))
+        store.reads.note_sent(Tier.MEMORY, "socket", 1000, 0.001)
+        store.deletes.apply([deletion(8)])
         lease_of(store, key(1))
         stats = store.stats()
         assert stats.variants == 2
@@ -1311,7 +1310,7 @@ def test_many_threads_at_once(tmp_path: Path) -> None:
             for step in range(60):
                 number = (seed * 7 + step * 5) % 12
                 if step % 4 == 3:
-                    store.delete(deletion(number))
+                    store.deletes.apply([deletion(number)])
                 elif step % 2:
                     put(store, key(number), value(PAGE + number, number))
                 else:
@@ -1326,8 +1325,8 @@ def test_many_threads_at_once(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        store.flush()
-        store.sweep()
+        store.mover.writer.flush()
+        store.housekeeping.sweep()
         assert errors == []
     with opened(tmp_path, memory_bytes=14 * PAGE, disk_bytes=16 * PAGE) as store:
         for number in range(12):

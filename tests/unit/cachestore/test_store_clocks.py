@@ -10,8 +10,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragcache_cachestore.components import StoreOptions
-from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS
+from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS, StoreOptions
 from ragcache_cachestore.state.tombstones import LIFETIME_MS
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.variant import Miss
@@ -68,14 +67,14 @@ class SteppedStore:
 
     def delete(self, number: int, *, dated: bool) -> None:
         made_ms = self.true_ms if dated else 0
-        self.store.delete(Deletion(b"", chunks=(key(number).chunk,), made_at_ms=made_ms))
+        self.store.deletes.apply([Deletion(b"", chunks=(key(number).chunk,), made_at_ms=made_ms)])
         self.deleted_ms[number] = self.last_event_ms = self.true_ms
         assert isinstance(get(self.store, key(number)), Miss)
 
     def put(self, number: int, age_ms: int, skew_ms: int) -> None:
         """Put what was planned some time ago, by the clock of a gateway, and looked up just now."""
         planned_ms = self.true_ms - age_ms
-        seen = replace(self.store.lookup([]).as_of, planned_at_ms=planned_ms + skew_ms)
+        seen = replace(self.store.reads.lookup([]).as_of, planned_at_ms=planned_ms + skew_ms)
         if self.wrong_by_ms < 0:
             return  # so far behind the gateways that no promise is made
         outcome = put(self.store, key(number), b"x", as_of=seen)
@@ -123,7 +122,7 @@ def test_deleted_is_gone_and_what_is_planned_later_is_stored(
             for number in range(NUM_KEYS):
                 stepped.put(number, 0, 0)
             stepped.time.pass_ms(LIFETIME_MS + 1)
-            stepped.store.forget_tombstones()
+            stepped.store.deletes.forget()
             assert stepped.store.stats().tombstones == 0
             stepped.store.check()
         finally:
@@ -134,16 +133,16 @@ def test_a_clock_that_was_ahead_during_a_delete_refuses_no_later_put(tmp_path: P
     at = ManualTime()
     with opened(tmp_path, **at.settings) as store:
         at.now_ms += 100 * HOUR_MS
-        store.delete(Deletion(b"", (key(1).chunk,)))
+        store.deletes.apply([Deletion(b"", (key(1).chunk,))])
         at.now_ms -= 100 * HOUR_MS
-        store.delete(Deletion(b"", (key(2).chunk,)))
+        store.deletes.apply([Deletion(b"", (key(2).chunk,))])
         for _ in range(2):
             at.pass_ms(10_000)
-            seen = replace(store.lookup([]).as_of, planned_at_ms=at.now_ms)
+            seen = replace(store.reads.lookup([]).as_of, planned_at_ms=at.now_ms)
             assert put(store, key(1), b"x", as_of=seen) is not PutOutcome.DELETED
             assert put(store, key(2), b"y", as_of=seen) is not PutOutcome.DELETED
         at.pass_ms(LIFETIME_MS)
-        store.forget_tombstones()
+        store.deletes.forget()
         assert store.stats().tombstones == 0
-        seen = replace(store.lookup([]).as_of, planned_at_ms=at.now_ms)
+        seen = replace(store.reads.lookup([]).as_of, planned_at_ms=at.now_ms)
         assert put(store, key(3), b"z", as_of=seen) is PutOutcome.STORED

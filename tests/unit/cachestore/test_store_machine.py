@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -85,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
         for one in self.unfinished:
             one.incoming.abort()  # type: ignore[attr-defined]
         self.unfinished.clear()
-        self.store.release(self.leases)
+        self.store.reads.release(self.leases)
         self.leases.clear()
 
     def _raw(self, size: int) -> bytes:
@@ -122,10 +122,10 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, number: int, size: int) -> None:
         raw = self._raw(size)
         new = variant(
-            key(number), raw, origin=self._origin(number), as_of=self.store.lookup([]).as_of
+            key(number), raw, origin=self._origin(number), as_of=self.store.reads.lookup([]).as_of
         )
         try:
-            incoming = self.store.begin_put(new)
+            incoming = self.store.puts.begin(new)
         except Unavailable:
             return
         if not isinstance(incoming, PutOutcome):
@@ -149,28 +149,28 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=keys)
     def lease(self, number: int) -> None:
-        (lease,) = self.store.open([key(number)])
+        (lease,) = self.store.reads.open([key(number)])
         if isinstance(lease, ReadLease) and len(self.leases) < 3:
             raw = self._read(lease)
             assert raw in self.allowed[key(number)]
             self.leases[lease.id] = (lease, raw)
         elif isinstance(lease, ReadLease):
-            self.store.release([lease.id])
+            self.store.reads.release([lease.id])
 
     @precondition(lambda self: self.leases)
     @rule(corrupt=st.booleans())
     def release(self, corrupt: bool) -> None:
         lease_id = next(iter(self.leases))
         lease, _ = self.leases.pop(lease_id)
-        self.store.note_opened([lease])  # it may be deleted or replaced by now
-        self.store.release([lease_id], [lease_id] if corrupt else [])
+        self.store.reads.note_opened([lease])  # it may be deleted or replaced by now
+        self.store.reads.release([lease_id], [lease_id] if corrupt else [])
         assert self.store.stats().corrupt == 0
 
     @rule(numbers=st.sets(keys, min_size=1, max_size=2))
     def delete(self, numbers: set[int]) -> None:
-        self.seen.append(self.store.lookup([]).as_of)
+        self.seen.append(self.store.reads.lookup([]).as_of)
         self.deletes += 1
-        self.store.delete(Deletion(b"", chunks=tuple(key(n).chunk for n in numbers)))
+        self.store.deletes.apply([Deletion(b"", chunks=tuple(key(n).chunk for n in numbers))])
         for number in range(NUM_KEYS):
             before = {number, *range(number - number % 3, number)}
             if before & numbers:
@@ -189,19 +189,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=keys)
     def prefetch(self, number: int) -> None:
-        self.store.prefetch([key(number)])
+        self.store.variants.prefetch([key(number)])
 
     @rule()
     def sweep(self) -> None:
-        self.store.flush()
-        self.store.sweep()
+        self.store.mover.writer.flush()
+        self.store.housekeeping.sweep()
 
     @rule(number=keys)
     def swap(self, number: int) -> None:
-        for candidate in self.store.candidates(0.0):
+        for candidate in self.store.variants.candidates(0.0):
             if candidate.key == key(number):
                 raw = self._raw(max(1, candidate.info.num_bytes // 2))
-                if self.store.swap(
+                if self.store.variants.swap(
                     candidate.key,
                     candidate.identity,
                     candidate.info.precision,
@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Stop the store, or kill it: then values that were not written are lost."""
         self._end()
         if flush:
-            self.store.flush()
+            self.store.mover.writer.flush()
         self.store.close(flush=flush)
         self.evicted |= Tier.DISK in self.store.stats().evictions  # also while it closed
         self.store = Store(self.folder, StoreOptions(**self.settings))  # type: ignore[arg-type]

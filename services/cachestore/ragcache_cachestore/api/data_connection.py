@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
@@ -171,7 +171,7 @@ class DataConnection(threading.Thread):
         finally:
             self.channel.close()
             try:
-                self._store.release(self._leases)
+                self._store.reads.release(self._leases)
             except RagCacheError as error:
                 log.warning(
                     "data server: leases expire by themselves transport=%s error=%s",
@@ -232,7 +232,7 @@ class DataConnection(threading.Thread):
             if len(self._leases) > MAX_KEYS:
                 raise ConnectionBroken("the client does not release its leases")
             now = time.monotonic()
-            answers = self._store.open(keys, exact, domain)
+            answers = self._store.reads.open(keys, exact, domain)
             leases = [one for one in answers if not isinstance(one, Miss)]
             self._leases.update([(lease.id, (lease, now)) for lease in leases])
             if span.is_recording:
@@ -247,7 +247,7 @@ class DataConnection(threading.Thread):
                 self._add_answer(reply, one)
             pieces = iter(()) if self._shared else self._pieces(leases, request.by_layer)
             rest = self._send_reply(reply, pieces)
-            self._store.note_opened(answers, uses)  # now, while the client reads the answer
+            self._store.reads.note_opened(answers, uses)  # now, while the client reads the answer
             self._send(rest)
 
     def _add_answer(self, reply: pb.DataGetReply, answer: ReadLease | Miss) -> None:
@@ -311,20 +311,22 @@ class DataConnection(threading.Thread):
         own = [self._leases[one] for one in message.leases if one in self._leases]
         corrupt = set(message.corrupt)
         ids = [lease.id for lease, _ in own]
-        expired = {lease_id for lease_id in ids if not self._store.is_leased(lease_id)}
-        self._store.release(ids, [lease_id for lease_id in ids if lease_id in corrupt])
+        expired = {lease_id for lease_id in ids if not self._store.reads.is_leased(lease_id)}
+        self._store.reads.release(ids, [lease_id for lease_id in ids if lease_id in corrupt])
         now = time.monotonic()
         total_bytes = max(1, sum([lease.info.num_bytes for lease, _ in own]))
         for lease, opened_at in own:
             self._leases.pop(lease.id, None)
             if lease.id in expired:
-                self._store.note_timed_out(lease.tier)
+                self._store.reads.note_timed_out(lease.tier)
             elif lease.id not in corrupt:
                 # The client may have sent the release later, and reports one time for all values.
                 taken_s = message.seconds if message.seconds > 0 else now - opened_at
                 share = lease.info.num_bytes / total_bytes
                 seconds = min(taken_s, now - opened_at) * share
-                self._store.note_sent(lease.tier, self._transport, lease.info.num_bytes, seconds)
+                self._store.reads.note_sent(
+                    lease.tier, self._transport, lease.info.num_bytes, seconds
+                )
         if corrupt:
             self.channel.send(FrameKind.RELEASED)
 
@@ -337,20 +339,20 @@ class DataConnection(threading.Thread):
         for read in message.reads:
             times = min(read.times, MAX_REREADS)
             use = from_use("reads.fix_overhead", read.fix_overhead)
-            num_bytes = self._store.note_reread(from_key("reads.key", read.key), times, use)
+            num_bytes = self._store.reads.note_reread(from_key("reads.key", read.key), times, use)
             if num_bytes:
                 reported_s = read.seconds if math.isfinite(read.seconds) else 0.0
                 seconds = min(max(0.0, reported_s / times), now - since)
                 for _ in range(times):
-                    self._store.note_sent(Tier.MEMORY, self._transport, num_bytes, seconds)
+                    self._store.reads.note_sent(Tier.MEMORY, self._transport, num_bytes, seconds)
 
     # Puts
 
     def _put(self, header: pb.PutHeader) -> None:
         began = time.monotonic()
         with self._span("Put", header) as span:
-            new, ack = from_put_header("header", header, self._store.max_value_bytes)
-            incoming = self._store.begin_put(new, ack, LEASE_S)
+            new, ack = from_put_header("header", header, self._store.puts.max_value_bytes)
+            incoming = self._store.puts.begin(new, ack, LEASE_S)
             if isinstance(incoming, PutOutcome):
                 self._note_put(incoming, ack, new, began, span)
                 refusal = pb.PutGrant(granted=False, outcome=to_outcome(incoming))
@@ -426,7 +428,7 @@ class DataConnection(threading.Thread):
     ) -> None:
         span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
-        self._store.note_put(outcome, ack, self._transport, new.info.num_bytes, seconds)
+        self._store.puts.note_put(outcome, ack, self._transport, new.info.num_bytes, seconds)
 
 
 def _grant(extents: Sequence[Extent]) -> pb.PutGrant:

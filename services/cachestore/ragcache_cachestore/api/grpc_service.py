@@ -15,15 +15,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
 from ragcache_cachestore.api.put_stream import parse_part, receive_value
-from ragcache_cachestore.api.send_slot import SendSlot
 from ragcache_cachestore.cluster.replicator import Replicator
-from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
+from ragcache_cachestore.puts import COMMIT_TIMEOUT_S, IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.store import Store
@@ -139,51 +138,21 @@ class CacheStoreService:
         The handlers are those of the generated code, but values are passed as encoded messages.
         """
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_client_gone)
-        unary, stream = (
-            grpc.unary_unary_rpc_method_handler,
-            grpc.unary_stream_rpc_method_handler,
-        )
         handlers = {
-            "Hello": unary(
-                self._hello, pb.HelloRequest.FromString, pb.HelloReply.SerializeToString
-            ),
-            "Lookup": unary(
-                self._lookup, pb.LookupRequest.FromString, pb.LookupReply.SerializeToString
-            ),
+            "Hello": _unary(self._hello, pb.HelloRequest, pb.HelloReply),
+            "Lookup": _unary(self._lookup, pb.LookupRequest, pb.LookupReply),
             "Put": grpc.stream_unary_rpc_method_handler(
                 self._put, None, pb.PutReply.SerializeToString
             ),
-            "Get": stream(self._get, pb.GetRequest.FromString),
-            "FindMisses": unary(
-                self._find_misses,
-                pb.FindMissesRequest.FromString,
-                pb.FindMissesReply.SerializeToString,
-            ),
-            "ReportUses": unary(
-                self._report_uses, pb.UseReport.FromString, pb.UseReportReply.SerializeToString
-            ),
-            "Prefetch": unary(
-                self._prefetch, pb.PrefetchRequest.FromString, pb.PrefetchReply.SerializeToString
-            ),
-            "Delete": unary(
-                self._delete, pb.DeleteRequest.FromString, pb.DeleteReply.SerializeToString
-            ),
-            "Tombstones": stream(
-                self._tombstones,
-                pb.TombstonesRequest.FromString,
-                pb.DeletionBatch.SerializeToString,
-            ),
-            "DropCopy": unary(
-                self._drop_copy,
-                pb.DropCopyRequest.FromString,
-                pb.DropCopyReply.SerializeToString,
-            ),
-            "Watch": stream(
-                self._watch, feed_pb.WatchRequest.FromString, feed_pb.NodeChanges.SerializeToString
-            ),
-            "Stats": unary(
-                self._stats, pb.StatsRequest.FromString, pb.StatsReply.SerializeToString
-            ),
+            "Get": grpc.unary_stream_rpc_method_handler(self._get, pb.GetRequest.FromString),
+            "FindMisses": _unary(self._find_misses, pb.FindMissesRequest, pb.FindMissesReply),
+            "ReportUses": _unary(self._report_uses, pb.UseReport, pb.UseReportReply),
+            "Prefetch": _unary(self._prefetch, pb.PrefetchRequest, pb.PrefetchReply),
+            "Delete": _unary(self._delete, pb.DeleteRequest, pb.DeleteReply),
+            "Tombstones": _stream(self._tombstones, pb.TombstonesRequest, pb.DeletionBatch),
+            "DropCopy": _unary(self._drop_copy, pb.DropCopyRequest, pb.DropCopyReply),
+            "Watch": _stream(self._watch, feed_pb.WatchRequest, feed_pb.NodeChanges),
+            "Stats": _unary(self._stats, pb.StatsRequest, pb.StatsReply),
         }
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
         server.add_generic_rpc_handlers((generic,))
@@ -229,7 +198,7 @@ class CacheStoreService:
 
         def run_lookup() -> pb.LookupReply:
             wanted, exact, domain = from_lookup_request(request)
-            return to_lookup_reply(self._store.lookup(wanted, exact, domain), 0)
+            return to_lookup_reply(self._store.reads.lookup(wanted, exact, domain), 0)
 
         with self._span("Lookup", context, keys=len(request.keys)):
             if len(request.keys) <= INLINE_KEYS:
@@ -246,7 +215,7 @@ class CacheStoreService:
                 new, ack, outcome = await self._receive(request_iterator, context)
             span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
-        self._store.note_put(outcome, ack, TRANSPORT, new.info.num_bytes, seconds)
+        self._store.puts.note_put(outcome, ack, TRANSPORT, new.info.num_bytes, seconds)
         return pb.PutReply(outcome=to_outcome(outcome))
 
     async def _receive(
@@ -257,7 +226,7 @@ class CacheStoreService:
             first = parse_part(await anext(messages, b""))
         if first.WhichOneof("part") != "header":
             raise InvalidInput("header", "is missing", "send it as the first message")
-        new, ack = from_put_header("header", first.header, self._store.max_value_bytes)
+        new, ack = from_put_header("header", first.header, self._store.puts.max_value_bytes)
         incoming = await self._begin(new, ack, _remaining_s(context, COMMIT_TIMEOUT_S))
         if isinstance(incoming, PutOutcome):
             return new, ack, incoming
@@ -273,7 +242,7 @@ class CacheStoreService:
         return new, ack, await asyncio.shield(commit)
 
     async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> IncomingPut | PutOutcome:
-        begun = self._run_in(self._writes, lambda: self._store.begin_put(new, ack, timeout_s))
+        begun = self._run_in(self._writes, lambda: self._store.puts.begin(new, ack, timeout_s))
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
@@ -293,8 +262,8 @@ class CacheStoreService:
                 for index, (key, use) in enumerate(zip(keys, uses, strict=True)):
                     began = time.monotonic()
                     slot.ends_in(LEASE_S)
-                    (lease,) = opened = self._store.open([key], exact, domain)
-                    self._store.note_opened(opened, [use])
+                    (lease,) = opened = self._store.reads.open([key], exact, domain)
+                    self._store.reads.note_opened(opened, [use])
                     if isinstance(lease, Miss):
                         count_miss(span, lease)
                         header = to_miss_header(index, lease)
@@ -305,7 +274,7 @@ class CacheStoreService:
                         yield pb.GetPart(header=_header(index, lease)).SerializeToString()
                         for extent in _pieces(lease.extents):
                             piece = await self._piece(lease, extent, sums)
-                            if slot.expired or not self._store.is_leased(lease.id):
+                            if slot.expired or not self._store.reads.is_leased(lease.id):
                                 raise Unavailable(
                                     "cachestore",
                                     "the lease expired, because the client read too slowly",
@@ -313,12 +282,14 @@ class CacheStoreService:
                             yield piece
                     finally:
                         if sums.first_mismatch([part.checksum for part in lease.parts]) is None:
-                            self._store.release([lease.id])
+                            self._store.reads.release([lease.id])
                         else:  # over gRPC a client cannot report a corrupt value
-                            release = partial(self._store.release, [lease.id], [lease.id])
+                            release = partial(self._store.reads.release, [lease.id], [lease.id])
                             self._run_in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
-                    self._store.note_sent(lease.tier, TRANSPORT, lease.info.num_bytes, seconds)
+                    self._store.reads.note_sent(
+                        lease.tier, TRANSPORT, lease.info.num_bytes, seconds
+                    )
                     count_hit(span, lease.tier, lease.info.num_bytes)
 
     async def _piece(self, lease: ReadLease, extent: Extent, sums: PartChecksums) -> bytes:
@@ -343,7 +314,7 @@ class CacheStoreService:
         """Tell why variants are not stored."""
         self._check_open()
         keys = from_keys("keys", request.keys)
-        misses = await self._run_in(self._brief, lambda: self._store.find_misses(keys))
+        misses = await self._run_in(self._brief, lambda: self._store.reads.find_misses(keys))
         return pb.FindMissesReply(
             misses=[pb.MISS_UNSPECIFIED if miss is None else to_miss(miss) for miss in misses]
         )
@@ -352,14 +323,14 @@ class CacheStoreService:
         """Count uses that needed no Get."""
         self._check_open()
         reports = from_use_report(request)
-        counted = await self._run_in(self._brief, lambda: self._store.note_uses(reports))
+        counted = await self._run_in(self._brief, lambda: self._store.reads.note_uses(reports))
         return pb.UseReportReply(counted=counted)
 
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
         """Queue promotions of values on disk."""
         self._check_open()
         with self._span("Prefetch", context, keys=len(request.keys)):
-            started = self._store.prefetch(from_keys("keys", request.keys))
+            started = self._store.variants.prefetch(from_keys("keys", request.keys))
         return pb.PrefetchReply(started=started)
 
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
@@ -367,7 +338,9 @@ class CacheStoreService:
         deletion = from_deletion("deletion", request.deletion)
         _require_deadline(context)
         with self._span("Delete", context):
-            removed = await self._run_in(self._deletes, lambda: self._store.delete(deletion))
+            removed = await self._run_in(
+                self._deletes, lambda: self._store.deletes.apply([deletion])
+            )
         return pb.DeleteReply(removed=removed)
 
     async def _tombstones(
@@ -379,7 +352,7 @@ class CacheStoreService:
         while batch is None or batch.sequence != sequence:
             if batch is not None:
                 sequence = batch.sequence
-            batch = await self._run_in(self._slow, partial(self._store.deletes_after, sequence))
+            batch = await self._run_in(self._slow, partial(self._store.deletes.after, sequence))
             yield to_deletion_batch(batch)
 
     async def _drop_copy(self, request: pb.DropCopyRequest, context: Context) -> pb.DropCopyReply:
@@ -431,33 +404,7 @@ class CacheStoreService:
 
     async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:
         """Return the sizes now, and the counts since the start."""
-        stats = await self._run_in(self._slow, self._store.stats)
-        return pb.StatsReply(
-            variants=stats.variants,
-            disk_bytes=stats.disk_bytes,
-            disk_capacity_bytes=stats.disk_capacity_bytes,
-            memory_bytes=stats.memory_bytes,
-            memory_capacity_bytes=stats.memory_capacity_bytes,
-            hits_memory=stats.hits_memory,
-            hits_disk=stats.hits_disk,
-            misses=stats.misses,
-            misses_by_reason=stats.misses_by_reason,
-            corrupt=stats.corrupt,
-            puts=stats.puts,
-            reported_uses=stats.reported_uses,
-            evictions={tier.value: count for tier, count in stats.evictions.items()},
-            bytes_by_precision=stats.bytes_by_precision,
-            bytes_by_transport=stats.bytes_by_transport,
-            leases=stats.leases,
-            tombstones=stats.tombstones,
-            unwritten=stats.unwritten,
-            score_histogram=stats.score_histogram,
-            connections=stats.connections,
-            connections_evicted=stats.connections_evicted,
-            connections_refused=stats.connections_refused,
-            reset_at_ms=stats.reset_at_ms,
-            reset_reason=stats.reset_reason,
-        )
+        return await self._run_in(self._slow, self._store.stats)
 
     def _run_in(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> asyncio.Future[R]:
         """Run a function in a thread of a pool."""
@@ -475,6 +422,14 @@ class CacheStoreService:
     def _span(self, name: str, context: Context, **attributes: Attribute) -> Span:
         metadata = context.invocation_metadata() or ()
         return self._store.telemetry.span(name, metadata, **attributes)
+
+
+def _unary(act: Callable[..., Any], request: Any, reply: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(act, request.FromString, reply.SerializeToString)
+
+
+def _stream(act: Callable[..., Any], request: Any, reply: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_stream_rpc_method_handler(act, request.FromString, reply.SerializeToString)
 
 
 @contextlib.asynccontextmanager
@@ -527,3 +482,36 @@ def _require_deadline(context: Context) -> None:
     # A call with a value occupies memory. Without a deadline, a stuck client would never free it.
     if context.time_remaining() is None:
         raise InvalidInput("deadline", "is missing", "set a deadline for every call with a value")
+
+
+class SendSlot:
+    """A slot of a semaphore that a call keeps until it ends or takes too long.
+
+    A call whose client has stopped reading hangs inside gRPC until its deadline. When its time is
+    over, another call gets the slot.
+    """
+
+    def __init__(self, calls: asyncio.Semaphore) -> None:
+        self.expired = False
+        self._calls = calls
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._calls.acquire()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def ends_in(self, seconds: float) -> None:
+        """Free the slot after so many seconds from now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.expired:
+            self.expired = True
+            self._calls.release()

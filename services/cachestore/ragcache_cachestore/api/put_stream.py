@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from google.protobuf.message import DecodeError
 
-from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.puts import IncomingPut
 from ragcache_core.errors import InvalidInput
 from ragcache_core.store_api import PutCompletion
 from ragcache_kv.values.conversions import from_completion

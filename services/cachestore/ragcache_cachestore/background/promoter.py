@@ -8,8 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcache_cachestore.background.idle_window import IdleWindow
-from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S, join_all
+from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S, IdleWindow, join_all
 from ragcache_cachestore.state.catalog import CatalogVariant
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from ragcache_cachestore.background.idle_window import IdleWindow
 from ragcache_cachestore.background.promoter import Promoter
-from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S
+from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S, IdleWindow
 from ragcache_cachestore.background.write_back import WriteBack
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.store_state import StoreState
@@ -53,10 +52,6 @@ UNWRITTEN_SHARE = 0.25
 class TierMover:
     """Moves the values of one store.
 
-    Args:
-        leaves_only: A parent outlives its children in a tier (``exact`` reuse).
-        sweep_soon: Wakes the sweeper, because a tier is above its high watermark.
-
     Attributes:
         writer: The threads that write values to disk. ``close`` ends them.
         promoter: The threads that copy values into memory. ``close`` ends them.
@@ -69,16 +64,11 @@ class TierMover:
         memory_tier: MemoryTier,
         disk_tier: DiskTier,
         metadata: MetadataDb,
-        *,
-        leaves_only: bool,
-        sweep_soon: Callable[[], None],
     ) -> None:
         self._state = state
         self._memory_tier = memory_tier
         self._disk_tier = disk_tier
         self._metadata = metadata
-        self._leaves_only = leaves_only
-        self._sweep_soon = sweep_soon
         # Orders the changes of metadata. Taken before the state's lock, never within it.
         self._metadata_lock = threading.Lock()
         self._recorded: dict[VariantKey, TierCopy] = {}  # copies that have metadata
@@ -195,7 +185,7 @@ class TierMover:
                 else:  # deleted or replaced meanwhile
                     self._state.drop_disk_copy(variant.key, copy)
                 if self._state.disk.excess_pages():
-                    self._sweep_soon()
+                    self._state.sweep_soon.set()
         finally:
             with self._state.lock:
                 variant.job = None
@@ -206,7 +196,11 @@ class TierMover:
     def _queue_parent(self, variant: CatalogVariant) -> None:
         """Queue the write of the parent, so that it can leave memory after its child."""
         key = variant.origin.parent
-        parent = None if key is None or not self._leaves_only else self._state.catalog.get(key)
+        parent = (
+            None
+            if key is None or not self._state.options.leaves_only
+            else self._state.catalog.get(key)
+        )
         if parent is None or parent.disk is not None or parent.job is not None:
             return
         if parent.info.num_bytes <= self._state.disk.capacity_bytes:
@@ -305,7 +299,7 @@ class TierMover:
     def _chain_to_promote(self, variant: CatalogVariant) -> list[CatalogVariant]:
         """Return a variant and its parents, up to the first one in memory."""
         chain = [variant]
-        if not self._leaves_only:
+        if not self._state.options.leaves_only:
             return chain
         with self._state.lock:
             while (key := chain[-1].origin.parent) is not None:

@@ -11,18 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcache_cachestore.background.idle_window import IdleWindow
-from ragcache_cachestore.background.threads import join_all
-from ragcache_cachestore.state.catalog import CatalogVariant
-from ragcache_cachestore.state.write_job import WriteJob
+from ragcache_cachestore.background.threads import IdleWindow, join_all
+from ragcache_cachestore.state.catalog import CatalogVariant, WriteJob
 from ragcache_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
 THREADS = 2
 """Enough to overlap the write of one value with the metadata of another."""
-
-Job = WriteJob[CatalogVariant]
 
 
 class WriteBack:
@@ -47,8 +43,8 @@ class WriteBack:
         self._draining = False
         self._timed = False  # a thread waits for the time at which the first job is due
         self._changed = threading.Condition()
-        self._urgent: OrderedDict[Job, None] = OrderedDict()
-        self._waiting: OrderedDict[Job, None] = OrderedDict()
+        self._urgent: OrderedDict[WriteJob, None] = OrderedDict()
+        self._waiting: OrderedDict[WriteJob, None] = OrderedDict()
         self._num_running = 0
         self._closed = False
         self._threads = [
@@ -58,7 +54,7 @@ class WriteBack:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, variant: CatalogVariant, *, urgent: bool) -> Job:
+    def submit(self, variant: CatalogVariant, *, urgent: bool) -> WriteJob:
         """Queue the write of a variant."""
         job = WriteJob(variant, urgent, queued_at=self._idle_window.clock())
         with self._changed:
@@ -73,7 +69,7 @@ class WriteBack:
         job.done.add_done_callback(lambda _: self._remove_cancelled(job))
         return job
 
-    def _remove_cancelled(self, job: Job) -> None:
+    def _remove_cancelled(self, job: WriteJob) -> None:
         if not job.done.cancelled():
             return
         with self._changed:
@@ -81,7 +77,7 @@ class WriteBack:
             self._remove_waiting(job)
             self._changed.notify_all()
 
-    def _remove_waiting(self, job: Job) -> bool:
+    def _remove_waiting(self, job: WriteJob) -> bool:
         """Remove a job that waits for an idle window. Return whether there was one."""
         if job not in self._waiting:
             return False
@@ -102,7 +98,7 @@ class WriteBack:
                 self._draining = True
                 self._changed.notify_all()
 
-    def make_urgent(self, job: Job) -> None:
+    def make_urgent(self, job: WriteJob) -> None:
         """Move a queued job to the urgent ones, because a caller now waits for it."""
         with self._changed:
             job.urgent = True
@@ -148,7 +144,7 @@ class WriteBack:
                 self._num_running -= 1
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> WriteJob | None:
         with self._changed:
             while not self._closed:
                 job = self._due_job()
@@ -163,7 +159,7 @@ class WriteBack:
                 self._changed.notify_all()  # the job was cancelled just now
             return None
 
-    def _due_job(self) -> Job | None:
+    def _due_job(self) -> WriteJob | None:
         """Return the job to write now, if there is one."""
         if self._urgent:
             return next(iter(self._urgent))
@@ -173,7 +169,7 @@ class WriteBack:
         first = next(iter(self._waiting))
         return first if self._wait_s(first) <= 0 else None
 
-    def _wait_s(self, first: Job) -> float:
+    def _wait_s(self, first: WriteJob) -> float:
         if self._draining or self._waiting_bytes > self._max_waiting_bytes:
             return 0.0
         return self._idle_window.wait_s(first.queued_at)

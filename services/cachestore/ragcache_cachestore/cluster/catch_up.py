@@ -8,10 +8,10 @@ learn of it here. ``__main__`` runs::
     catch_up.close()                         # before the store is closed
 
 ``start`` asks until every peer has answered, so that shards that start together exchange their
-deletes. It stops waiting after FIRST_PULL_S, because a peer that is gone must not keep the others
-from serving. A store without variants cannot serve a deleted one, so it asks once. From then on a
-thread asks every peer at intervals. A shard that was frozen or cut off without a restart has
-missed deletes too, and a peer that was away at the start may have some to report.
+deletes. It stops waiting after ``PullTimes.first_s``, because a peer that is gone must not keep
+the others from serving. A store without variants cannot serve a deleted one, so it asks once. From
+then on a thread asks every peer at intervals. A shard that was frozen or cut off without a restart
+has missed deletes too, and a peer that was away at the start may have some to report.
 
 A peer numbers its deletes. This store keeps, over restarts, up to which number it has applied those
 of each data folder, and asks for what came after. So the silence of a peer costs nothing: when the
@@ -25,50 +25,40 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
+from ragcache_cachestore.store import Store
 from ragcache_core.errors import RagCacheError
-from ragcache_core.store_api import Deletion, DeletionBatch
+from ragcache_core.store_api import DeletionBatch
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.watched.members import Members
 
 log = logging.getLogger(__name__)
 
-FIRST_PULL_S = 30.0
-"""How long a start waits for its peers, asked in parallel. Silent ones are asked again later."""
-
 RETRY_INTERVAL_S = 0.25
 """Interval of the requests to a peer at the start."""
 
-IDLE_S = 5.0
-"""How long a peer may take to send the next delete."""
-
-PULL_INTERVAL_S = 10.0
 STARTUP_PULL_INTERVAL_S = 1.0
 STARTUP_S = 10.0
 """How long after the start peers are asked more often, because some start at the same time."""
 
 
-class DeletingStore(Protocol):
-    """The part of a store that CatchUp needs."""
+@dataclass(frozen=True, slots=True)
+class PullTimes:
+    """How long to wait for peers, and how often to ask them.
 
-    def __len__(self) -> int:
-        """Return the number of variants."""
+    Attributes:
+        first_s: How long a start waits for its peers, asked in parallel. Silent ones are asked
+            again later.
+        idle_s: How long a peer may take to send the next delete.
+        interval_s: Interval of the requests after the start.
+    """
 
-    def delete_many(self, batch: Sequence[Deletion]) -> int:
-        """Apply deletions durably. Those whose id was applied before are ignored."""
-
-    def drop_all(self) -> int:
-        """Drop every variant. Return how many there were."""
-
-    def pull_positions(self) -> Mapping[bytes, int]:
-        """Return up to which sequence the deletes of other stores are applied here."""
-
-    def note_pulled(self, store: bytes, sequence: int) -> None:
-        """Note that the deletes of another store are applied here up to a sequence."""
+    first_s: float = 30.0
+    idle_s: float = 5.0
+    interval_s: float = 10.0
 
 
 class _CannotApply(Exception):
@@ -87,29 +77,25 @@ class CatchUp:
     """Pulls tombstones. ``close`` is safe to call from any thread.
 
     Args:
+        members: All shards; None if this is the only one.
+        own: Address of this shard.
         progress: Called with the progress of the start.
-        first_pull_s: See FIRST_PULL_S.
-        idle_s: See IDLE_S.
     """
 
     def __init__(
         self,
-        store: DeletingStore,
+        store: Store,
         members: Members | None,
         own: str,
+        times: PullTimes | None = None,
         *,
         progress: Callable[[str], None] = lambda _: None,
-        first_pull_s: float = FIRST_PULL_S,
-        idle_s: float = IDLE_S,
-        pull_interval_s: float = PULL_INTERVAL_S,
     ) -> None:
         self._store = store
         self._members = members
         self._own = own
         self._progress = progress
-        self._first_pull_s = first_pull_s
-        self._idle_s = idle_s
-        self._pull_interval_s = pull_interval_s
+        self._times = times or PullTimes()
         self._clients: dict[str, StoreClient] = {}
         self._answered: set[str] = set()
         self._silent: set[str] = set()
@@ -126,7 +112,7 @@ class CatchUp:
         """
         if self._members is None:
             return
-        deadline = time.monotonic() + self._first_pull_s
+        deadline = time.monotonic() + self._times.first_s
         answered_once: set[str] = set()
         while not self._stop.is_set():
             peers = set(self._peers())
@@ -164,7 +150,7 @@ class CatchUp:
         while True:
             first = time.monotonic() < began + STARTUP_S
             interval_s = min(
-                self._pull_interval_s, STARTUP_PULL_INTERVAL_S if first else float("inf")
+                self._times.interval_s, STARTUP_PULL_INTERVAL_S if first else float("inf")
             )
             if self._stop.wait(interval_s):
                 return
@@ -230,7 +216,9 @@ class CatchUp:
             _CannotApply: This store fails.
         """
         pulled = _PullResult()
-        batches = self._clients[peer].tombstones(self._store.pull_positions(), self._idle_s)
+        batches = self._clients[peer].tombstones(
+            self._store.deletes.pull_positions(), self._times.idle_s
+        )
         with contextlib.closing(batches):
             for batch in batches:
                 if self._stop.is_set():
@@ -246,13 +234,13 @@ class CatchUp:
         """Apply deletes of a peer. Return how many variants that removed."""
         num_removed = 0
         if batch.incomplete:
-            num_removed = self._store.drop_all()
+            num_removed = self._store.deletes.drop_all()
             log.error(
                 "catch-up: dropped all variants, because the peer has forgotten deletes that this "
                 "shard never pulled peer=%s removed_variants=%d",
                 peer,
                 num_removed,
             )
-        num_removed += self._store.delete_many(batch.deletions)
-        self._store.note_pulled(batch.store, batch.sequence)
+        num_removed += self._store.deletes.apply(batch.deletions)
+        self._store.deletes.note_pulled(batch.store, batch.sequence)
         return num_removed

@@ -25,9 +25,9 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
+from ragcache_cachestore.store import Store
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
@@ -61,19 +61,6 @@ AskShard = Callable[[str, Sequence[VariantKey]], Sequence[Miss | None]]
 """Returns why a shard does not store each key; None: it does, or will. Raises RagCacheError."""
 
 
-class ChainedStore(Protocol):
-    """The part of a store that OrphanCollector needs. Safe to call from any thread."""
-
-    def children(self, min_age_s: float) -> Iterator[tuple[VariantKey, VariantKey]]:
-        """Yield each variant of this age that has a parent, with the parent."""
-
-    def find_misses(self, keys: Sequence[VariantKey]) -> Sequence[Miss | None]:
-        """Return why each key is not stored; None: it is, or is being put."""
-
-    def discard_orphans(self, keys: Sequence[VariantKey]) -> int:
-        """Drop variants as eviction does. Return how many were stored."""
-
-
 def ask_shard(address: str, keys: Sequence[VariantKey]) -> Sequence[Miss | None]:
     """Ask a shard over gRPC. Raises RagCacheError."""
     client = StoreClient(address)
@@ -92,12 +79,11 @@ class OrphanCollector:
         own: Address of this shard.
         ask: Asks another shard.
         clock: Returns monotonic seconds.
-        min_age_s: See MIN_AGE_S.
     """
 
     def __init__(
         self,
-        store: ChainedStore,
+        store: Store,
         members: Members | None,
         own: str,
         *,
@@ -138,7 +124,7 @@ class OrphanCollector:
         missing_since: dict[VariantKey, float] = {}
         num_dropped = 0
         children: defaultdict[VariantKey, list[VariantKey]] = defaultdict(list)
-        for child, parent in self._store.children(self._min_age_s):
+        for child, parent in self._store.variants.children(self._min_age_s):
             children[parent].append(child)
             if len(children) == MAX_KEYS:
                 num_dropped += self._drop_orphans(owners, children, missing_since)
@@ -180,12 +166,12 @@ class OrphanCollector:
             for parent, miss in zip(asked, misses, strict=True):
                 if miss is not None and self._is_gone(parent, miss, missing_since):
                     orphans += children[parent]
-        return self._store.discard_orphans(orphans) if orphans else 0
+        return self._store.deletes.discard_orphans(orphans) if orphans else 0
 
     def _misses(self, owner: str, parents: Sequence[VariantKey]) -> Sequence[Miss | None] | None:
         """Ask the owner of parents. Return None if it does not answer."""
         if owner == self._own:
-            return self._store.find_misses(parents)
+            return self._store.reads.find_misses(parents)
         try:
             return self._ask(owner, parents)
         except RagCacheError as error:

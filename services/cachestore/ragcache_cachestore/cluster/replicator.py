@@ -19,17 +19,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
+from ragcache_cachestore.store import Store
 from ragcache_core.cluster.replication import ReplicationThresholds, ServedBytes, decide_replication
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.store_api import AsOf, NewVariant, PutOutcome
+from ragcache_core.store_api import AsOf, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.watched.members import Members
 
 log = logging.getLogger(__name__)
@@ -38,28 +37,6 @@ CHECK_INTERVAL_S = 5.0
 HALF_LIFE_S = 30.0
 COPY_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 5.0
-
-
-class ReplicatedStore(Protocol):
-    """The part of a store that Replicator needs. Every method is safe to call from any thread."""
-
-    def take_served(self) -> Mapping[VariantKey, int]:
-        """Return the bytes served of each variant since the last call."""
-
-    def export(self, key: VariantKey) -> tuple[NewVariant, ReadyValue] | None:
-        """Return a copy of a value and what a put of it needs, or None if it is not stored.
-
-        The put has an empty AsOf. The read counts neither as hit nor as miss.
-        """
-
-    def pull_positions(self) -> Mapping[bytes, int]:
-        """Return up to which sequence the deletes of other stores are applied here."""
-
-    def set_copies(self, key: VariantKey, shards: tuple[str, ...]) -> None:
-        """Set the other shards that lookups report, until the variant is dropped."""
-
-    def discard(self, key: VariantKey) -> bool:
-        """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""
 
 
 class Replicator:
@@ -71,7 +48,7 @@ class Replicator:
 
     def __init__(
         self,
-        store: ReplicatedStore,
+        store: Store,
         members: Members | None,
         own: str,
         thresholds: ReplicationThresholds | None = None,
@@ -112,11 +89,11 @@ class Replicator:
             return False
         # Without the lock, or two shards that drop copies of each other would deadlock.
         owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
-        return not owned and self._store.discard(key)
+        return not owned and self._store.deletes.discard(key)
 
     def check(self) -> None:
         """Decide once which copies to make and drop, and do it."""
-        for key, num_bytes in self._store.take_served().items():
+        for key, num_bytes in self._store.reads.take_served().items():
             self._served.add(key, num_bytes, self._clock())
         load = self._served.measure_load(self._clock())
         with self._lock:
@@ -155,8 +132,8 @@ class Replicator:
             assert client.hello is not None
             # Read before the variant, so that the variant has survived these deletes.
             target = client.hello.store
-            as_of = AsOf(target, self._store.pull_positions().get(target, 0))
-            exported = self._store.export(key)
+            as_of = AsOf(target, self._store.deletes.pull_positions().get(target, 0))
+            exported = self._store.variants.export(key)
             if exported is None:
                 return
             variant, value = exported
@@ -167,7 +144,7 @@ class Replicator:
             log.info("replicator: shard refused a copy shard=%s outcome=%s", shard, outcome.value)
             return
         self._copies[key] = shard
-        self._store.set_copies(key, (shard,))
+        self._store.variants.set_copies(key, (shard,))
         log.info("replicator: made a copy num_bytes=%d shard=%s", variant.info.num_bytes, shard)
 
     def _drop(self, key: VariantKey, shard: str) -> None:
@@ -181,7 +158,7 @@ class Replicator:
 
     def _forget(self, key: VariantKey) -> None:
         self._copies.pop(key, None)
-        self._store.set_copies(key, ())
+        self._store.variants.set_copies(key, ())
 
     @staticmethod
     def _try(act: Callable[[VariantKey, str], None], key: VariantKey, shard: str) -> None:

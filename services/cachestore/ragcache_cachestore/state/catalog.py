@@ -1,18 +1,20 @@
-"""The catalog of stored variants, with indexes by chunk, preceding chunk, document and domain."""
+"""The catalog of stored variants, with their indexes, and why others are no longer stored."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ragcache_cachestore.state.write_job import WriteJob
 from ragcache_cachestore.storage.tier_space import TierCopy
+from ragcache_core.errors import Unavailable
 from ragcache_core.eviction import EvictionCandidate
 from ragcache_core.identity.keys import ChunkKey, VariantKey
 from ragcache_core.identity.variant import (
+    Miss,
     Origin,
     Precision,
     Tier,
@@ -28,7 +30,42 @@ HALF_LIFE_S = 600.0
 MAX_WASTED_PROMOTIONS = 8
 """Bound of the promotion back-off: a value needs at most 256 reads before the next promotion."""
 
+MISS_REASONS = 65_536
+"""Number of reasons kept, in about 10 MiB."""
+
 H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """The write of one variant to disk.
+
+    Attributes:
+        urgent: A caller waits for the write.
+        queued_at: On the clock of the idle window.
+    """
+
+    variant: CatalogVariant
+    urgent: bool
+    queued_at: float
+    done: Future[None] = field(default_factory=Future)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the variant is written.
+
+        Raises:
+            Unavailable: The write failed, was cancelled, or takes too long.
+        """
+        try:
+            self.done.result(timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                "cachestore", "its disk is slow: the write did not finish in time"
+            ) from None
+        except CancelledError:
+            raise Unavailable(
+                "cachestore", "the value was dropped, or the store closed, before the write"
+            ) from None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +100,7 @@ class CatalogVariant:
     memory: TierCopy | None = None
     disk: TierCopy | None = None
     superseded: CatalogVariant | None = None
-    job: WriteJob[CatalogVariant] | None = None
+    job: WriteJob | None = None
     wants_higher_precision: bool = False
     reads: int = 0
     _promote_at_reads: int = 2
@@ -245,3 +282,39 @@ def _discard(index: defaultdict[H, set[VariantKey]], name: H, key: VariantKey) -
     keys.discard(key)
     if not keys:
         del index[name]
+
+
+class MissReasons:
+    """Miss reasons by 64 bits of a key. The oldest are dropped. The store's lock guards it."""
+
+    def __init__(self, capacity: int = MISS_REASONS) -> None:
+        self._capacity = capacity
+        self._reasons: OrderedDict[bytes, Miss] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def note(self, key: VariantKey, reason: Miss) -> None:
+        """Note why a variant was dropped. This also becomes the reason of its chunk."""
+        for name in (_variant_name(key), _chunk_name(key.chunk)):
+            self._reasons[name] = reason
+            self._reasons.move_to_end(name)
+        while len(self._reasons) > self._capacity:
+            self._reasons.popitem(last=False)
+
+    def of_variant(self, key: VariantKey) -> Miss:
+        """Return why a variant is not stored."""
+        return self._reasons.get(_variant_name(key), Miss.NEVER_STORED)
+
+    def of_chunk(self, chunk: ChunkKey) -> Miss:
+        """Return why no variant of a chunk is stored."""
+        return self._reasons.get(_chunk_name(chunk), Miss.NEVER_STORED)
+
+
+def _variant_name(key: VariantKey) -> bytes:
+    # Both keys are hashes, so any of their bytes will do.
+    return key.chunk[-5:] + key.prefix[-4:]
+
+
+def _chunk_name(chunk: ChunkKey) -> bytes:
+    return chunk[-8:]

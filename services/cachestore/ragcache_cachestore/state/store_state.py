@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
+from ragcache_cachestore.state.catalog import Catalog, CatalogVariant, MissReasons
 from ragcache_cachestore.state.leases import LeaseTable
-from ragcache_cachestore.state.miss_reasons import MissReasons
-from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_cachestore.state.store_feed import StoreFeed
-from ragcache_cachestore.state.tombstones import Tombstones
+from ragcache_cachestore.state.tombstones import SteadyClock, Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
-from ragcache_cachestore.telemetry.counters import Counters
 from ragcache_cachestore.telemetry.exporter import Telemetry
 from ragcache_core.cost.tier_latency import TierLatency
+from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
@@ -41,6 +40,54 @@ MAX_CLOCK_SKEW_MS = 2000
 BATCH_VARIANTS = 256
 """Number of variants that are copied from the catalog at a time, so that no caller waits long."""
 
+MAX_TOMBSTONE_BYTES = 64 << 20
+"""Bound of the memory for tombstones: some 50,000 deletes of eight chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The settings of a store.
+
+    Attributes:
+        memory_bytes: Capacity of the memory tier, which is never exceeded.
+        disk_bytes: Capacity of the disk tier, which is never exceeded.
+        policy: Name of an eviction policy (``ragcache_core.eviction``).
+        admission: Name of an admission policy for the disk tier.
+        leaves_only: A parent outlives its children in a tier (``exact`` reuse).
+        telemetry: Receives what happens.
+        clock: Returns monotonic seconds.
+        wall_ms: Returns the Unix time in milliseconds.
+        free_bytes: Returns the free bytes of the folder's volume.
+        max_tombstone_bytes: Bound of the memory for tombstones.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    policy: str = DEFAULT_POLICY
+    admission: str = "always"
+    leaves_only: bool = False
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    clock: Callable[[], float] = time.monotonic
+    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    free_bytes: Callable[[], int] | None = None
+    max_tombstone_bytes: int = MAX_TOMBSTONE_BYTES
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start, and the connections now."""
+
+    hits: Counter[Tier] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[str] = field(default_factory=Counter)
+    bytes_by_transport: Counter[str] = field(default_factory=Counter)
+    corrupt: int = 0
+    puts: int = 0
+    reported_uses: int = 0
+    connections: int = 0
+    connections_evicted: int = 0
+    connections_refused: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class DroppedCopy:
@@ -57,6 +104,7 @@ class StoreState:
         lock: Guards everything here but ``delete_lock``.
         delete_lock: Held while deletes are applied or forgotten. It is taken before ``lock``.
         steady: Dates deletes and plans.
+        sweep_soon: Wakes the sweeper, because a tier is above its high watermark.
         memory_freed: Notified when pages of memory may have become free.
         incoming: Number of incoming puts by variant.
         incoming_bytes: Bytes of incoming values, which cannot be evicted.
@@ -67,22 +115,20 @@ class StoreState:
 
     def __init__(
         self,
+        options: StoreOptions,
         memory: TierSpace,
         disk: TierSpace,
         admission: Admission[VariantKey],
-        policy_name: str,
         store_id: bytes,
-        clock: Callable[[], float],
-        wall_ms: Callable[[], int],
-        telemetry: Telemetry,
     ) -> None:
         self.lock = threading.Lock()
         self.delete_lock = threading.Lock()
         self.memory_freed = threading.Condition(self.lock)
-        self.clock = clock
-        self.steady = SteadyClock(clock, wall_ms)
-        self.telemetry = telemetry
-        self.policy_name = policy_name
+        self.sweep_soon = threading.Event()
+        self.options = options
+        self.clock = options.clock
+        self.steady = SteadyClock(options.clock, options.wall_ms)
+        self.telemetry = options.telemetry
         self.store_id = store_id
         self.memory = memory
         self.disk = disk
@@ -429,7 +475,7 @@ class StoreState:
 
     def _count_eviction(self, tier: Tier, variant: CatalogVariant) -> None:
         self.counters.evictions[tier] += 1
-        self.telemetry.evicted(tier, self.policy_name, variant.info.num_bytes)
+        self.telemetry.evicted(tier, self.options.policy, variant.info.num_bytes)
 
     def expire(self) -> None:
         """End expired leases and quarantines."""

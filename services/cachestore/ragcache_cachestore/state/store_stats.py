@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ragcache_cachestore.state.store_state import StoreState
 from ragcache_cachestore.storage.metadata_db import DataReset
-from ragcache_cachestore.telemetry.counters import Stats, score_histogram
-from ragcache_cachestore.telemetry.exporter import StoreLevels
+from ragcache_core.identity.variant import Tier
+from ragcache_wire.v1 import cachestore_pb2 as pb
 
 SCORES_INTERVAL_S = 15.0
 """How old the histogram of scores may be. It takes long, because it visits every variant."""
+
+HISTOGRAM_BINS = 16
+_LOWEST_POWER = -6
 
 
 class StatsReader:
@@ -30,27 +33,29 @@ class StatsReader:
         self._reset = reset
         self._histogram: tuple[float, tuple[int, ...]] = (-math.inf, ())
 
-    def stats(self) -> Stats:
-        """Return the sizes now, and the counts since the start."""
+    def read(self) -> pb.StatsReply:
+        """Return the sizes now, and the counts since the start. Bytes are of values as stored."""
         histogram = self._scores()
         unwritten = self._num_unwritten()
         state = self._state
         with state.lock:
             counters, by_precision = state.counters, state.catalog.bytes_by_precision
-            return Stats(
+            return pb.StatsReply(
                 variants=len(state.catalog),
                 disk_bytes=state.disk.used_bytes,
                 disk_capacity_bytes=state.disk.capacity_bytes,
                 memory_bytes=state.memory.used_bytes,
                 memory_capacity_bytes=state.memory.capacity_bytes,
-                hits=dict(counters.hits),
-                misses_by_reason={f"{miss}": n for miss, n in counters.misses.items()},
+                hits_memory=counters.hits[Tier.MEMORY],
+                hits_disk=counters.hits[Tier.DISK],
+                misses=counters.misses.total(),
+                misses_by_reason=counters.misses,
                 corrupt=counters.corrupt,
                 puts=counters.puts,
                 reported_uses=counters.reported_uses,
-                evictions=dict(counters.evictions),
+                evictions=counters.evictions,
                 bytes_by_precision={f"{name}": size for name, size in by_precision.items()},
-                bytes_by_transport=dict(counters.bytes_by_transport),
+                bytes_by_transport=counters.bytes_by_transport,
                 leases=len(state.leases),
                 tombstones=len(state.tombstones),
                 unwritten=unwritten,
@@ -62,25 +67,6 @@ class StatsReader:
                 reset_reason="" if self._reset is None else self._reset.reason,
             )
 
-    def levels(self) -> StoreLevels:
-        """Return the sizes now, as telemetry exports them."""
-        stats = self.stats()
-        return StoreLevels(
-            variants=stats.variants,
-            memory_bytes=stats.memory_bytes,
-            memory_capacity_bytes=stats.memory_capacity_bytes,
-            disk_bytes=stats.disk_bytes,
-            disk_capacity_bytes=stats.disk_capacity_bytes,
-            leases=stats.leases,
-            tombstones=stats.tombstones,
-            unwritten=stats.unwritten,
-            connections=stats.connections,
-            connections_evicted=stats.connections_evicted,
-            connections_refused=stats.connections_refused,
-            bytes_by_precision=stats.bytes_by_precision,
-            score_histogram=stats.score_histogram,
-        )
-
     def _scores(self) -> tuple[int, ...]:
         now = self._state.clock()
         valid_until, histogram = self._histogram
@@ -89,3 +75,16 @@ class StatsReader:
             histogram = score_histogram([score for score in scores if score > 0])
             self._histogram = now + SCORES_INTERVAL_S, histogram
         return histogram
+
+
+def score_histogram(seconds_per_byte: Iterable[float]) -> tuple[int, ...]:
+    """Count scores by power of ten of saved seconds per GiB, from 10^-6 up.
+
+    The first and the last bin also count what lies beyond.
+    """
+    bins = [0] * HISTOGRAM_BINS
+    for score in seconds_per_byte:
+        per_gib = score * (1 << 30)
+        power = math.floor(math.log10(per_gib)) if per_gib > 0 else _LOWEST_POWER
+        bins[min(max(power - _LOWEST_POWER, 0), HISTOGRAM_BINS - 1)] += 1
+    return tuple(bins)

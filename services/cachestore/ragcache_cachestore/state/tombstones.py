@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import ceil
 
-from ragcache_cachestore.state.sequence_index import SequenceIndex
-from ragcache_cachestore.state.steady_clock import SteadyClock
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone
@@ -25,6 +23,9 @@ LIFETIME_MS = 24 * 3600 * 1000
 TOMBSTONE_BYTES = 224
 NAME_BYTES = 144
 """Memory of a tombstone, and of each name in it, with the dicts. Measured."""
+
+PARTS = 1024
+"""Number of dicts. A dict that grows copies all of its entries at once, so each must be small."""
 
 _LONG_AGO_MS = -(1 << 62)
 _NEVER_MS = 1 << 62
@@ -207,3 +208,60 @@ class Tombstones:
 def _num_bytes(deletion: Deletion) -> int:
     chars = len(deletion.domain) + sum([len(document) for document in deletion.documents])
     return TOMBSTONE_BYTES + NAME_BYTES * deletion.num_names + 4 * chars
+
+
+class SequenceIndex:
+    """The last sequence of each name, 0 for a name without one. It never stalls."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[Hashable, int]] = [{} for _ in range(PARTS)]
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._parts[hash(name) % PARTS]
+
+    def get(self, name: Hashable) -> int:
+        """Return the sequence of a name."""
+        return self._parts[hash(name) % PARTS].get(name, 0)
+
+    def set(self, name: Hashable, sequence: int) -> None:
+        """Replace the sequence of a name."""
+        self._parts[hash(name) % PARTS][name] = sequence
+
+    def remove(self, name: Hashable, sequence: int) -> None:
+        """Remove a name, unless it has a later sequence by now."""
+        part = self._parts[hash(name) % PARTS]
+        if part.get(name) == sequence:
+            del part[name]
+
+
+class SteadyClock:
+    """Milliseconds that pass evenly. Only their differences have a meaning.
+
+    The wall clock of a machine may be wrong for a while and then jump. A store that remembers Unix
+    times would keep such an error for as long as it remembers them. So it remembers when something
+    happened on this clock, and converts the Unix times of others when it needs them. The conversion
+    asks how long ago they were, by the wall clock as it is then.
+
+    Args:
+        monotonic: Returns seconds of a clock that is never set.
+        wall_ms: Returns the Unix time in milliseconds.
+    """
+
+    def __init__(self, monotonic: Callable[[], float], wall_ms: Callable[[], int]) -> None:
+        self._monotonic = monotonic
+        self._wall_ms = wall_ms
+
+    def now_ms(self) -> int:
+        """Return the time now."""
+        return int(self._monotonic() * 1000)
+
+    def of_unix(self, unix_ms: int) -> int:
+        """Return when a Unix time was. One that is still to come counts as now."""
+        # Read first: if this thread is interrupted in between, the result is too early, and a
+        # computation counts as having seen fewer deletes.
+        now_ms = self.now_ms()
+        return now_ms - max(0, self._wall_ms() - unix_ms)
+
+    def to_unix(self, at_ms: int) -> int:
+        """Return the Unix time, by the wall clock as it is now, of a time on this clock."""
+        return max(0, self._wall_ms() - (self.now_ms() - at_ms))

@@ -1,12 +1,8 @@
-"""The telemetry of a store: metrics of its catalogue, and spans over OTLP/HTTP.
-
-``Telemetry`` does nothing, for a store without a process, and ``RecordingTelemetry`` counts.
-"""
+"""The telemetry of a store: metrics of its catalogue, and spans over OTLP/HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -16,99 +12,25 @@ from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry.catalogue import cachestore as rows
 from ragcache_wire.telemetry.export import MetricsExport, NoMetricsExport, export_metrics
 from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry
-from ragcache_wire.tracing import NO_SPAN, Attribute, Headers, Span, SpanKind, Tracer, tracer
+from ragcache_wire.tracing import Attribute, Headers, Span, SpanKind, Tracer, tracer
+from ragcache_wire.v1 import cachestore_pb2 as pb
 
 PART: Final = "cachestore"
 
 Metric = TypeVar("Metric", Counter, Histogram)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLevels:
-    """The sizes of a store at one time.
-
-    Attributes:
-        bytes_by_precision: Bytes of values by "key/value" of their codecs.
-        score_histogram: Number of variants by power of ten of their score, lowest first.
-    """
-
-    variants: int
-    memory_bytes: int
-    memory_capacity_bytes: int
-    disk_bytes: int
-    disk_capacity_bytes: int
-    leases: int
-    tombstones: int
-    unwritten: int
-    connections: int
-    connections_evicted: int
-    connections_refused: int
-    bytes_by_precision: Mapping[str, int]
-    score_histogram: Sequence[int]
-
-
 class Telemetry:
-    """Telemetry that is not exported. Every method is safe to call from any thread."""
-
-    def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
-        """Count a value that was served.
-
-        Args:
-            seconds: From the call until the last byte was handed over.
-        """
-
-    def miss(self, reason: Miss) -> None:
-        """Count a variant that was asked for and not served."""
-
-    def orphans_dropped(self, count: int) -> None:
-        """Count variants that were dropped because their parent is gone."""
-
-    def reported_uses(self, counted: int, unknown: int) -> None:
-        """Count uses that engines reported, of variants that are stored and of others."""
-
-    def put(
-        self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
-    ) -> None:
-        """Count a put that has ended.
-
-        Args:
-            seconds: From the call until it was acknowledged.
-        """
-
-    def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
-        """Count a value that was evicted from a tier."""
-
-    def deleted(self, num_variants: int) -> None:
-        """Count the variants that a delete dropped."""
-
-    def observe(self, read: Callable[[], StoreLevels]) -> None:
-        """Call read for the store's levels whenever the metrics are read, in any thread."""
-
-    def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
-        """Return a span for a block, as a child of the caller's (W3C ``traceparent`` in metadata).
-
-        A call without a trace context makes no span, so clients decide what is traced. An
-        exception that leaves the block is recorded.
-        """
-        return NO_SPAN
-
-    def close(self) -> None:
-        """Export what is left, within some seconds."""
-
-
-class RecordingTelemetry(Telemetry):
-    """Telemetry that counts, and makes spans of a tracer. It closes both tracer and export.
+    """Counts what happens, and makes the spans of calls. Safe to use from any thread.
 
     Args:
-        tracer: Makes the spans.
+        tracer: Makes the spans. None: there are none.
         export: Sends the metrics elsewhere. Prometheus reads ``collectors``.
     """
 
-    def __init__(
-        self, registry: MetricRegistry, tracer: Tracer, export: MetricsExport | None = None
-    ) -> None:
-        self._registry = registry
-        self._tracer = tracer
+    def __init__(self, tracer: Tracer | None = None, export: MetricsExport | None = None) -> None:
+        registry = self._registry = MetricRegistry(PART)
+        self._tracer = tracer or Tracer()
         self._export = export or NoMetricsExport()
         self._hits = _Children(registry.counter(rows.HITS))
         self._read_bytes = _Children(registry.counter(rows.READ_SIZE))
@@ -132,9 +54,9 @@ class RecordingTelemetry(Telemetry):
                 nothing is sent, and no spans are made.
             instance: Name of the store among its peers.
         """
-        registry = MetricRegistry(PART)
-        spans = tracer(endpoint, PART, instance, exports_errors=True)
-        return cls(registry, spans, export_metrics(endpoint, PART, instance, registry.collectors))
+        telemetry = cls(tracer(endpoint, PART, instance, exports_errors=True))
+        telemetry._export = export_metrics(endpoint, PART, instance, telemetry.collectors)
+        return telemetry
 
     @property
     def collectors(self) -> CollectorRegistry:
@@ -142,7 +64,11 @@ class RecordingTelemetry(Telemetry):
         return self._registry.collectors
 
     def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
-        """Count a value that was served."""
+        """Count a value that was served.
+
+        Args:
+            seconds: From the call until the last byte was handed over.
+        """
         self._hits.of(tier.value, transport).inc()
         self._read_bytes.of(tier.value, transport).inc(num_bytes)
         self._read_seconds.of(tier.value, transport).observe(seconds)
@@ -163,7 +89,11 @@ class RecordingTelemetry(Telemetry):
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
     ) -> None:
-        """Count a put that has ended."""
+        """Count a put that has ended.
+
+        Args:
+            seconds: From the call until it was acknowledged.
+        """
         self._puts.of(outcome.value, ack.value, transport).inc()
         self._written_bytes.of(outcome.value, transport).inc(num_bytes)
         self._write_seconds.of(ack.value, transport).observe(seconds)
@@ -177,12 +107,16 @@ class RecordingTelemetry(Telemetry):
         """Count the variants that a delete dropped."""
         self._deletions.inc(num_variants)
 
-    def observe(self, read: Callable[[], StoreLevels]) -> None:
-        """Call read for the store's levels whenever the metrics are read."""
+    def observe(self, read: Callable[[], pb.StatsReply]) -> None:
+        """Call read for the store's sizes whenever the metrics are read, in any thread."""
         self._registry.observe(lambda: _levels(read()))
 
     def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
-        """Return a child of the caller's span, or no span if the caller has none."""
+        """Return a span for a block, as a child of the caller's (W3C ``traceparent`` in metadata).
+
+        A call without a trace context makes no span, so clients decide what is traced. An
+        exception that leaves the block is recorded.
+        """
         return self._tracer.start_child_of(name, metadata, SpanKind.SERVER, **attributes)
 
     def close(self) -> None:
@@ -222,7 +156,7 @@ class _Children(Generic[Metric]):
         return child
 
 
-def _levels(levels: StoreLevels) -> Iterator[Level]:
+def _levels(levels: pb.StatsReply) -> Iterator[Level]:
     memory, disk = (Tier.MEMORY.value,), (Tier.DISK.value,)
     yield rows.USED, memory, levels.memory_bytes
     yield rows.USED, disk, levels.disk_bytes

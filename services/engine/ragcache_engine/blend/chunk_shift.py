@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ragcache_core.blend.chunk_shift import ShiftPlan, plan_shift
 from ragcache_engine.blend.prompt_slice import PromptSlice
-from ragcache_engine.kv_cache.packed_cache import Offsets, PackedCache
+from ragcache_engine.kv_cache.block_packing import Offsets, PackedCache
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Floats
 from ragcache_kv.rotation import Pairing, Rope

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ragcache_engine.kv_cache.block_packing import BlockPacking
+from ragcache_engine.kv_cache.block_packing import BlockPacking, PackedCache
 from ragcache_engine.kv_cache.device_event import DeviceEvent
-from ragcache_engine.kv_cache.packed_cache import PackedCache
 
 log = logging.getLogger("vllm.ragcache")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
@@ -248,3 +249,14 @@ class StepReport:
     passes: list[MeasuredPass] = field(default_factory=list)
     # By variant: where the worker now stores it. None: no tier of the worker does any more.
     tier_changes: Mapping[VariantKey, TierChange | None] = field(default_factory=dict)
+
+
+class EngineRole(StrEnum):
+    """An engine's part in requests with a handoff (``ReusePlan.handoff``).
+
+    The values are those of vLLM's ``kv_role``. An engine of any role serves all other requests.
+    """
+
+    BOTH = "kv_both"  # takes part in no handoff
+    PREFILL = "kv_producer"  # computes a prompt and stores it, except for the last token
+    DECODE = "kv_consumer"  # waits until the store has the prompt, and decodes

@@ -14,6 +14,7 @@ from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     ComputedRange,
+    EngineRole,
     JointRecomputeJob,
     LoadJob,
     LoadOutcome,
@@ -23,7 +24,6 @@ from ragcache_engine.protocol.messages import (
     StepJobs,
     StepReport,
 )
-from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.block_reservation import BlockPool, BlockReservation
 from ragcache_engine.scheduler.load_planner import LoadPlanner
 from ragcache_engine.scheduler.load_tracker import LoadTracker

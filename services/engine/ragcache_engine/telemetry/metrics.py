@@ -6,20 +6,27 @@ carries them to the server's process, which has the Prometheus registry.
 
 from __future__ import annotations
 
+import platform
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from ragcache_core.errors import InvalidInput
 from ragcache_engine.telemetry.load_counts import LoadCounts
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.telemetry.catalogue import engine as rows
+from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.instrument import Instrument
+from ragcache_wire.telemetry.metrics_server import MetricsThread
 
 
 class LoadStats(KVConnectorStats):  # type: ignore[misc]
@@ -123,3 +130,24 @@ def _made(
         for values in row.known_series() if row.labels else [()]:
             made.labels(*engine, *values)
     return made
+
+
+_STARTED: Final = threading.Event()
+
+
+def serve_metrics(settings: EngineSettings) -> None:
+    """Serve and export the metrics of this process from now on. Further calls do nothing."""
+    if _STARTED.is_set():
+        return
+    _STARTED.set()
+    # Without it, each counter has a second series with its time of creation.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = get_prometheus_registry()
+    export_metrics(settings.otlp_endpoint, "engine", platform.node(), registry)
+    if settings.metrics_listen is None:
+        return
+    try:
+        MetricsThread(settings.metrics_listen, registry).start()
+    except InvalidInput as error:
+        # With several servers in one pod, one of them has the port, and it knows all counts.
+        log.warning("metrics: not served error=%s", error)

@@ -15,9 +15,10 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,16 +27,67 @@ from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import make_tier_policy
-from ragcache_engine.kv_cache.chunk_pool import ChunkPool
-from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.kv_cache.chunk_pool import ChunkPool, PoolAllocation
+from ragcache_engine.kv_cache.incoming_value import OfferedValue
 from ragcache_engine.protocol.messages import TierChange
 from ragcache_engine.telemetry.load_counts import TierCounts
 from ragcache_engine.threads import unpinned_pool
 from ragcache_engine.tiers.tier_moves import TierMoves, plan_tier_moves
-from ragcache_engine.tiers.tier_value import TIER_NAMES, TierRead, TierValue
 from ragcache_wire.settings import EngineSettings
 
 log = logging.getLogger("vllm.ragcache")
+
+
+TIER_NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
+"""The names of the tiers in metrics and logs."""
+
+
+@dataclass(slots=True, eq=False)
+class TierValue:
+    """A value in a tier.
+
+    Attributes:
+        offer: The offer that the value came from.
+        tier: The tier that stores it.
+        allocation: Its pages in the tier's pool.
+        readers: Number of reads that use these pages.
+        retired: Whether reads no longer find the value. Its last reader frees the pages.
+    """
+
+    offer: OfferedValue
+    tier: Placement
+    allocation: PoolAllocation
+    readers: int = 0
+    retired: bool = False
+
+
+class TierRead:
+    """A read of a value. The tier does not change the bytes until the read is closed or collected.
+
+    The device must have finished its copies by then.
+    """
+
+    def __init__(
+        self, pool: ChunkPool, value: TierValue, on_close: Callable[[TierValue], None]
+    ) -> None:
+        self._pool = pool
+        self._value = value
+        self._finalizer = weakref.finalize(self, on_close, value)
+        self._finalizer.atexit = False
+
+    @property
+    def tier(self) -> str:
+        """Name of the tier that stores the value."""
+        return TIER_NAMES[self._value.tier]
+
+    def pieces(self, start: int, end: int) -> Sequence[torch.Tensor]:
+        """Return views of tokens [start, end), in order; see ``ChunkPool.views``."""
+        return self._pool.views(self._value.allocation, start, end)
+
+    def close(self) -> None:
+        """End the read. More calls have no effect."""
+        self._finalizer()
+
 
 QUEUE_SHARE = 1 / 4
 """Offers that wait to be copied use memory of their own: at most this share of the tiers' limits,

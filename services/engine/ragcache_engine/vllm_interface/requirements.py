@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.protocol.roles import EngineRole
+from ragcache_engine.protocol.messages import EngineRole
 from ragcache_wire.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ from ragcache_engine.kv_cache.incoming_value import (
     EncodedValue,
     IncomingValue,
     NativeValue,
+    OfferedValue,
     ValueSource,
 )
-from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.kv_cache.value_tensors import decode, matches_space
 from ragcache_engine.protocol.messages import LoadJob, VariantSpan, miss_reason
-from ragcache_engine.tiers.local_tiers import LocalTiers
-from ragcache_engine.tiers.tier_value import TierRead
+from ragcache_engine.tiers.local_tiers import LocalTiers, TierRead
 from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import value_bytes

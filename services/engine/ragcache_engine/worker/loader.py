@@ -12,8 +12,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import RagCacheError
-from ragcache_engine.kv_cache.incoming_value import IncomingValue
-from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.kv_cache.incoming_value import IncomingValue, OfferedValue
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, VariantSpan
 from ragcache_engine.threads import unpinned_pool
 from ragcache_engine.tiers.local_tiers import LocalTiers

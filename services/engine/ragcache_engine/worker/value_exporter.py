@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ragcache_engine.handoff.layer_staging import LayerStaging
-from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.kv_cache.incoming_value import OfferedValue
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.tiers.local_tiers import LocalTiers

@@ -22,12 +22,12 @@ from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
+    EngineRole,
     LoadJob,
     LoadOutcome,
     StepJobs,
     StepReport,
 )
-from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.tiers.local_tiers import make_local_tiers
 from ragcache_engine.use_reporter import LOCAL_TIER, UseReporter

@@ -20,11 +20,11 @@ from ragcache_cachestore.background.re_encoder import (
     Pace,
     ReEncoder,
     ReEncodingCandidate,
+    native_bytes,
 )
-from ragcache_cachestore.background.re_encoding import native_bytes
-from ragcache_cachestore.components import StoreOptions
-from ragcache_cachestore.incoming_put import IncomingPut
+from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.state.store_state import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -433,7 +433,7 @@ def put_for_real(store: Store, name: int) -> None:
     half = len(value) // 2
     sums = tuple(checksum(value[i * half : (i + 1) * half]) for i in range(2))
     info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
-    incoming = store.begin_put(
+    incoming = store.puts.begin(
         NewVariant(key(name), info, Origin(), SHAPE, (half, half), FORMAT), Ack.DURABLE
     )
     assert isinstance(incoming, IncomingPut)
@@ -447,12 +447,12 @@ def put_for_real(store: Store, name: int) -> None:
 
 def read_for_real(store: Store, name: int) -> np.ndarray:
     """Read a value as a client does. Return its decoded numbers."""
-    (lease,) = opened = store.open([key(name)])
-    store.note_opened(opened)
+    (lease,) = opened = store.reads.open([key(name)])
+    store.reads.note_opened(opened)
     assert isinstance(lease, ReadLease)
-    store.release([lease.id])
-    held = next(one for one in store.candidates(0.0) if one.key == key(name))
-    value = store.read(key(name), held.identity)
+    store.reads.release([lease.id])
+    held = next(one for one in store.variants.candidates(0.0) if one.key == key(name))
+    value = store.variants.read(key(name), held.identity)
     assert value is not None
     start, layers = 0, []
     for part in held.parts:
@@ -465,38 +465,38 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
 def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path: Path) -> None:
     clock = ManualClock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
-    re_encoder = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
+    re_encoder = ReEncoder(store.variants, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
     try:
         for name in range(4):
             put_for_real(store, name)
         for name, times in ((0, 9), (1, 4)):
             for _ in range(times):
                 read_for_real(store, name)
-        store.flush()
+        store.mover.writer.flush()
         for _ in range(30):  # a variant whose write is pending is tried again
             run(re_encoder, clock, 10)
-            store.flush()
-        held = {one.key: one.info for one in store.candidates(clock.now)}
+            store.mover.writer.flush()
+        held = {one.key: one.info for one in store.variants.candidates(clock.now)}
         assert [held[key(name)].precision for name in range(4)] == [
             HA_RAG_SCHEMES[0],
             HA_RAG_SCHEMES[1],
             HA_RAG_SCHEMES[3],
             HA_RAG_SCHEMES[3],
         ]
-        assert store.open([key(3)], exact=True) == [Miss.OTHER_PRECISION]
+        assert store.reads.open([key(3)], exact=True) == [Miss.OTHER_PRECISION]
         for name in range(4):
             assert np.sqrt(np.mean((read_for_real(store, name) - numbers(name)) ** 2)) < 0.1
         for _ in range(500):
             read_for_real(store, 3)
         run(re_encoder, clock, 20)
-        (found,) = store.lookup([LookupKey.for_variant(key(3))]).variants
+        (found,) = store.reads.lookup([LookupKey.for_variant(key(3))]).variants
         assert found.stored[0].wants_higher_precision
         assert found.stored[0].info.precision == HA_RAG_SCHEMES[3]
     finally:
         store.close()
     reopened = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     try:
-        after = {one.key: one.info for one in reopened.candidates(clock.now)}
+        after = {one.key: one.info for one in reopened.variants.candidates(clock.now)}
         assert after == held
         for name in range(4):
             assert np.sqrt(np.mean((read_for_real(reopened, name) - numbers(name)) ** 2)) < 0.1
@@ -516,20 +516,20 @@ def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
         """The store, but one variant counts as read."""
 
         def __getattr__(self, name: str) -> object:
-            return getattr(store, name)
+            return getattr(store.variants, name)
 
         def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
-            for one in store.candidates(now):
+            for one in store.variants.candidates(now):
                 yield replace(one, reads=5) if one.key == key(2) else one
 
     try:
-        assert {one.tier for one in store.candidates(0.0)} == {Tier.DISK}
+        assert {one.tier for one in store.variants.candidates(0.0)} == {Tier.DISK}
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
         re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(re_encoder, clock, 15)
 
         def tiers() -> dict[VariantKey, Tier]:
-            return {one.key: one.tier for one in store.candidates(0.0)}
+            return {one.key: one.tier for one in store.variants.candidates(0.0)}
 
         wait_until(lambda: tiers()[key(2)] is Tier.MEMORY)
         assert [tiers()[key(name)] for name in range(4)] == [

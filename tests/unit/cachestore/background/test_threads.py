@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from ragcache_cachestore.background.idle_window import IDLE_AFTER_S, MAX_WAIT_S, IdleWindow
+from ragcache_cachestore.background.housekeeping import Sweeper
 from ragcache_cachestore.background.promoter import Promoter
-from ragcache_cachestore.background.sweeper import Sweeper
+from ragcache_cachestore.background.threads import IDLE_AFTER_S, MAX_WAIT_S, IdleWindow
 from ragcache_cachestore.background.write_back import WriteBack
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import Unavailable
@@ -227,10 +227,11 @@ def test_a_sweeper_runs_its_first_task_when_woken_and_survives_errors() -> None:
         swept.release()
         raise Unavailable("cachestore", "not now")
 
-    sweeper = Sweeper(lambda: 0.0, [(3600.0, sweep), (3600.0, other.set)])
+    wake = threading.Event()
+    sweeper = Sweeper(lambda: 0.0, [(3600.0, sweep), (3600.0, other.set)], wake)
     sweeper.start()
     for _ in range(3):
-        sweeper.wake()
+        wake.set()
         assert swept.acquire(timeout=TIMEOUT_S)
     assert sweeper.close()
     assert not other.is_set()

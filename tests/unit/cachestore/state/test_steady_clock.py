@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.steady_clock import SteadyClock
+from ragcache_cachestore.state.tombstones import SteadyClock
 
 steps = st.integers(-(10**9), 10**9)
 

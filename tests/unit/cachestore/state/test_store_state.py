@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cachestore.state.catalog import MissReasons
 from ragcache_cachestore.state.leases import LeaseTable
-from ragcache_cachestore.state.miss_reasons import MissReasons
 from ragcache_cachestore.state.store_feed import StoreFeed
+from ragcache_cachestore.state.store_stats import HISTOGRAM_BINS, score_histogram
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
-from ragcache_cachestore.telemetry.counters import HISTOGRAM_BINS, score_histogram
 from ragcache_core.eviction import make_policy
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES, ExtentAllocator

@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.steady_clock import SteadyClock
-from ragcache_cachestore.state.tombstones import Tombstones
+from ragcache_cachestore.state.tombstones import SteadyClock, Tombstones
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Deletion, ForgottenDeletes, Tombstone

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.storage.data_dir import DataDir
+from ragcache_cachestore.storage.data_dir import DataDir, open_metadata
 from ragcache_cachestore.storage.metadata_db import DamagedMetadata, MetadataDb
-from ragcache_cachestore.storage.metadata_reset import open_metadata
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
@@ -50,9 +49,9 @@ def fill(folder: Path) -> AsOf:
     with opened(folder) as store:
         for number in range(20):
             put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
-        before = store.lookup([]).as_of
-        store.delete(Deletion(b"", (key(3).chunk,)))
-        store._metadata._db.flush()
+        before = store.reads.lookup([]).as_of
+        store.deletes.apply([Deletion(b"", (key(3).chunk,))])
+        store.metadata._db.flush()
     return before
 
 

@@ -16,12 +16,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.otlp import collector
 from harness.processes import free_port
-from ragcache_cachestore.telemetry.exporter import RecordingTelemetry, StoreLevels, Telemetry
+from ragcache_cachestore.telemetry.exporter import Telemetry
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry import metric_registry
-from ragcache_wire.telemetry.metric_registry import MetricRegistry
 from ragcache_wire.tracing import Headers, Tracer
+from ragcache_wire.v1 import cachestore_pb2 as pb
 from tests.kit.clock import ManualClock
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -31,7 +31,7 @@ METADATA: Headers = [
     ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),
     ("blob-bin", b"\0"),
 ]
-LEVELS = StoreLevels(
+LEVELS = pb.StatsReply(
     variants=3,
     memory_bytes=10,
     memory_capacity_bytes=100,
@@ -58,7 +58,7 @@ class RecordedTelemetry:
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.spans))
         tracer = Tracer(tracers, "test", exports_errors=True)
-        self.telemetry = RecordingTelemetry(MetricRegistry("cachestore"), tracer)
+        self.telemetry = Telemetry(tracer)
 
     def value(self, name: str, **labels: str) -> float | None:
         sample = f"ragcache_store_{name}"
@@ -116,7 +116,7 @@ def test_levels_are_read_when_the_metrics_are(
     clock = ManualClock(1000.0)
     monkeypatch.setattr(metric_registry, "time", SimpleNamespace(monotonic=clock))
 
-    def read() -> StoreLevels:
+    def read() -> pb.StatsReply:
         asked.append(1)
         return LEVELS
 
@@ -183,23 +183,10 @@ def test_an_error_is_recorded_on_the_span_and_raised(kept: RecordedTelemetry) ->
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_telemetry_without_a_backend_accepts_every_call() -> None:
-    telemetry = Telemetry()
-    telemetry.hit(Tier.MEMORY, "shared", 1, 0.1)
-    telemetry.miss(Miss.TIMED_OUT)
-    telemetry.put(PutOutcome.STORED, Ack.ACCEPTED, "shared", 1, 0.1)
-    telemetry.evicted(Tier.DISK, "lru", 1)
-    telemetry.deleted(1)
-    telemetry.observe(lambda: pytest.fail("nobody asks"))
-    with telemetry.span("get", METADATA, keys=1):
-        pass
-    telemetry.close()
-
-
 def test_the_sdk_of_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
         "import sys, ragcache_cachestore.telemetry.exporter as t; "
-        "t.RecordingTelemetry.start(None, 'store-0').close(); "
+        "t.Telemetry.start(None, 'store-0').close(); "
         "print(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -208,7 +195,7 @@ def test_the_sdk_of_opentelemetry_is_not_imported_without_an_endpoint() -> None:
 
 def test_close_exports_metrics_and_spans() -> None:
     with collector() as receiver:
-        telemetry = RecordingTelemetry.start(f"{receiver.url}/", "store-0")
+        telemetry = Telemetry.start(f"{receiver.url}/", "store-0")
         telemetry.observe(lambda: LEVELS)
         telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
         with telemetry.span("get", METADATA):
@@ -238,7 +225,7 @@ def test_close_exports_metrics_and_spans() -> None:
 
 
 def test_a_silent_collector_does_not_block_close() -> None:
-    telemetry = RecordingTelemetry.start(f"http://127.0.0.1:{free_port()}", "store-0")
+    telemetry = Telemetry.start(f"http://127.0.0.1:{free_port()}", "store-0")
     telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
     with telemetry.span("get", METADATA):
         pass

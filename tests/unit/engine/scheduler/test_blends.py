@@ -18,7 +18,7 @@ from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.store_api import StoredVariant
 from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, MeasuredPass
-from ragcache_engine.scheduler.variant_candidates import MAX_CANDIDATES
+from ragcache_engine.scheduler.lookup import MAX_CANDIDATES
 from ragcache_kv.values.layout import value_bytes
 from tests.kit.scheduler import (
     BLOCKS,

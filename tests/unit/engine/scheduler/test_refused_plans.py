@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.scheduler.refused_plans import LOG_INTERVAL_S, RefusalReason, RefusedPlans
+from ragcache_engine.scheduler.request_intake import LOG_INTERVAL_S, RefusalReason, RefusedPlans
 
 reasons = st.sampled_from(RefusalReason)
 

@@ -16,8 +16,8 @@ from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import sign
-from ragcache_engine.protocol.roles import EngineRole
-from ragcache_engine.scheduler.refused_plans import RefusalReason
+from ragcache_engine.protocol.messages import EngineRole
+from ragcache_engine.scheduler.request_intake import RefusalReason
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.kit.scheduler import (

@@ -22,9 +22,8 @@ from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces
-from ragcache_engine.kv_cache.offered_value import OfferedValue
-from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers
-from ragcache_engine.tiers.tier_value import TierRead
+from ragcache_engine.kv_cache.incoming_value import OfferedValue
+from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers, TierRead
 from ragcache_kv.values.layout import value_bytes
 from tests.kit.wait import wait_until
 

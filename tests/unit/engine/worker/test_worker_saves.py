@@ -15,10 +15,10 @@ from ragcache_core.identity.variant import (  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
     ComputedRange,
+    EngineRole,  # noqa: E402
     LoadJob,
     StepJobs,
 )
-from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
