@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from ragcache_core.access.caller import Scope
+from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.access.key_file import entry_text, key_of
 from ragcache_operator.builders.access.component_keys import SYNC, ComponentKeys
 from ragcache_operator.builders.labels import labels, object_name
@@ -52,7 +52,7 @@ def secret(cache: RagCache, site: Site, name: str, random_bytes: bytes) -> Objec
         random_bytes: 32 bytes.
     """
     key = key_of(random_bytes)
-    entry = entry_text("admin", key, {Scope.ADMIN})
+    entry = entry_text(Caller("admin", scopes=frozenset({Scope.ADMIN})), key)
     return _secret(cache, site, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
 
 

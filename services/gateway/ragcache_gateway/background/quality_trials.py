@@ -221,18 +221,11 @@ class QualityTrials:
         space, domain = self._model.space, question.domain
         if replay.alpha is None:
             plan = plan_compute(question.prompt, space, domain, request)
-        else:
-            plan = plan_blend(
-                question.prompt,
-                space,
-                domain,
-                request,
-                self._max_recompute_share,
-                question.documents,
-                question.planned_at_ms,
-                replay.alpha,
-            )
-        return replace(plan, trial=True)
+            return replace(plan, trial=True)
+        share = self._max_recompute_share
+        plan = plan_blend(question.prompt, space, domain, request, share, question.documents)
+        planned_at_ms = question.planned_at_ms
+        return replace(plan, planned_at_ms=planned_at_ms, alpha=replay.alpha, trial=True)
 
     def _body(self, replay: QuestionReplay, request: str) -> dict[str, Any]:
         plan = self._plan(replay, request)
