@@ -20,7 +20,7 @@ from pathlib import Path
 from ragcache_cachestore.api.data_connection import DataConnection, HeaderCache
 from ragcache_cachestore.api.listeners import file_id, listen_tcp, listen_unix
 from ragcache_cachestore.store import Store
-from ragcache_core.store_api import Hello
+from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ class DataServer:
             for listener in self._listeners
         ]
 
-    def hello(self) -> Hello:
+    def hello(self) -> pb.HelloReply:
         """Return the ids of the store and the transports that it offers."""
-        return Hello(
+        return pb.HelloReply(
             boot=self._store.boot,
             store=self._store.store_id,
             max_value_bytes=self._store.max_value_bytes,
