@@ -37,24 +37,6 @@ ID_BYTES = 16
 """Length of a deletion's id, a store's id and a boot id."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The identity of a store, and the transports that it offers besides gRPC.
-
-    Attributes:
-        boot: ID_BYTES, new at every start.
-        store: ID_BYTES, of the data folder.
-        data_socket: Path of a Unix socket, or "".
-        data_port: TCP port on the host of the gRPC calls, or 0.
-    """
-
-    boot: bytes
-    store: bytes
-    max_value_bytes: int
-    data_socket: str = ""
-    data_port: int = 0
-
-
 class Ack(StrEnum):
     """When a put is answered."""
 

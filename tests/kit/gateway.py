@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import uvicorn
 
-from ragcache_core.access.caller import Scope
+from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.access.key_file import entry_text, hash_text, key_of
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, VariantKey, chunk_key, token_digest
@@ -950,7 +950,8 @@ def write_keys(path: Path, entries: Mapping[str, str]) -> Path:
 
 def write_admin_key(path: Path) -> Path:
     """Write a key file with the one key ``admin``."""
-    path.write_text(entry_text("admin", key("admin"), {Scope.ADMIN}))
+    admin = Caller("admin", scopes=frozenset({Scope.ADMIN}))
+    path.write_text(entry_text(admin, key("admin")))
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ragcache_core.access.caller import Scope
+from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.access.key_file import KEY_BYTES, entry_text, hash_text, key_of
 from ragcache_core.errors import InvalidInput
 
@@ -49,16 +49,9 @@ def new_command(
     from ragcache_wire.rest_fields.filters import read_filter  # noqa: PLC0415  slow to import
 
     key = key_of(secrets.token_bytes(KEY_BYTES))
-    entry = entry_text(
-        name,
-        key,
-        _scopes(scopes),
-        tenant=tenant,
-        priority=priority,
-        collections=collections or (),
-        search_filter=None if search_filter is None else _json_object(search_filter),
-        read_filter=read_filter,
-    )
+    caller = Caller(name, tenant, _scopes(scopes), priority, tuple(collections or ()))
+    wanted = None if search_filter is None else _json_object(search_filter)
+    entry = entry_text(caller, key, wanted, read_filter)
     print(entry, end="")
     print(f"key: {key}", file=sys.stderr)
 
@@ -80,9 +73,9 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _scopes(text: str) -> set[Scope]:
+def _scopes(text: str) -> frozenset[Scope]:
     try:
-        return {Scope(part.strip()) for part in text.split(",")}
+        return frozenset(Scope(part.strip()) for part in text.split(","))
     except ValueError as error:
         fix = f"use {', '.join(Scope)}"
         raise InvalidInput("--scopes", f"is {text!r}", fix) from error

@@ -21,7 +21,7 @@ import base64
 import hashlib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -234,32 +234,30 @@ def _no_filter(path: str, value: Any) -> Filter:
 
 
 def entry_text(
-    name: str,
+    caller: Caller,
     key: str,
-    scopes: Iterable[Scope],
-    *,
-    tenant: str | None = None,
-    priority: int = 0,
-    collections: Sequence[str] = (),
     search_filter: object = None,
     read_filter: ReadFilter = _no_filter,
 ) -> str:
-    """Return the entry of a key as TOML.
+    """Return the entry of a caller's key as TOML.
 
     Args:
-        collections: Patterns; none: all collections.
-        search_filter: The JSON of a filter, which needs read_filter. None: no filter.
+        search_filter: The JSON of the caller's filter, which needs read_filter. None: no filter.
 
     Raises:
         InvalidInput: A value is not allowed in a key file.
     """
-    fields: dict[str, Any] = {"name": name, "hash": hash_text(key), "scopes": sorted(scopes)}
-    if tenant is not None:
-        fields["tenant"] = tenant
-    if priority:
-        fields["priority"] = priority
-    if collections:
-        fields["collections"] = list(collections)
+    fields: dict[str, Any] = {
+        "name": caller.name,
+        "hash": hash_text(key),
+        "scopes": sorted(caller.scopes),
+    }
+    if caller.tenant is not None:
+        fields["tenant"] = caller.tenant
+    if caller.priority:
+        fields["priority"] = caller.priority
+    if caller.collections:
+        fields["collections"] = list(caller.collections)
     if search_filter is not None:
         fields["filter"] = search_filter
     _entry("", fields, read_filter)

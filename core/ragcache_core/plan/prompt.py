@@ -101,8 +101,6 @@ def plan_blend(
     request: str,
     recompute_share: float,
     documents: Sequence[str] = (),
-    planned_at_ms: int = 0,
-    alpha: float | None = None,
 ) -> ReusePlan:
     """Plan to load chunks after any prefix and to recompute a share of their tokens.
 
@@ -112,17 +110,16 @@ def plan_blend(
     Args:
         recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
             [0, 1].
-        documents: See ``plan_exact``.
-        planned_at_ms: See ``plan_exact``.
-        alpha: See ``ReusePlan``.
+        documents: As in ``plan_exact``.
 
     Source: Cache-Craft section 3.
     """
+    exact = plan_exact(prompt, space, domain, request, documents)
     segments = tuple(
         replace(segment, action=Action.BLEND) if segment.start >= prompt.head else segment
-        for segment in _segments(prompt, space, domain, Action.EXACT, documents)
+        for segment in exact.segments
     )
-    return ReusePlan(request, domain, segments, planned_at_ms, recompute_share, alpha=alpha)
+    return replace(exact, segments=segments, recompute_share=recompute_share)
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:

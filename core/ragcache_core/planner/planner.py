@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.load_or_compute import TIE_RATIO
-from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import order_documents
 from ragcache_core.planner.request_plan import (
@@ -79,7 +78,7 @@ def plan_request(
     """
     engines = _with_assumed_costs(engines, prompt.num_tokens)
     orders = _orders(tree, prompt, engines, policy, stale)
-    paths = [_path(tree, prompt, order, policy, stale) for order in orders]
+    paths = [StoredPath(tree, prompt, order, policy, stale) for order in orders]
     if not engines:
         return RequestPlan(orders[-1], "")
     if policy.reuse == "off":
@@ -142,29 +141,6 @@ def _orders(
         own = order_documents(start, prompt.documents, max_displacement=limit, sources=sources)
         orders.append(own.order)
     return list(dict.fromkeys(orders))
-
-
-def _path(
-    tree: KnowledgeTree,
-    prompt: PlannedPrompt,
-    order: Sequence[int],
-    policy: PlanPolicy,
-    stale: Collection[str],
-) -> StoredPath:
-    chunks: list[ChunkKey] = [*prompt.head]
-    num_tokens = [*prompt.head_tokens]
-    for rank in order:
-        chunks += prompt.documents[rank].chunks
-        num_tokens += prompt.documents[rank].num_tokens
-    return StoredPath(
-        tree,
-        chunks,
-        num_tokens,
-        num_head=len(prompt.head),
-        token_bytes=policy.token_bytes,
-        blends=policy.reuse == "blend",
-        stale=stale,
-    )
 
 
 def _best_of_engine(

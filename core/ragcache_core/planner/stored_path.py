@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.tree_node import TreeNode
+from ragcache_core.planner.request_plan import PlannedPrompt, PlanPolicy
 
 STORE = "store:"
 """The names of cache stores in the tree begin with it."""
@@ -29,39 +31,37 @@ class StoredPath:
     """The stored nodes of a prompt, in prompt order.
 
     Args:
-        chunks: Keys of the head's segments and of all chunks.
-        num_tokens: Length of each of them.
-        num_head: How many of them belong to the head.
-        token_bytes: Bytes of one token's KV, for variants of unknown size.
-        blends: Whether chunks may be loaded from after another prefix.
+        order: Rank of the document at each position.
         stale: Sources whose copies do not count.
 
     Attributes:
+        chunks: Keys of the head's segments and of all chunks.
+        num_head: How many of them belong to the head.
         ends: Tokens before each index, and of all chunks at the end.
         nodes: Nodes of the first chunks, as far as the tree has them.
         copies: The best exact copy of each node in a cache store; None: there is none.
-        variants: The best copy of each chunk after any prefix; None: there is none. Empty without
-            ``blends``.
+        variants: The best copy of each chunk after any prefix; None: there is none. Empty unless
+            the policy is to blend.
     """
 
     def __init__(
         self,
         tree: KnowledgeTree,
-        chunks: Sequence[ChunkKey],
-        num_tokens: Sequence[int],
-        *,
-        num_head: int,
-        token_bytes: float,
-        blends: bool,
+        prompt: PlannedPrompt,
+        order: Sequence[int],
+        policy: PlanPolicy,
         stale: Collection[str] = (),
     ) -> None:
+        chunks: list[ChunkKey] = [*prompt.head]
+        num_tokens = [*prompt.head_tokens]
+        for rank in order:
+            chunks += prompt.documents[rank].chunks
+            num_tokens += prompt.documents[rank].num_tokens
         self._stale = stale
         self.chunks = chunks
-        self.num_head = num_head
-        self.ends = [0]
-        for tokens in num_tokens:
-            self.ends.append(self.ends[-1] + tokens)
-        self._token_bytes = token_bytes
+        self.num_head = num_head = len(prompt.head)
+        self.ends = [0, *accumulate(num_tokens)]
+        self._token_bytes = token_bytes = policy.token_bytes
         self.nodes = list(tree.walk(chunks))
         self.copies = [_store_copy(node, token_bytes, stale, exact=True) for node in self.nodes]
         # Bytes of the copies before each index, by tier.
@@ -88,7 +88,7 @@ class StoredPath:
             if residency.tier == HOST and source not in stale
         }
         self.variants: list[StoredCopy | None] = []
-        if blends:
+        if policy.reuse == "blend":
             self.variants = [
                 _best_variant(tree, chunk, token_bytes, stale) if i >= num_head else None
                 for i, chunk in enumerate(chunks)

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 u8, u16, u32, i32, i64, f32 = (
     numba.uint8,
@@ -32,11 +32,11 @@ u8, u16, u32, i32, i64, f32 = (
 """Casts in kernels; with ``[::1]`` the types of their arrays."""
 
 
-def compiled(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
+def compiled(*arguments: Any, returns: Any = types.void) -> Callable[[Kernel], Kernel]:
     """Return a decorator that compiles a loop for arguments of these numba types."""
-    signature = types.void(*arguments)
+    signature = returns(*arguments)
 
-    def compile_loop(loop: Callable[..., None]) -> Kernel:
+    def compile_loop(loop: Kernel) -> Kernel:
         kernel: Kernel = numba.njit(signature, nogil=True, error_model="numpy")(loop)
         return kernel
 

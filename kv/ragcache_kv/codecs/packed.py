@@ -44,9 +44,7 @@ class Packed(Coder):
         signs = np.empty(bits.size, np.uint8)
         exponents = np.empty(bits.size // 2, np.uint8)
         positions, exceptions = np.empty(most, np.uint32), np.empty(most, np.uint8)
-        found = np.zeros(1, np.int64)
-        _pack()(bits, bases, signs, exponents, positions, exceptions, found)
-        count = int(found[0])
+        count = _pack()(bits, bases, signs, exponents, positions, exceptions)
         size = _planes_bytes(bits.size) + count * _EXCEPTION_BYTES
         if count > most or size >= bits.nbytes:
             return _raw(bits)
@@ -97,8 +95,8 @@ def _raw(bits: Bits) -> Bytes:
 @cache
 def _pack() -> Kernel:
     def pack(
-        bits: Any, bases: Any, signs: Any, halves: Any, positions: Any, exceptions: Any, found: Any
-    ) -> None:
+        bits: Any, bases: Any, signs: Any, halves: Any, positions: Any, exceptions: Any
+    ) -> Any:
         listed = 0
         for group in range(bases.size):
             at = group * 64
@@ -128,9 +126,10 @@ def _pack() -> Kernel:
                             positions[listed] = u32(at + i)
                             exceptions[listed] = u8(exponent)
                         listed += 1
-        found[0] = listed
+        return listed
 
-    return compiled(u16[::1], u8[::1], u8[::1], u8[::1], u32[::1], u8[::1], i64[::1])(pack)
+    arrays = u16[::1], u8[::1], u8[::1], u8[::1], u32[::1], u8[::1]
+    return compiled(*arrays, returns=i64)(pack)
 
 
 @cache

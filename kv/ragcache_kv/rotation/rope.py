@@ -119,7 +119,7 @@ def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope
         raise settings.wrong("rope_theta", "is not above 1", "correct the model folder")
     try:
         with np.errstate(all="ignore"):
-            radians = _frequencies(settings, theta, rotary_dim)
+            radians = _frequencies(settings, frequencies.PlainRope(theta, rotary_dim))
     except OverflowError:
         radians = np.full(rotary_dim // 2, np.inf)
     if not np.isfinite(radians).all():
@@ -240,17 +240,16 @@ def _rotary_dim(settings: _Settings, head_dim: int) -> int:
     return rotary_dim
 
 
-def _frequencies(settings: _Settings, theta: float, rotary_dim: int) -> frequencies.Frequencies:
+def _frequencies(settings: _Settings, rope: frequencies.PlainRope) -> frequencies.Frequencies:
     kind = _kind(settings)
     match kind:
         case "default":
-            return frequencies.plain(theta, rotary_dim)
+            return frequencies.plain(rope)
         case "linear":
-            return frequencies.linear(theta, rotary_dim, settings.number("factor"))
+            return frequencies.linear(rope, settings.number("factor"))
         case "llama3":
             return frequencies.llama3(
-                theta,
-                rotary_dim,
+                rope,
                 settings.number("factor"),
                 settings.number("low_freq_factor"),
                 settings.number("high_freq_factor"),
@@ -259,11 +258,10 @@ def _frequencies(settings: _Settings, theta: float, rotary_dim: int) -> frequenc
         case "ntk":
             mixed = settings.values.get("mixed_b")
             mixed_b = None if mixed is None else settings.number("mixed_b")
-            return frequencies.ntk(theta, rotary_dim, settings.number("factor"), mixed_b)
+            return frequencies.ntk(rope, settings.number("factor"), mixed_b)
         case "yarn":
             return frequencies.yarn(
-                theta,
-                rotary_dim,
+                rope,
                 settings.number("factor"),
                 settings.number("original_max_position_embeddings"),
                 settings.number("beta_fast", 32),

@@ -1,22 +1,83 @@
-"""Async client of all shards, for the calls that services other than the engine make."""
+"""Async client of all shards, for the calls of services that move no values."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
 
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey
-from ragcache_kv.store_client.async_client import AsyncStoreClient
-from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, SERVICE
+from ragcache_kv.store_client.client import (
+    DELETE_TIMEOUT_S,
+    LOOKUP_TIMEOUT_S,
+    SERVICE,
+    checked_reply,
+)
 from ragcache_kv.store_client.sharded_results import NO_SHARDS
+from ragcache_kv.values.conversions import (
+    from_lookup_reply,
+    to_deletion,
+    to_key,
+    to_lookup_request,
+)
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members
 
 T = TypeVar("T")
+
+
+class AsyncStoreClient:
+    """Client of the store at address ("host:port"), for one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close the channel. Running calls end after grace_s, by default at once."""
+        await self._channel.close(grace_s)
+
+    async def lookup(self, keys: Sequence[LookupKey]) -> tuple[ChunkVariants, ...]:
+        """Return the stored variants of each key, or why there is none."""
+        request = to_lookup_request(keys, exact=False, domain="")
+        reply: pb.LookupReply = await self._call(self._stub.Lookup, request)
+        return checked_reply(lambda: from_lookup_reply(reply, b"")).variants
+
+    async def delete(self, deletion: Deletion) -> int:
+        """Delete durably. Return the number of removed variants."""
+        request = pb.DeleteRequest(deletion=to_deletion(deletion))
+        reply: pb.DeleteReply = await self._call(self._stub.Delete, request, DELETE_TIMEOUT_S)
+        return reply.removed
+
+    async def prefetch(self, keys: Sequence[VariantKey]) -> int:
+        """Bring values from disk into memory, in the background. Return how many."""
+        request = pb.PrefetchRequest(keys=map(to_key, keys))
+        reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request)
+        return reply.started
+
+    async def stats(self) -> pb.StatsReply:
+        """Return counters and sizes of the store."""
+        reply: pb.StatsReply = await self._call(self._stub.Stats, pb.StatsRequest())
+        return reply
+
+    async def _call(
+        self, method: Callable[..., Any], request: Any, timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> Any:
+        try:
+            parent = metadata(traceparent())
+            return await method(request, timeout=timeout_s, metadata=parent)
+        except grpc.RpcError as error:
+            raise from_rpc_error(SERVICE, error) from error
 
 
 class AsyncShardedStore:
@@ -48,7 +109,7 @@ class AsyncShardedStore:
         client = self._current().get(address)
         if client is None:
             raise Unavailable(SERVICE, f"shard {address} is no member")
-        return await client.delete(deletion, DELETE_TIMEOUT_S)
+        return await client.delete(deletion)
 
     async def stats(self) -> dict[str, pb.StatsReply | None]:
         """Return counters and sizes by the shard's address; None for one that does not answer."""
@@ -79,7 +140,7 @@ class AsyncShardedStore:
         found = dict(
             pair
             for indexes, answer in zip(indexes_by_owner.values(), answers, strict=True)
-            for pair in zip(indexes, answer.variants, strict=True)
+            for pair in zip(indexes, answer, strict=True)
         )
         return tuple(found[i] for i in range(len(keys)))
 
@@ -102,10 +163,7 @@ class AsyncShardedStore:
         if addresses is not self._addresses:
             self._addresses = addresses
             before = self._clients
-            # This client moves no values, so it needs no faster transport.
-            self._clients = {
-                name: before.get(name) or AsyncStoreClient(name, ("grpc",)) for name in addresses
-            }
+            self._clients = {name: before.get(name) or AsyncStoreClient(name) for name in addresses}
             for name in before.keys() - self._clients.keys():
                 # Running calls end at their deadlines, in the background.
                 task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))

@@ -27,7 +27,6 @@ from ragcache_core.store_api import (
     Ack,
     Deletion,
     DeletionBatch,
-    Hello,
     LookupAnswer,
     LookupKey,
     NewVariant,
@@ -41,8 +40,8 @@ from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.tcp_transport import TcpTransport
 from ragcache_kv.transport.transport import SERVICE, Transport, ValueRequest, to_unavailable
 from ragcache_kv.values.conversions import (
+    checked_hello,
     from_deletion_batch,
-    from_hello,
     from_lookup_reply,
     from_miss,
     to_deletion,
@@ -52,7 +51,7 @@ from ragcache_kv.values.conversions import (
     to_use_report,
 )
 from ragcache_kv.values.outgoing_value import OutgoingValue
-from ragcache_kv.values.stored_value import Allocate, LayeredValues, StoredValue
+from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.trace_context import metadata, traceparent
@@ -105,7 +104,7 @@ class StoreClient:
             if name not in TRANSPORTS:
                 raise InvalidInput("transports", f"has {name!r}", f"name some of {TRANSPORTS}")
         self.address = address
-        self.hello: Hello | None = None
+        self.hello: pb.HelloReply | None = None
         self._transports = tuple(transports)
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
@@ -144,7 +143,7 @@ class StoreClient:
         hello, _ = self._connected(deadline)
         request = to_lookup_request(keys, exact, domain)
         reply = self._call(self._stub.Lookup, request, deadline - time.monotonic())
-        return _read(lambda: from_lookup_reply(reply, hello.store))
+        return checked_reply(lambda: from_lookup_reply(reply, hello.store))
 
     def get(
         self,
@@ -182,25 +181,6 @@ class StoreClient:
         )
         answers = self._carry(request.deadline, lambda transport: transport.get(request))
         return self._noting(zip(keys, answers, strict=True))
-
-    def get_layers(
-        self,
-        keys: Sequence[VariantKey],
-        timeout_s: float,
-        exact: bool = False,
-        domain: str = "",
-        allocate: Allocate | None = None,
-        fix_overheads: Mapping[VariantKey, float] | None = None,
-    ) -> LayeredValues:
-        """As get, but layer by layer over all keys, in the order in which an engine computes."""
-        keys = list(keys)
-        if not keys:
-            return LayeredValues([], iter(()))
-        deadline = time.monotonic() + timeout_s
-        request = ValueRequest(
-            keys, deadline, exact, domain, allocate, traceparent(), fix_overheads or {}
-        )
-        return self._carry(request.deadline, lambda transport: transport.get_layers(request))
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
@@ -333,7 +313,7 @@ class StoreClient:
             self._needs_check = True
             raise
 
-    def _connected(self, deadline: float) -> tuple[Hello, Transport]:
+    def _connected(self, deadline: float) -> tuple[pb.HelloReply, Transport]:
         """Return the store's identity and the transport to it. Connect if necessary."""
         self._require_own()
         hello, transport = self.hello, self._transport
@@ -347,7 +327,7 @@ class StoreClient:
         try:
             if self.hello is None or self._transport is None or self._needs_check:
                 reply = self._call(self._stub.Hello, pb.HelloRequest(), deadline - time.monotonic())
-                hello = _read(lambda: from_hello(reply))
+                hello = checked_reply(lambda: checked_hello(reply))
                 if hello != self.hello or self._transport is None:
                     if self._transport is not None:
                         self._transport.close()
@@ -364,7 +344,7 @@ class StoreClient:
         finally:
             self._lock.release()
 
-    def _try_faster(self, hello: Hello, transport: Transport, deadline: float) -> Transport:
+    def _try_faster(self, hello: pb.HelloReply, transport: Transport, deadline: float) -> Transport:
         """Return a faster transport if one connects now, else the same."""
         if not self._lock.acquire(blocking=False):
             return transport
@@ -392,7 +372,7 @@ class StoreClient:
         finally:
             self._lock.release()
 
-    def _choose(self, hello: Hello, deadline: float, names: Sequence[str]) -> Transport:
+    def _choose(self, hello: pb.HelloReply, deadline: float, names: Sequence[str]) -> Transport:
         """Return the first transport that connects. Each one has half of the time left.
 
         Raises Unavailable.
@@ -428,7 +408,7 @@ class StoreClient:
         problem = f"no transport to {self.address} ({'; '.join(reasons)})"
         raise Unavailable(SERVICE, problem) if refused else NoAnswer(SERVICE, problem)
 
-    def _make(self, name: str, hello: Hello) -> Transport | None:
+    def _make(self, name: str, hello: pb.HelloReply) -> Transport | None:
         if name == "shared":
             return (
                 SharedMemoryTransport(hello.data_socket, hello.boot) if hello.data_socket else None
@@ -457,7 +437,7 @@ def _read_deletions(call: Any, idle_s: float) -> Generator[DeletionBatch, None, 
     try:
         for message in call:
             waiting_since.clear()
-            yield _read(partial(from_deletion_batch, message))
+            yield checked_reply(partial(from_deletion_batch, message))
             waiting_since.append(time.monotonic())
     except grpc.RpcError as error:
         raise from_rpc_error(SERVICE, error) from error
@@ -466,7 +446,7 @@ def _read_deletions(call: Any, idle_s: float) -> Generator[DeletionBatch, None, 
         call.cancel()
 
 
-def _read(read: Callable[[], R]) -> R:
+def checked_reply(read: Callable[[], R]) -> R:
     """Return the result of read. An invalid reply is the store's error, not the caller's."""
     try:
         return read()

@@ -240,14 +240,6 @@ class OpenCall(Generic[C, M]):
             self.connection.deferred.append((FrameKind.RELEASE, release))
         self.done()
 
-    def keep(self, read: Callable[[], T]) -> T:
-        """Return the result of read, and keep the call open. An exception drops the call."""
-        try:
-            return read()
-        except BaseException:
-            self.drop()
-            raise
-
     def drop(self) -> None:
         """Close the connection, unless the call is done."""
         pool, self._pool = self._pool, None

@@ -9,7 +9,7 @@ connection carries one call at a time, so replies need no number. Most releases 
                                       descriptors: the memory tier (read and write), the file of
                                       values (read) and the status page (read)
     GET (GetRequest)                  GOT (DataGetReply); over TCP the values follow, in the
-                                      order asked, or layer by layer if the client asked for that
+                                      order asked
     RELEASE (LeaseRelease)            no reply; if it names corrupt values, RELEASED after the
                                       store has dropped them, so that a put can store them again
     READS (ReadReport)                no reply; shared memory: reads without a request

@@ -29,11 +29,9 @@ from ragcache_kv.values.conversions import (
 )
 from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import (
-    LayeredValues,
     StoredValue,
     ValueOrMiss,
     allocate_value,
-    num_layers,
 )
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
@@ -63,11 +61,6 @@ class GrpcTransport(Transport):
         timeout_s = max(0.0, request.deadline - time.monotonic())
         call = self._get(message, timeout=timeout_s, metadata=metadata(request.traceparent))
         return _values(request, call)
-
-    def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """The first layer is returned when all values have arrived."""
-        values = list(self.get(request))
-        return LayeredValues(values, _layers(values))
 
     @override
     def put(
@@ -140,8 +133,3 @@ def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
         verifier.add(piece)
         received += len(data)
     return verifier.good
-
-
-def _layers(values: list[ValueOrMiss]) -> Iterator[list[memoryview | Miss]]:
-    for layer in range(num_layers(values)):
-        yield [value if isinstance(value, Miss) else value.part(layer) for value in values]

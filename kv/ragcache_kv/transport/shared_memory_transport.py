@@ -48,7 +48,7 @@ from ragcache_kv.values.buffers import (
     write_from,
 )
 from ragcache_kv.values.conversions import (
-    from_hello,
+    checked_hello,
     from_outcome,
     to_completion,
     to_get_request,
@@ -56,12 +56,10 @@ from ragcache_kv.values.conversions import (
 from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import (
     Allocate,
-    LayeredValues,
     StoredValue,
     ValueOrMiss,
     allocate_buffer,
     allocate_value,
-    num_layers,
 )
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
@@ -185,13 +183,6 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         rest = replace(request, keys=request.keys[1:])
         return chain([first], self._in_order(rest, cached[1:], iter(())))
 
-    def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """It holds the leases of all values until the last layer."""
-        call = self._call(request, 0, len(request.keys))
-        copies = call.keep(lambda: _leased_copies(request, call, self._reader_pair))
-        values = [copied.value for copied in copies]
-        return LayeredValues(values, self._layers(request, call, copies))
-
     @override
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
@@ -223,8 +214,8 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
                 call.connection.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=written))
         call.connection.send(FrameKind.COMMIT, to_completion(runs.completion()))
 
-    def _call(self, request: ValueRequest, start: int, count: int) -> GetCall:
-        keys = request.keys[start : start + count]
+    def _call(self, request: ValueRequest, start: int) -> GetCall:
+        keys = request.keys[start : start + KEYS_PER_CALL]
         message = to_get_request(
             keys,
             request.exact,
@@ -240,7 +231,7 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     def _fetch(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """Ask the store now, and return the values in order."""
         withdrawals = self._withdrawals
-        return self._values(request, self._call(request, 0, KEYS_PER_CALL), withdrawals)
+        return self._values(request, self._call(request, 0), withdrawals)
 
     @property
     def _withdrawals(self) -> int:
@@ -270,25 +261,9 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
                 return
             try:
                 withdrawals = self._withdrawals
-                call = self._call(request, start, KEYS_PER_CALL)
+                call = self._call(request, start)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
-
-    def _layers(
-        self, request: ValueRequest, call: GetCall, copies: list[_LeasedCopy]
-    ) -> Iterator[list[memoryview | Miss]]:
-        with call:
-            last = num_layers([copied.value for copied in copies]) - 1
-            if last < 0:
-                _release(call, copies)
-            for layer in range(last + 1):
-                _check(request.deadline)
-                began = time.monotonic()
-                parts = [copied.copy_layer(layer) for copied in copies]
-                call.seconds += time.monotonic() - began
-                if layer == last:
-                    _release(call, copies)
-                yield parts
 
     def _in_order(
         self,
@@ -365,7 +340,7 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     def _welcome(self, connection: SharedMemoryConnection, fds: list[int]) -> None:
         """Read the store's identity and map its memory, unless it is mapped. Closes other fds."""
         try:
-            hello = from_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
+            hello = checked_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
                 raise ConnectionBroken(f"another store listens on {self._path}")
             if len(fds) != 3:
@@ -424,26 +399,10 @@ class _LeasedCopy:
         """Copy and verify the whole value."""
         value = self.value
         if isinstance(value, StoredValue) and not self._read(value.value, 0, value.parts):
-            self._reject()
-
-    def copy_layer(self, layer: int) -> memoryview | Miss:
-        """Copy and verify one part. It is empty after the last one."""
-        value = self.value
-        if not isinstance(value, StoredValue):
-            return value
-        target = value.part(layer)
-        if not target:
-            return target
-        if self._read(target, value.start_of(layer), value.parts[layer : layer + 1]):
-            return target
-        return self._reject()
-
-    def _reject(self) -> Miss:
-        # After the end of the lease the store may have overwritten the value.
-        timed_out = time.monotonic() > self._leased_until
-        self.corrupt = not timed_out
-        self.value = miss = Miss.TIMED_OUT if timed_out else Miss.CORRUPT
-        return miss
+            # After the end of the lease the store may have overwritten the value.
+            timed_out = time.monotonic() > self._leased_until
+            self.corrupt = not timed_out
+            self.value = Miss.TIMED_OUT if timed_out else Miss.CORRUPT
 
     def _read(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         return self._reader_pair.read(target, start, parts, self._read_part)

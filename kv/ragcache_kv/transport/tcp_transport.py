@@ -29,18 +29,16 @@ from ragcache_kv.transport.framing import (
 from ragcache_kv.transport.transport import ValueRequest, to_unavailable
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.conversions import (
-    from_hello,
+    checked_hello,
     from_outcome,
     to_completion,
     to_get_request,
 )
 from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import (
-    LayeredValues,
     StoredValue,
     ValueOrMiss,
     allocate_value,
-    num_layers,
 )
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
@@ -63,13 +61,7 @@ class TcpTransport(FramedTransport[FramedConnection]):
 
     @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
-        return self._values(request, self._call(request, 0, KEYS_PER_CALL, by_layer=False))
-
-    def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """It holds the leases of all values until the last layer."""
-        call = self._call(request, 0, len(request.keys), by_layer=True)
-        values = call.keep(lambda: _allocate(request, call))
-        return LayeredValues(list(values), _layers(call, values))
+        return self._values(request, self._call(request, 0))
 
     @override
     def put(
@@ -91,13 +83,12 @@ class TcpTransport(FramedTransport[FramedConnection]):
                 call.connection.send_raw(_commit(runs))
             return self.end_put(call)
 
-    def _call(self, request: ValueRequest, start: int, count: int, by_layer: bool) -> GetCall:
-        keys = request.keys[start : start + count]
+    def _call(self, request: ValueRequest, start: int) -> GetCall:
+        keys = request.keys[start : start + KEYS_PER_CALL]
         message = to_get_request(
             keys,
             request.exact,
             request.domain,
-            by_layer,
             request.traceparent,
             request.fix_overheads,
         )
@@ -124,7 +115,7 @@ class TcpTransport(FramedTransport[FramedConnection]):
             if start >= len(request.keys):
                 return
             try:
-                call = self._call(request, start, KEYS_PER_CALL, by_layer=False)
+                call = self._call(request, start)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
 
@@ -139,7 +130,7 @@ class TcpTransport(FramedTransport[FramedConnection]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             connection = FramedConnection(sock)
             connection.deadline = deadline
-            hello = from_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
+            hello = checked_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
                 address = f"{self._address[0]}:{self._address[1]}"
                 raise ConnectionBroken(f"another store listens on {address}")
@@ -150,30 +141,6 @@ class TcpTransport(FramedTransport[FramedConnection]):
             sock.close()
             raise
         return connection
-
-
-def _layers(call: GetCall, values: list[ValueOrMiss]) -> Iterator[list[memoryview | Miss]]:
-    with call:
-        last = num_layers(values) - 1
-        if last < 0:
-            _release(call, values)
-        announced = list(values)  # the store sends the layers of corrupt values, too
-        for layer in range(last + 1):
-            parts: list[memoryview | Miss] = []
-            for index, value in enumerate(announced):
-                if isinstance(value, Miss):
-                    parts.append(value)
-                    continue
-                part = value.part(layer)
-                if part:
-                    verifier = Verifier(value.parts[layer : layer + 1])
-                    _receive(call, part, verifier)
-                    if not verifier.good:
-                        values[index] = Miss.CORRUPT
-                parts.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
-            if layer == last:
-                _release(call, values)
-            yield parts
 
 
 def _commit(runs: OutgoingRuns) -> bytes:

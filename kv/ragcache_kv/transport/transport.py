@@ -11,7 +11,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.framing import ConnectionBroken, TooManyCalls
 from ragcache_kv.values.outgoing_value import OutgoingValue
-from ragcache_kv.values.stored_value import Allocate, LayeredValues, ValueOrMiss
+from ragcache_kv.values.stored_value import Allocate, ValueOrMiss
 from ragcache_wire.status import NoAnswer
 
 SERVICE = "cachestore"
@@ -52,10 +52,6 @@ class Transport(ABC):
     @abstractmethod
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """Send the request now, and return the values in the order of the keys."""
-
-    @abstractmethod
-    def get_layers(self, request: ValueRequest) -> LayeredValues:
-        """Send the request now, and return the values layer by layer."""
 
     @abstractmethod
     def put(

@@ -36,7 +36,6 @@ from ragcache_core.store_api import (
     ChunkVariants,
     Deletion,
     DeletionBatch,
-    Hello,
     LookupAnswer,
     LookupKey,
     NewVariant,
@@ -51,24 +50,14 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 
-_ACKS: Final = {Ack.ACCEPTED: pb.ACCEPTED, Ack.DURABLE: pb.DURABLE}
+_ACKS: Final = {ack: pb.Ack.Value(ack.name) for ack in Ack}
 _ACKS_BACK: Final = {number: ack for ack, number in _ACKS.items()}
-_OUTCOMES: Final = {
-    PutOutcome.STORED: pb.PutReply.STORED,
-    PutOutcome.ALREADY_STORED: pb.PutReply.ALREADY_STORED,
-    PutOutcome.DELETED: pb.PutReply.DELETED,
-}
+_OUTCOMES: Final = {outcome: pb.PutReply.Outcome.Value(outcome.name) for outcome in PutOutcome}
 _OUTCOMES_BACK: Final = {number: outcome for outcome, number in _OUTCOMES.items()}
-_MISSES: Final = {
-    Miss.NEVER_STORED: pb.MISS_NEVER_STORED,
-    Miss.EVICTED: pb.MISS_EVICTED,
-    Miss.DELETED: pb.MISS_DELETED,
-    Miss.CORRUPT: pb.MISS_CORRUPT,
-    Miss.APPROXIMATE: pb.MISS_APPROXIMATE,
-    Miss.OTHER_PRECISION: pb.MISS_OTHER_PRECISION,
-    Miss.OTHER_DOMAIN: pb.MISS_OTHER_DOMAIN,
+_MISSES_BACK: Final = {
+    number: Miss[name.removeprefix("MISS_")] for name, number in pb.Miss.items() if number
 }
-_MISSES_BACK: Final = {number: miss for miss, number in _MISSES.items()}
+_MISSES: Final = {miss: number for number, miss in _MISSES_BACK.items()}
 _PRECISIONS: Final = {"": Precision(), str(Precision()): Precision()}
 
 
@@ -380,7 +369,6 @@ def to_get_request(
     keys: Iterable[VariantKey],
     exact: bool,
     domain: str,
-    by_layer: bool = False,
     traceparent: str = "",
     fix_overheads: Mapping[VariantKey, float] | None = None,
 ) -> pb.GetRequest:
@@ -390,7 +378,6 @@ def to_get_request(
         keys=[pb.VariantKey(chunk=key.chunk, prefix=key.prefix) for key in keys],
         exact=exact,
         domain=domain,
-        by_layer=by_layer,
         traceparent=traceparent,
         fix_overheads=[fix_overheads.get(key, 0.0) for key in keys] if fix_overheads else (),
     )
@@ -656,23 +643,8 @@ def from_deletion_batch(message: pb.DeletionBatch) -> DeletionBatch:
     )
 
 
-def to_hello(hello: Hello) -> pb.HelloReply:
-    """Convert the identity of a store."""
-    return pb.HelloReply(
-        boot=hello.boot,
-        store=hello.store,
-        max_value_bytes=hello.max_value_bytes,
-        data_socket=hello.data_socket,
-        data_port=hello.data_port,
-    )
-
-
-def from_hello(message: pb.HelloReply) -> Hello:
-    """Read the identity of a store. Raises InvalidInput."""
-    return Hello(
-        boot=_from_id("boot", message.boot),
-        store=_from_id("store", message.store),
-        max_value_bytes=message.max_value_bytes,
-        data_socket=message.data_socket,
-        data_port=message.data_port,
-    )
+def checked_hello(message: pb.HelloReply) -> pb.HelloReply:
+    """Return the identity of a store, with its ids checked. Raises InvalidInput."""
+    _from_id("boot", message.boot)
+    _from_id("store", message.store)
+    return message

@@ -1,8 +1,8 @@
-"""Values that a client reads from a store into the caller's memory, whole or layer by layer."""
+"""Values that a client reads from a store into the caller's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,35 +32,11 @@ class StoredValue:
         """Return the bytes of one part; none after the last one."""
         if layer >= len(self.parts):
             return self.value[:0]
-        start = self.start_of(layer)
+        start = sum([part.num_bytes for part in self.parts[:layer]])
         return self.value[start : start + self.parts[layer].num_bytes]
-
-    def start_of(self, layer: int) -> int:
-        """Return the byte at which a part begins."""
-        return sum([part.num_bytes for part in self.parts[:layer]])
 
 
 ValueOrMiss = StoredValue | Miss
-
-
-class LayeredValues(Iterator[tuple[int, list[memoryview | Miss]]]):
-    """Iterates over the layers of several values: (layer, that part of each value).
-
-    The iterator returns verified parts. A value with a corrupt part is a miss from that layer on. A
-    value with fewer parts than others has empty views after its last part.
-
-    Attributes:
-        values: The requested values in order. The iteration fills their memory.
-    """
-
-    def __init__(
-        self, values: list[ValueOrMiss], layers: Iterator[list[memoryview | Miss]]
-    ) -> None:
-        self.values = values
-        self._layers = enumerate(layers)
-
-    def __next__(self) -> tuple[int, list[memoryview | Miss]]:
-        return next(self._layers)
 
 
 def new_buffer(info: VariantInfo) -> memoryview:
@@ -101,8 +77,3 @@ def _read_header(
 ) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
     # Most requests repeat earlier ones, and the cache is faster than parsing.
     return from_value_header("header", pb.GetHeader.FromString(header))
-
-
-def num_layers(values: Sequence[ValueOrMiss]) -> int:
-    """Return the number of layers of the value that has most."""
-    return max((len(v.parts) for v in values if isinstance(v, StoredValue)), default=0)

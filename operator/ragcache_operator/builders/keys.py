@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ragcache_core.access.caller import Scope
+from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.access.key_file import (
     BUILTIN_SCOPES,
     KEY_BYTES,
@@ -96,7 +96,7 @@ def api_key_secret(cache: RagCache, placement: Placement, name: str, random_byte
         random_bytes: 32 bytes.
     """
     key = key_of(random_bytes)
-    entry = entry_text("admin", key, {Scope.ADMIN})
+    entry = entry_text(Caller("admin", scopes=frozenset({Scope.ADMIN})), key)
     return _secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
 
 

@@ -1,4 +1,4 @@
-"""The async clients do what the blocking clients do."""
+"""The async client of the shards does what the blocking clients do."""
 
 from __future__ import annotations
 
@@ -12,31 +12,21 @@ import pytest
 
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import Unavailable
-from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
-from ragcache_kv.store_client.async_client import AsyncStoreClient
-from ragcache_kv.store_client.async_sharded import AsyncShardedStore
+from ragcache_core.store_api import Deletion, LookupKey
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore, AsyncStoreClient
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.store import TIMEOUT_S, key, put_value, serving, value, variant, whole
+from tests.kit.store import key, put_value, serving, value
 
 RAW = value(300_000)
 
 
-async def test_values_use_the_fastest_transport(tmp_path: Path) -> None:
-    with serving(tmp_path, transports=("shared", "socket")) as served:
+async def test_one_store_is_asked(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        put_value(served.client, key(1), RAW)
         client = AsyncStoreClient(served.address)
-        assert client.transport == ""
-        new = variant(key(1), RAW, num_parts=3)
-        assert await client.put(new, whole(new, RAW), TIMEOUT_S) is PutOutcome.STORED
-        assert client.transport == "shared"
-        found = await client.get([key(1), key(2)], TIMEOUT_S)
-        assert [bytes(one.value) if not isinstance(one, Miss) else one for one in found] == [
-            RAW,
-            Miss.NEVER_STORED,
-        ]
-        answer = await client.lookup([LookupKey.for_variant(key(1))])
-        assert answer.variants[0].stored[0].info.num_bytes == len(RAW)
-        assert answer.as_of.store == served.store.store_id
+        found, missing = await client.lookup([LookupKey.for_variant(key(n)) for n in (1, 2)])
+        assert found.stored[0].info.num_bytes == len(RAW)
+        assert not missing.stored
         assert await client.prefetch([key(1)]) == 0, "it is in memory"
         deletion = Deletion(os.urandom(16), (key(1).chunk,), made_at_ms=time.time_ns() // 10**6)
         assert await client.delete(deletion) == 1
@@ -44,13 +34,9 @@ async def test_values_use_the_fastest_transport(tmp_path: Path) -> None:
         await client.close()
 
 
-async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
+async def test_an_outage_is_an_exception() -> None:
     client = AsyncStoreClient("127.0.0.1:9")
-    for call in (
-        client.stats(),
-        client.lookup([LookupKey.for_variant(key(1))]),
-        client.get([key(1)], 1.0),
-    ):
+    for call in (client.stats(), client.lookup([LookupKey.for_variant(key(1))])):
         with pytest.raises(Unavailable):
             await call
     await client.close()

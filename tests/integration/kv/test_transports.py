@@ -46,7 +46,6 @@ from ragcache_core.store_api import (
     VariantUse,
 )
 from ragcache_kv.store_client import client as store_client
-from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.transport import framed_transport, status_page
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
@@ -249,27 +248,7 @@ def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
             assert found.value == new(number, [100 + number])[1]
 
 
-def test_layers_arrive_in_order_over_all_values(client: StoreClient) -> None:
-    sizes = {1: [70_000] * 4, 2: [10], 3: [200_000] * 3}
-    values = {}
-    for number, parts in sizes.items():
-        variant, values[number] = new(number, parts)
-        client.put(variant, whole(variant, values[number]), TIMEOUT_S)
-    layers = client.get_layers([key(n) for n in (1, 2, 9, 3)], TIMEOUT_S)
-    infos = [v if isinstance(v, Miss) else v.info.num_bytes for v in layers.values]
-    assert infos == [280_000, 10, Miss.NEVER_STORED, 600_000]
-    seen = []
-    for layer, given in layers:
-        seen.append(layer)
-        for number, part in zip((1, 2, 9, 3), given, strict=True):
-            if number == 9:
-                assert part is Miss.NEVER_STORED
-                continue
-            size = sizes[number][0]
-            assert part == values[number][layer * size : (layer + 1) * size]
-    assert seen == [0, 1, 2, 3]
-    assert list(client.get_layers([key(9)], TIMEOUT_S)) == []
-    assert list(client.get_layers([], TIMEOUT_S)) == []
+def test_a_get_of_nothing_returns_nothing(client: StoreClient) -> None:
     assert list(client.get([], TIMEOUT_S)) == []
 
 
@@ -286,10 +265,6 @@ def test_values_on_disk_are_read(client: StoreClient, served: Served) -> None:
         assert found.value == new(number, [4 * MIB, 4 * MIB])[1]
         tiers.add(found.tier)
     assert tiers == {Tier.MEMORY, Tier.DISK}
-    layers = client.get_layers([key(n) for n in range(12)], TIMEOUT_S)
-    for layer, parts in layers:
-        for number, part in enumerate(parts):
-            assert part == new(number, [4 * MIB, 4 * MIB])[1][layer * 4 * MIB :][: 4 * MIB]
 
 
 @pytest.mark.parametrize("rotten", [0, MIB, 6 * MIB - 1, None])
@@ -340,10 +315,9 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
     assert not isinstance(lease, Miss)
     served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
     served.store.reads.release([lease.id])
-    layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
-    seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
-    # Over gRPC the first layer comes when all have.
-    assert seen == [[client.transport == "grpc", False], [True, False]]
+    read = dict(client.get([key(1), key(2)], TIMEOUT_S))
+    assert read[key(1)] is Miss.CORRUPT
+    assert isinstance(read[key(2)], StoredValue)
     wait_until(lambda: served.store.stats().corrupt == 1)
     found = only(client, 1)  # from disk, if it was there already
     assert isinstance(found, Miss) or found.value == new(1, [100_000, 100_000])[1]
@@ -398,7 +372,7 @@ def test_errors_are_the_same_on_every_transport(client: StoreClient) -> None:
     with pytest.raises(InvalidInput, match="value: has 99 bytes"):
         client.put(variant, whole(variant, value[:99]), TIMEOUT_S)
     with pytest.raises(TooLarge) as many:
-        client.get_layers([key(1)] * 5000, TIMEOUT_S)
+        list(client.get([key(1)] * 5000, TIMEOUT_S))
     assert many.value.field == "keys"
     with pytest.raises(InvalidInput) as unnamed:
         client.put(replace(variant, origin=Origin(domain="")), whole(variant, value), TIMEOUT_S)
@@ -640,13 +614,17 @@ def test_what_is_being_read_is_not_overwritten(serve: Serve, transport: str) -> 
         for number in (1, 2):
             variant, values[number] = new(number, [MIB, MIB])
             client.put(variant, whole(variant, values[number]), TIMEOUT_S)
-        layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
-        assert next(layers) == (0, [values[1][:MIB], values[2][:MIB]])
+        found = client.get([key(1), key(2)], TIMEOUT_S)
+        _, first = next(found)
+        assert isinstance(first, StoredValue)
+        assert first.value == values[1]
         for number in range(10, 30):
             variant, value = new(number, [2 * MIB])
             with contextlib.suppress(Unavailable):
                 client.put(variant, whole(variant, value), TIMEOUT_S)
-        assert list(layers) == [(1, [values[1][MIB:], values[2][MIB:]])]
+        [(_, second)] = found
+        assert isinstance(second, StoredValue)
+        assert second.value == values[2]
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
@@ -674,12 +652,12 @@ def test_a_failed_read_holds_no_lease_while_its_error_is_alive(
         for number in range(2):
             variant, value = new(number, [MIB])
             client.put(variant, whole(variant, value), TIMEOUT_S)
-        keys, memory = [key(0), key(1)], iter((MIB, 1, MIB, 1))
-        for get in (client.get, client.get_layers):
-            with pytest.raises(InvalidInput, match="allocate") as kept:
-                list(get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory)))))
-            wait_until(lambda: served.store.stats().leases == 0)
-            assert kept.tb
+        keys, memory = [key(0), key(1)], iter((MIB, 1))
+        values = client.get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory))))
+        with pytest.raises(InvalidInput, match="allocate") as kept:
+            list(values)
+        wait_until(lambda: served.store.stats().leases == 0)
+        assert kept.tb
 
 
 def connect(served: Served, transport: str) -> FramedConnection:
@@ -893,23 +871,6 @@ def test_a_child_process_cannot_use_its_parents_client(served: Served) -> None:
         with pytest.raises(Unavailable, match="parent process"):
             client.get([key(1)], TIMEOUT_S)
         client._pid -= 1
-
-
-async def test_the_async_client_does_the_same(served: Served) -> None:
-    client = AsyncStoreClient(served.address)
-    variant, value = new(1, [100_000])
-    assert await client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
-    assert client.transport == "shared"
-    [found, missing] = await client.get([key(1), key(2)], TIMEOUT_S)
-    assert isinstance(found, StoredValue)
-    assert found.value == value
-    assert missing is Miss.NEVER_STORED
-    answer = await client.lookup([LookupKey.for_variant(key(1))])
-    assert answer.variants[0].stored[0].info == variant.info
-    assert await client.prefetch([key(1)]) == 0
-    assert (await client.stats()).variants == 1
-    assert await client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,))) == 1
-    await client.close()
 
 
 def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -> None:

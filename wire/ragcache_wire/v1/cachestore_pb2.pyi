@@ -404,15 +404,12 @@ class GetRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
-    BY_LAYER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     FIX_OVERHEADS_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
     """serve only variants that equal a full computation"""
     domain: _builtins.str
     """serve only variants of this domain; empty: any"""
-    by_layer: _builtins.bool
-    """TCP transport only: layer by layer over all values, not value by value"""
     traceparent: _builtins.str
     """W3C trace context of the calling span, for the transports without metadata; empty: no trace."""
     @_builtins.property
@@ -427,13 +424,12 @@ class GetRequest(_message.Message):
         keys: _abc.Iterable[Global___VariantKey] | None = ...,
         exact: _builtins.bool = ...,
         domain: _builtins.str = ...,
-        by_layer: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         fix_overheads: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "fix_overheads", b"fix_overheads", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "fix_overheads", b"fix_overheads", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,6 @@ from ragcache_core.store_api import (
     LEASE_S,
     MAX_KEYS,
     Ack,
-    Hello,
     NewVariant,
     PutCompletion,
     PutOutcome,
@@ -46,14 +45,12 @@ from ragcache_kv.transport.framing import (
     parse,
     to_error,
 )
-from ragcache_kv.values.buffers import slice_views
 from ragcache_kv.values.conversions import (
     from_completion,
     from_get_request,
     from_key,
     from_put_header,
     from_use,
-    to_hello,
     to_miss,
     to_outcome,
     to_value_header,
@@ -118,7 +115,7 @@ class DataConnection(threading.Thread):
         self,
         store: Store,
         sock: socket.socket,
-        hello: Hello,
+        hello: pb.HelloReply,
         headers: HeaderCache,
         on_end: Callable[[DataConnection], None],
     ) -> None:
@@ -189,7 +186,7 @@ class DataConnection(threading.Thread):
                 socket.send_fds(self.channel.socket, [b"\0"], fds)
             except OSError as error:
                 raise ConnectionBroken(str(error)) from error
-        self.channel.send(FrameKind.WELCOME, to_hello(self._hello))
+        self.channel.send(FrameKind.WELCOME, self._hello)
 
     def _serve_one(self) -> None:
         """Wait for a call and serve it."""
@@ -245,7 +242,7 @@ class DataConnection(threading.Thread):
             reply = pb.DataGetReply()
             for one in answers:
                 self._add_answer(reply, one)
-            pieces = iter(()) if self._shared else self._pieces(leases, request.by_layer)
+            pieces = iter(()) if self._shared else self._pieces(leases)
             rest = self._send_reply(reply, pieces)
             self._store.reads.note_opened(answers, uses)  # now, while the client reads the answer
             self._send(rest)
@@ -282,29 +279,13 @@ class DataConnection(threading.Thread):
                 # sendfile would send memory page by page, at half the speed.
                 self.channel.send_raw(piece)
 
-    def _pieces(self, leases: Sequence[ReadLease], by_layer: bool) -> Iterator[memoryview | Extent]:
+    def _pieces(self, leases: Sequence[ReadLease]) -> Iterator[memoryview | Extent]:
         """Yield the values in the order of sending: views of memory, or extents of the file."""
-        if not by_layer:
-            for lease in leases:
-                yield from self._slice(lease, 0, lease.info.num_bytes)
-            return
-        starts = [0] * len(leases)
-        for layer in range(max([len(lease.parts) for lease in leases], default=0)):
-            for i, lease in enumerate(leases):
-                if layer < len(lease.parts):
-                    yield from self._slice(lease, starts[i], lease.parts[layer].num_bytes)
-                    starts[i] += lease.parts[layer].num_bytes
-
-    def _slice(self, lease: ReadLease, start: int, num_bytes: int) -> Iterator[memoryview | Extent]:
-        if not lease.on_disk:
-            yield from slice_views(self._store.memory_tier.views(lease.extents), start, num_bytes)
-            return
-        for extent in lease.extents:
-            step = min(extent.num_bytes - start, num_bytes)
-            if step > 0:
-                yield Extent(extent.offset + start, step)
-                num_bytes -= step
-            start = max(0, start - extent.num_bytes)
+        for lease in leases:
+            if lease.on_disk:
+                yield from lease.extents
+            else:
+                yield from self._store.memory_tier.views(lease.extents)
 
     def _release(self, message: pb.LeaseRelease) -> None:
         # Only the leases of this connection: a client cannot end those of another one.

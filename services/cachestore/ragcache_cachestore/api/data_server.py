@@ -24,8 +24,8 @@ from typing import Final
 from ragcache_cachestore.api.data_connection import DataConnection, HeaderCache
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput
-from ragcache_core.store_api import Hello
 from ragcache_kv.transport.framing import SOCKET_BUFFER_BYTES
+from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,9 @@ class DataServer:
             for listener in self._listeners
         ]
 
-    def hello(self) -> Hello:
+    def hello(self) -> pb.HelloReply:
         """Return the ids of the store and the transports that it offers."""
-        return Hello(
+        return pb.HelloReply(
             boot=self._store.boot,
             store=self._store.store_id,
             max_value_bytes=self._store.puts.max_value_bytes,

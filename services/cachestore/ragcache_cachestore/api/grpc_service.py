@@ -33,7 +33,6 @@ from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
     LEASE_S,
     Ack,
-    Hello,
     NewVariant,
     PutOutcome,
 )
@@ -47,7 +46,6 @@ from ragcache_kv.values.conversions import (
     from_put_header,
     from_use_report,
     to_deletion_batch,
-    to_hello,
     to_lookup_reply,
     to_miss,
     to_miss_header,
@@ -108,7 +106,7 @@ class CacheStoreService:
     def __init__(
         self,
         store: Store,
-        hello: Hello,
+        hello: pb.HelloReply,
         replicator: Replicator | None = None,
         *,
         gated: bool = False,
@@ -116,7 +114,7 @@ class CacheStoreService:
     ) -> None:
         self._store = store
         self._feed_guard = feed_guard or FeedGuard(None, "localhost:0", SHARD_FEED)
-        self._hello_reply = to_hello(hello)
+        self._hello_reply = hello
         self._replicator = replicator
         self._gated = gated
         self._writes = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="puts")

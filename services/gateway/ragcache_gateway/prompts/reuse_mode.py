@@ -87,14 +87,6 @@ def plan_reuse(
             plan = plan_exact(prompt, space, domain, request_id, documents, planned_at_ms)
             return replace(plan, trial=reuse.trial)
         case "blend":
-            plan = plan_blend(
-                prompt,
-                space,
-                domain,
-                request_id,
-                reuse.max_recompute_share,
-                documents,
-                planned_at_ms,
-                reuse.alpha,
-            )
-            return replace(plan, trial=reuse.trial)
+            share = reuse.max_recompute_share
+            plan = plan_blend(prompt, space, domain, request_id, share, documents)
+            return replace(plan, planned_at_ms=planned_at_ms, alpha=reuse.alpha, trial=reuse.trial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.retrieval.filters import And, Filter, In
 
 KEY = key_of(bytes(range(32)))
+APP = Caller("app", scopes=frozenset({Scope.ASK}))
 OTHER = key_of(bytes(range(1, 33)))
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 SCOPES = st.sets(st.sampled_from(list(Scope)), min_size=1)
@@ -63,51 +65,42 @@ def entry(**changes: str) -> str:
 def test_an_entry_that_is_written_is_read_back(
     name: str, key: str, scopes: set[Scope], tenant: str | None, priority: int
 ) -> None:
-    table = parse(entry_text(name, key, scopes, tenant=tenant, priority=priority))
-    assert table.find(key) == Caller(name, tenant, frozenset(scopes), priority)
+    caller = Caller(name, tenant, frozenset(scopes), priority)
+    assert parse(entry_text(caller, key)).find(key) == caller
 
 
 @given(patterns=st.lists(TEXTS.filter(bool)), team=TEXTS)
 def test_the_limits_of_an_entry_are_read_back(patterns: list[str], team: str) -> None:
-    text = entry_text(
-        "app",
-        KEY,
-        {Scope.ASK},
-        collections=patterns,
-        search_filter={"team": team, "left_out": None},
-        read_filter=read_filter,
-    )
-    caller = parse(text).find(KEY)
-    assert caller is not None
-    assert caller.collections == tuple(patterns)
-    assert caller.filter == In("team", (team,))
+    caller = replace(APP, collections=tuple(patterns))
+    text = entry_text(caller, KEY, {"team": team, "left_out": None}, read_filter)
+    assert parse(text).find(KEY) == replace(caller, filter=In("team", (team,)))
 
 
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"scopes": set()}, "scopes"),
+        ({"scopes": frozenset()}, "scopes"),
         ({"tenant": "a b"}, "tenant"),
         ({"priority": 1001}, "priority"),
-        ({"collections": ["a", ""]}, "collections"),
-        ({"scopes": {Scope.ADMIN}, "collections": ["a"]}, "collections"),
-        ({"scopes": {Scope.WRITE}, "search_filter": {"team": "a"}}, "filter"),
+        ({"collections": ("a", "")}, "collections"),
+        ({"scopes": frozenset({Scope.ADMIN}), "collections": ("a",)}, "collections"),
+        ({"scopes": frozenset({Scope.WRITE}), "search_filter": {"team": "a"}}, "filter"),
         ({"search_filter": {"x": 1}}, "filter"),
     ],
 )
 def test_an_entry_that_a_file_may_not_have_is_not_written(
     fields: dict[str, Any], field: str
 ) -> None:
+    properties = {name: value for name, value in fields.items() if name != "search_filter"}
+    caller = replace(APP, **properties)
     with pytest.raises(InvalidInput) as raised:
-        entry_text(
-            name="app", key=KEY, read_filter=read_filter, **{"scopes": {Scope.ASK}, **fields}
-        )
+        entry_text(caller, KEY, fields.get("search_filter"), read_filter)
     assert raised.value.field == field
 
 
 @given(key=KEYS, sent=st.text())
 def test_only_the_key_itself_is_found(key: str, sent: str) -> None:
-    table = parse(entry_text("app", key, {Scope.ASK}))
+    table = parse(entry_text(APP, key))
     assert (table.find(sent) is not None) == (sent == key)
     assert table.find(hash_text(key)) is None
 
@@ -225,10 +218,10 @@ def test_metrics_name_the_first_tenants_of_the_file(num_tenants: int) -> None:
     order = [*range(num_tenants), *reversed(range(num_tenants))]
     keys = [key_of(index.to_bytes(32, "big")) for index in range(len(order) + 1)]
     entries = [
-        entry_text(f"key-{index}", key, {Scope.ASK}, tenant=f"team-{number}")
+        entry_text(replace(APP, name=f"key-{index}", tenant=f"team-{number}"), key)
         for index, (key, number) in enumerate(zip(keys[1:], order, strict=True))
     ]
-    table = parse("".join([entry_text("shared", keys[0], {Scope.ASK}), *entries]))
+    table = parse("".join([entry_text(replace(APP, name="shared"), keys[0]), *entries]))
 
     def label(key: str) -> str:
         caller = table.find(key)

@@ -89,14 +89,14 @@ def test_a_compute_plan_has_the_same_segments(
     assert all(segment.action is Action.COMPUTE for segment in compute)
 
 
-@given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1), st.integers(0, 2**63 - 1))
+@given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1))
 def test_a_blended_plan_differs_from_an_exact_one_only_in_chunks_and_share(
-    head: list[int], chunks: list[list[int]], tail: list[int], share: float, planned_at_ms: int
+    head: list[int], chunks: list[list[int]], tail: list[int], share: float
 ) -> None:
     prompt = assemble(head, chunks, tail)
     documents = [f"c/{number}" for number in range(len(chunks))]
-    exact = plan_exact(prompt, SPACE, "public", "request", documents, planned_at_ms)
-    plan = plan_blend(prompt, SPACE, "public", "request", share, documents, planned_at_ms)
+    exact = plan_exact(prompt, SPACE, "public", "request", documents)
+    plan = plan_blend(prompt, SPACE, "public", "request", share, documents)
     assert plan.recompute_share == share
     assert plan.blends == any(chunks)
     assert [s.action for s in plan.segments if s.start < len(head)] == [Action.EXACT] * bool(head)
