@@ -44,8 +44,8 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
+from bench.support.retrieval.public_collections import read_scifact
 from bench.support.retrieval.stored_collection import embedded_collection
-from bench.support.retrieval.test_collections import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
 from bench.support.staged.fused import Texts, generated_texts, measure_fused
