@@ -41,6 +41,7 @@ from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, say
 from bench.support.recorded_searches import final_progress, record_searches
+from bench.support.staged.reranked import RerankedSearches, reranked_searches
 from harness.processes import Engine, free_port, running_cachestore, running_engine
 from ragcache_cli.models.cache import fetch_model
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, load_tokenizer
@@ -53,6 +54,10 @@ FULL = 1.0
 TOP_K = 10
 PROMPT_TOKENS = 640
 """Of all chunks of a prompt."""
+
+REAL_KEPT_SHARE = 0.1
+"""Share of questions whose order a real reranker keeps. ``bench.retrieval_quality --reranked``
+measures it."""
 
 CLIENTS = 6
 """Questions at once at saturation."""
@@ -166,13 +171,25 @@ class Site:
             await asyncio.sleep(0.05)
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the gateways have behind them. ``store``: address of the cache store."""
+
+    model: Path
+    engine: Engine
+    store: str
+
+
 @contextlib.asynccontextmanager
-async def running_site(
-    folder: Path, model: Path, engine: Engine, store: str, retriever: StagedRetriever
-) -> AsyncIterator[Site]:
+async def running_site(folder: Path, behind: Behind, retriever: str) -> AsyncIterator[Site]:
+    """Run both gateways.
+
+    Args:
+        folder: Has their logs.
+        retriever: Its address.
+    """
+    engine = behind.engine
     async with contextlib.AsyncExitStack() as stack:
-        port = free_port()
-        stack.push_async_callback((await serve_parts(port, retriever)).stop)
         records = "" if engine.records is None else engine.records.rpartition(":")[2]
         clients = {}
         for name in (OFF, AUTO):
@@ -182,10 +199,10 @@ async def running_site(
                 name,
                 gateway_port,
                 RAGCACHE_SPECULATION=name,
-                RAGCACHE_RETRIEVER=f"{HOST}:{port}",
+                RAGCACHE_RETRIEVER=retriever,
                 RAGCACHE_ENGINES=f"{engine.url};records={records}",
-                RAGCACHE_CACHESTORE=store,
-                RAGCACHE_MODEL=str(model),
+                RAGCACHE_CACHESTORE=behind.store,
+                RAGCACHE_MODEL=str(behind.model),
                 RAGCACHE_MODEL_NAME="model",
                 RAGCACHE_MODEL_DTYPE=fast_number_type(),
                 RAGCACHE_MAX_MODEL_LEN="4096",
@@ -206,13 +223,18 @@ async def running_site(
 
 
 async def ask(contestant: Contestant, question: StagedQuestion) -> float:
-    """Ask one question, and return the seconds to its first token as a client sees it."""
+    """Ask one question of the staged retriever."""
+    return await _first_token_s(contestant, json.dumps(asdict(question)), top_k=TOP_K)
+
+
+async def _first_token_s(contestant: Contestant, question: str, **search: Any) -> float:
+    """Return the seconds to the first token as a client sees it."""
     body = {
-        "messages": [{"role": "user", "content": json.dumps(asdict(question))}],
+        "messages": [{"role": "user", "content": question}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "stream": True,
-        "ragcache": {"reuse": "exact", "top_k": TOP_K},
+        "ragcache": {"reuse": "exact", **search},
     }
     began = time.monotonic()
     first_s = None
@@ -324,6 +346,60 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def measure_real_stage(
+    site: Site, searches: RerankedSearches, kept_share: float, num_pairs: int
+) -> dict[str, Any]:
+    """Ask questions one at a time, in turns. Each is about documents of its own.
+
+    Args:
+        kept_share: Share of questions whose order the reranker keeps.
+    """
+    collection = await searches.add_collection(kept_share, num_pairs)
+    before = await counted(site.contestants[AUTO], "guesses")
+    ttft_s: dict[str, list[float]] = {OFF: [], AUTO: []}
+    for number, pair in enumerate(collection.pairs):
+        searches.reranker.keeps_order = collection.keeps_order[number]
+        names = (OFF, AUTO) if number % 2 else (AUTO, OFF)
+        for name, question in zip(names, pair, strict=True):
+            await site.wait_until_idle()
+            contestant = site.contestants[name]
+            num_reranked = len(searches.reranker.times_s)
+            found_s = await _first_token_s(contestant, question, collection=collection.name)
+            # The retriever does not wait for a reranker that misses its deadline.
+            if searches.has_reranked_since(num_reranked):
+                ttft_s[name].append(found_s)
+    off_s, auto_s = (statistics.median(ttft_s[name]) for name in (OFF, AUTO))
+    after = await counted(site.contestants[AUTO], "guesses")
+    say(f"order kept for {kept_share:.0%}: {off_s:.2f} s off, {auto_s:.2f} s auto")
+    return {
+        "ttft_gain": round(off_s / auto_s, 3),
+        "ttft_ms": {OFF: round(1e3 * off_s), AUTO: round(1e3 * auto_s)},
+        "early_equals_final_share": round(collection.same_share, 3),
+        "slow_stage_ms": round(1e3 * statistics.median(searches.reranker.times_s)),
+        "guesses": {name: value - before.get(name, 0.0) for name, value in after.items()},
+        "questions": sum(map(len, ttft_s.values())),
+    }
+
+
+async def real_stages(folder: Path, behind: Behind, num_pairs: int) -> dict[str, Any]:
+    """Measure the real retriever with a reranker that keeps the order of some questions."""
+    async with (
+        reranked_searches(folder, behind.model) as searches,
+        running_site(folder, behind, searches.running.address) as site,
+    ):
+        found = {
+            share: await measure_real_stage(site, searches, share, num_pairs)
+            for share in (REAL_KEPT_SHARE, 0.5, 1.0)
+        }
+    real = found[REAL_KEPT_SHARE]
+    return {
+        "ttft_gain_real_stage": real["ttft_gain"],
+        "early_equals_final_share": real["early_equals_final_share"],
+        "slow_stage_ms": real["slow_stage_ms"],
+        "real_stage_by_kept_share": {str(share): one for share, one in found.items()},
+    }
+
+
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recorded = record_searches(SHARES, options.recorded)
     say("searches are recorded")
@@ -337,8 +413,13 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ) as engine,
     ):
         say("the engine is up")
-        async with running_site(folder, model, engine, store.address, retriever) as site:
-            found = await measure(site, options)
+        behind = Behind(model, engine, store.address)
+        found = await real_stages(folder / "reranked", behind, options.pairs)
+        port = free_port()
+        parts = await serve_parts(port, retriever)
+        async with running_site(folder, behind, f"{HOST}:{port}") as site:
+            found |= await measure(site, options)
+        await parts.stop()
     return found | {
         "final_progress": {
             str(share): round(statistics.fmean(map(final_progress, searches)), 3)
@@ -354,6 +435,7 @@ def main() -> None:
     given = options(__doc__, "under four minutes on two cores").parse_args()
     # Of each vector search ratio and gateway; answers and pairs of turns at saturation.
     given.questions, given.answers, given.rounds = (3, 12, 1) if given.quick else (20, 30, 2)
+    given.pairs = 10 if given.quick else 30
     given.recorded = max(given.questions, 20)
     print_figures(lambda folder: asyncio.run(run(given, folder)))
 

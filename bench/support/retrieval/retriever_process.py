@@ -33,6 +33,7 @@ class RunningRetriever:
     stub: retriever_pb2_grpc.RetrieverAsyncStub
     process: psutil.Process
     start_s: float
+    address: str
 
     async def wait_until_built(self, collection: str) -> None:
         """Wait until no index of a collection is being built."""
@@ -75,7 +76,7 @@ async def running_retriever(
         await asyncio.to_thread(service.wait_until, "ready", lambda: is_serving(address))
         start_s = time.perf_counter() - began
         stub = retriever_pb2_grpc.RetrieverStub(channel)
-        yield RunningRetriever(client, stub, psutil.Process(service.pid), start_s)
+        yield RunningRetriever(client, stub, psutil.Process(service.pid), start_s, address)
     finally:
         await channel.close(grace=None)
         await client.close()

@@ -64,10 +64,10 @@ async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -
     claims: list[tuple[float, bool]] = []
     with tempfile.TemporaryDirectory() as folder:
         async with running_retriever(Path(folder), Path(get_model_path()), {}) as running:
-            await _ingest(running, texts)
+            await ingest_in_cells(running, _COLLECTION, texts.documents)
             for top_k in top_ks:
                 for i, question in enumerate(texts.questions):
-                    found = await _claims(running, question, top_k)
+                    found = await early_claims(running, _COLLECTION, question, top_k)
                     claims += found if i >= num_learned else ()
     return {
         "fused_ece": calibration_error(claims),
@@ -76,26 +76,29 @@ async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -
     }
 
 
-async def _ingest(running: RunningRetriever, texts: Texts) -> None:
-    await running.client.put_collection(pb.Collection(name=_COLLECTION, window=0))
+async def ingest_in_cells(
+    running: RunningRetriever, collection: str, documents: Mapping[str, str]
+) -> None:
+    """Make a collection whose searches have stages, although it is small."""
+    await running.client.put_collection(pb.Collection(name=collection, window=0))
 
     async def write(document: tuple[str, str]) -> None:
         name, text = document
-        await running.client.upsert_document(
-            pb.Document(collection=_COLLECTION, id=name, text=text)
-        )
+        await running.client.upsert_document(pb.Document(collection=collection, id=name, text=text))
 
-    await for_each(texts.documents.items(), write, at_once=CONCURRENCY)
+    await for_each(documents.items(), write, at_once=CONCURRENCY)
     # Afterwards, because the first documents are in no cell until there are thousands.
-    in_cells = pb.Collection(name=_COLLECTION, window=0, index=pb.INDEX_KIND_IVF)
+    in_cells = pb.Collection(name=collection, window=0, index=pb.INDEX_KIND_IVF)
     await running.client.put_collection(in_cells)
-    await running.wait_until_built(_COLLECTION)
+    await running.wait_until_built(collection)
 
 
-async def _claims(running: RunningRetriever, question: str, top_k: int) -> list[tuple[float, bool]]:
-    """Return what the early stages of a search have claimed."""
+async def early_claims(
+    running: RunningRetriever, collection: str, question: str, top_k: int
+) -> list[tuple[float, bool]]:
+    """Return the probability of each early stage of a search, and whether its hits were final."""
     request = pb.SearchRequest(
-        collection=_COLLECTION, query=question, top_k=top_k, mode=pb.SEARCH_MODE_HYBRID
+        collection=collection, query=question, top_k=top_k, mode=pb.SEARCH_MODE_HYBRID
     )
     stages = [stage async for stage in running.client.search_stages(request)]
     hits = [[hit.chunk.id for hit in stage.hits] for stage in stages]
