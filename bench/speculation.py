@@ -414,7 +414,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ):
         say("the engine is up")
         behind = Behind(model, engine, store.address)
-        found = await real_stages(folder / "reranked", behind, options.pairs)
+        found = await real_stages(folder, behind, options.pairs)
         port = free_port()
         parts = await serve_parts(port, retriever)
         async with running_site(folder, behind, f"{HOST}:{port}") as site:

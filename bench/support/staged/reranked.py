@@ -129,7 +129,6 @@ async def reranked_searches(folder: Path, model: Path) -> AsyncIterator[Reranked
     Args:
         model: The model whose prompts the chunks are for.
     """
-    folder.mkdir()
     reranker = CpuReranker()
     with serving_json(reranker.reply) as url:
         settings = {"RAGCACHE_RERANKER": url, "RAGCACHE_RERANKER_MODEL": "cross-encoder"}
