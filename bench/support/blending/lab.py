@@ -167,16 +167,6 @@ class Lab:
             self.recomputer.recompute(token_ids, table, [range(first, len(token_ids))])
         return hook.result()
 
-    def attention_by_layer(
-        self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
-    ) -> list[list[float]]:
-        """Return the attention of all tokens after the chunks to each chunk, by layer (eq. 15)."""
-        question = range(chunks[-1].stop, len(token_ids))
-        hook = ChunkAttentionHook(self.cache, table, question, chunks)
-        with hook.attached():
-            self.recomputer.recompute(token_ids, table, [question])
-        return hook.by_layer
-
     def deviation(
         self, layer: int, table: Sequence[int], other: Sequence[int], end: int
     ) -> list[float]:
@@ -263,24 +253,3 @@ class ContextAttentionHook(AttentionHook):
         lengths = self._cache.values(index, self._blocks, 0, start).float().norm(dim=-1).T
         self._weight += by_head.mean(0).cpu()
         self._norm += (by_head * lengths).mean(0).cpu()
-
-
-class ChunkAttentionHook(AttentionHook):
-    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
-
-    ``by_layer`` has a list for each layer, in their order: for each chunk the sum over the
-    question's tokens and the chunk's, as the mean over heads.
-    """
-
-    def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
-    ) -> None:
-        super().__init__(cache, blocks, question, range(cache.num_layers))
-        self.by_layer: list[list[float]] = []
-        self._chunks = chunks
-
-    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        by_key = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()
-        self.by_layer.append(
-            [float(by_key[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
-        )
