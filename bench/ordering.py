@@ -258,7 +258,7 @@ def main() -> None:
     arguments.concurrent_requests = 100
     if arguments.quick:
         arguments.overlaps, arguments.concurrencies = [WANTED_OVERLAP], [4]
-        arguments.requests, arguments.concurrent_requests = 40, 20
+        arguments.requests, arguments.concurrent_requests = 20, 8
         arguments.answer_tokens = 4
     if WANTED_OVERLAP not in arguments.overlaps:
         parser.error(f"--overlaps needs {WANTED_OVERLAP}, which the main figure is of")

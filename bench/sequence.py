@@ -251,7 +251,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--contestants needs plain, which the others are compared with")
     arguments.block = 10  # requests of a turn
     if arguments.quick:
-        arguments.warm_up, arguments.requests, arguments.block = 20, 32, 8
+        arguments.warm_up, arguments.requests, arguments.block = 12, 16, 8
     return arguments
 
 

