@@ -14,7 +14,6 @@ the tokens:
 - Cache-Craft: its ranking (eq. 14) and its fix overhead
 - EPIC: the first tokens of each chunk
 - CacheBlend: the highest deviation of KV at an early layer
-- ProphetKV, InfoFlow: the question's attention in all layers, without and with the values' lengths
 
 Ways to capture: after 2 to 5 other chunks; *ahead* of questions, in sequences as the gateway
 computes them; *alone* right after the template.

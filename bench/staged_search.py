@@ -27,23 +27,20 @@ generator and the rules that are compared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
+from bench.support.program import options, say
 from bench.support.retrieval.public_collections import read_scifact
 from bench.support.retrieval.stored_collection import embedded_collection
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
@@ -82,8 +79,7 @@ QUICK = Sizes(30_000, 256, 200, graph_vectors=4_000, searches=64, fused_question
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="30,000 generated vectors")
+    parser = options(__doc__, "30,000 generated vectors")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder that has scifact")
     parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
     parser.add_argument("--vectors", type=int, help="number of generated vectors")
@@ -94,7 +90,7 @@ def main() -> None:
     results = {"generated": generated(sizes, arguments.vectors or sizes.vectors)}
     folder = arguments.data or (None if arguments.quick else os.environ.get(DATA_VARIABLE))
     if folder is None:
-        print("scifact skipped: name a folder with --data", flush=True)
+        say("scifact skipped: name a folder with --data")
     else:
         results["scifact"] = scifact(Path(folder) / "scifact", arguments.embeddings)
     print(json.dumps(results))
@@ -163,7 +159,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _logged(title: str, results: dict[str, Any]) -> dict[str, Any]:
-    print(f"{title}: {results}", flush=True)
+    say(f"{title}: {results}")
     return results
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from bench.support.blending.lab import Answer, Captured, ContextAttention, Lab, key_of
+from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.prefix_chunks import PrefixChunk
@@ -181,23 +181,10 @@ class Trial:
         deviation = self.lab.deviation(DEVIATION_LAYER, full, reused, self.end)
         return self._highest(dict(enumerate(deviation)), budget)
 
-    def prophet(self, budget: int) -> Sequence[range]:
-        """Select what the question attends to, over all layers, as ProphetKV does."""
-        return self._highest(dict(enumerate(self.context_attention.weight)), budget)
-
-    def infoflow(self, budget: int) -> Sequence[range]:
-        """Select by attention times the length of the value, over all layers, as InfoFlow KV."""
-        return self._highest(dict(enumerate(self.context_attention.norm)), budget)
-
     @cached_property
     def question_attention(self) -> list[float]:
         """What the engine measures of the question."""
         return self.lab.question_attention(self.token_ids, self.placed(), self.end)
-
-    @cached_property
-    def context_attention(self) -> ContextAttention:
-        """What other methods measure of the question."""
-        return self.lab.context_attention(self.token_ids, self.placed(), self.end)
 
     def _highest(self, scores: Mapping[int, float], budget: int) -> Sequence[range]:
         return self._first(sorted(scores, key=lambda p: -scores[p]), budget)
