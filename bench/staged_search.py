@@ -82,12 +82,11 @@ def main() -> None:
     parser = options(__doc__, "30,000 generated vectors")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder that has scifact")
     parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
-    parser.add_argument("--vectors", type=int, help="number of generated vectors")
     arguments = parser.parse_args()
     threadpool_limits(1, user_api="blas")  # as the retriever
     faiss.omp_set_num_threads(usable_cores())
     sizes = QUICK if arguments.quick else FULL
-    results = {"generated": generated(sizes, arguments.vectors or sizes.vectors)}
+    results = {"generated": generated(sizes)}
     folder = arguments.data or (None if arguments.quick else os.environ.get(DATA_VARIABLE))
     if folder is None:
         say("scifact skipped: name a folder with --data")
@@ -96,8 +95,9 @@ def main() -> None:
     print(json.dumps(results))
 
 
-def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
+def generated(sizes: Sizes) -> dict[str, Any]:
     """Measure everything on generated vectors."""
+    num_vectors = sizes.vectors
     draw = np.random.default_rng(0)
     clusters = make_clusters(num_vectors, draw)
     vectors = draw_vectors(clusters, num_vectors, draw)
