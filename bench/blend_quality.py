@@ -14,7 +14,6 @@ the tokens:
 - Cache-Craft: its ranking (eq. 14) and its fix overhead
 - EPIC: the first tokens of each chunk
 - CacheBlend: the highest deviation of KV at an early layer
-- ProphetKV, InfoFlow: the question's attention in all layers, without and with the values' lengths
 
 Ways to capture: after 2 to 5 other chunks; *ahead* of questions, in sequences as the gateway
 computes them; *alone* right after the template.
@@ -133,8 +132,6 @@ def handbooks(given: argparse.Namespace) -> dict[str, object]:
         "naive_rouge_l": rows["naive"]["rouge"],
         "ours_minus_random_at_20pct": minus_random("ours 20%"),
         "influence_alone_at_20pct_over_full": share("influence 20%"),
-        "focused_at_20pct_over_full": share("focused 20%"),
-        "focused_recomputed_at_20pct": rows["focused 20%"]["recomputed"],
         "cache_craft_minus_random_at_20pct": minus_random("Cache-Craft 20%"),
         "captured_first": {
             "quality_at_20pct_over_full": share("first, ours 20%"),

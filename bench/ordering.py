@@ -12,7 +12,7 @@ cache. In each block of requests every contestant gets one turn, in rotating ord
 The generated traces are bursts of ten questions about one topic with five documents of 200 tokens.
 ``overlap`` is the share of a question's documents that are taken from the one before it. As in
 RAGCache++, others are the same by chance; ``jaccard`` is what both add up to. Ranks vary between
-questions (``bench/support/ordering/bursts.py``).
+questions (``bench/support/bursts.py``).
 
 ``p50_rank_over_ours`` is the quotient of the median times to first token at an overlap of 0.6, with
 the interval of a bootstrap over requests. ``agreement`` is the share of greedy answers that equal
@@ -258,7 +258,7 @@ def main() -> None:
     arguments.concurrent_requests = 100
     if arguments.quick:
         arguments.overlaps, arguments.concurrencies = [WANTED_OVERLAP], [4]
-        arguments.requests, arguments.concurrent_requests = 40, 20
+        arguments.requests, arguments.concurrent_requests = 20, 8
         arguments.answer_tokens = 4
     if WANTED_OVERLAP not in arguments.overlaps:
         parser.error(f"--overlaps needs {WANTED_OVERLAP}, which the main figure is of")

@@ -8,7 +8,7 @@ request on the same tree. The tree is that of our own order, as a cache of limit
 the retriever's order.
 
 The traces are bursts of questions about one topic with shares of common documents from 0 to 0.8
-(``bench/support/ordering/bursts.py``). Times are the median over questions of the least of several
+(``bench/support/bursts.py``). Times are the median over questions of the least of several
 rounds, because another program may run between two of them.
 ``loop_us`` is the time of a list of 1,000 numbers, to compare machines with.
 """

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
 from bench.support.program import options, rounded
-from bench.support.traces import DATA, ComputedProfile, Replay, Tally, Trace, load_traces
+from bench.support.traces import DATA, Replay, Tally, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY, EvictionPolicy
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the public data")
     given = parser.parse_args()
     capacities = QUICK_CAPACITIES if given.quick else CAPACITIES
-    traces = load_traces(given.data, given.quick, ComputedProfile())
+    traces = load_traces(given.data, given.quick)
     with ProcessPoolExecutor() as pool:
         # The largest come last in both modes; start with them.
         runs = [pool.submit(measure, trace.second_half(), capacities) for trace in reversed(traces)]

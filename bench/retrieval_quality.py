@@ -1,12 +1,18 @@
 """Measures how well searches find what answers a question: nDCG@10 and recall@10.
 
 ``--data DIR`` (or RAGCACHE_BENCH_DATA) has the folders ``scifact``, ``cranfield`` and ``xquad_en``,
-see ``bench/support/retrieval/test_collections.py``. Each abstract or paragraph is one chunk in a
+see ``bench/support/retrieval/public_collections.py``. Each abstract or paragraph is one chunk in a
 real document store with the bundled embedder. Each leg is searched alone. Then both
 are fused with the default weight.
 
 ``worst_loss_to_better_leg`` is the largest difference, over all collections, from the nDCG@10 of
 the better leg to that of both legs together. A negative one is a gain.
+
+``--reranked N`` also ranks the first N queries of each collection with a reranker: SmolLM2 orders
+the first hits by how likely it finds the query after them. ``same_order_share`` is the share of
+queries whose first hits stay the same, in the same order, by the number of hits. A guess of
+speculation is right for these alone. ``same_order_share_dense`` is that of the embedder as the
+reranker, which the order before has in it.
 
 ``--quick`` measures the same on a small self-made collection.
 """
@@ -14,32 +20,31 @@ the better leg to that of both legs together. A negative one is a gain.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+from typing import Any
 
 import numpy as np
 
+from bench.support.program import options, print_figures, rounded, say
+from bench.support.retrieval.likelihood_reranker import LikelihoodReranker
 from bench.support.retrieval.made_collection import made_collection
 from bench.support.retrieval.ndcg import ndcg
+from bench.support.retrieval.public_collections import (
+    TestCollection,
+    read_cranfield,
+    read_scifact,
+    read_xquad,
+)
 from bench.support.retrieval.stored_collection import (
     DEPTH,
     StoredTestCollection,
     embedded_collection,
     stored,
 )
-from bench.support.retrieval.test_collections import (
-    TestCollection,
-    read_cranfield,
-    read_scifact,
-    read_xquad,
-)
+from ragcache_cli.models.cache import fetch_model
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.search import Hit, SearchMode
 
@@ -53,79 +58,114 @@ COLLECTIONS: dict[str, Callable[[Path], TestCollection]] = {
     "cranfield": lambda data: read_cranfield(data / "cranfield"),
     "xquad": lambda data: read_xquad(data / "xquad_en"),
 }
+SAME_FIRST = (1, 2, 4, 10)
+"""Numbers of hits that are compared. Questions ask for 4 by default."""
+
+Hits = Sequence[tuple[Hit, ...]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
-    parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
-    arguments = parser.parse_args()
-    results: dict[str, float] = {}
+def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     losses = []
-    for name, collection in _collections(arguments.quick, arguments.data).items():
+    for name, collection in _collections(given).items():
         began_s = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            searched = _stored(name, collection, Path(folder), arguments.embeddings)
-            found, loss = _measured(name, searched)
-            searched.store.close()
-        print(f"{name}: {time.perf_counter() - began_s:.0f} s {json.dumps(found)}", flush=True)
-        results |= found
+        vectors = embedded_collection(collection, given.embeddings, name)
+        searched = stored(collection, folder / name, *vectors)
+        found, loss = _measured(searched, given.reranked)
+        searched.store.close()
+        say(f"{name}: {time.perf_counter() - began_s:.0f} s {found}")
+        results |= {f"{name}_{figure}": value for figure, value in found.items()}
         losses.append(loss)
     if losses:
         results["worst_loss_to_better_leg"] = round(max(losses), 4)
-    print(json.dumps(results))
+    return results
 
 
-def _collections(quick: bool, data: Path | None) -> dict[str, TestCollection]:
-    if quick:
+def _collections(given: argparse.Namespace) -> Mapping[str, TestCollection]:
+    if given.quick:
         return {"made": made_collection()}
-    if data is None:
-        print("skipped: name the data with --data or RAGCACHE_BENCH_DATA, or use --quick")
+    if given.data is None:
+        say("skipped: name the data with --data or RAGCACHE_BENCH_DATA, or use --quick")
         return {}
-    return {name: read(data) for name, read in COLLECTIONS.items()}
+    return {name: COLLECTIONS[name](given.data) for name in given.collections}
 
 
-def _stored(
-    name: str, collection: TestCollection, folder: Path, kept: Path | None
-) -> StoredTestCollection:
-    return stored(collection, folder, *embedded_collection(collection, kept, name))
-
-
-def _measured(name: str, searched: StoredTestCollection) -> tuple[dict[str, float], float]:
+def _measured(searched: StoredTestCollection, num_reranked: int) -> tuple[dict[str, Any], float]:
     """Return the figures of a collection, and the loss of both legs to the better one."""
+    queries = list(searched.collection.grades)
     ranking = HybridRanking()
-    results: dict[str, float] = {}
-    quality: dict[str, float] = {}
+    results: dict[str, Any] = {}
+    hits: dict[str, Hits] = {}
     for run, mode in MODES.items():
-        hits = [searched.search(ranking, query, mode) for query in searched.collection.grades]
-        found = [
-            _ndcg(searched, query, rows)
-            for query, rows in zip(searched.collection.grades, hits, strict=True)
-        ]
-        quality[run] = float(np.mean(found))
-        results[f"{name}_{run}_ndcg10"] = round(quality[run], 4)
-        results[f"{name}_{run}_recall10"] = round(_recall(searched, hits), 4)
+        hits[run] = [searched.search(ranking, query, mode) for query in queries]
+        results[f"{run}_ndcg10"] = _mean_ndcg(searched, queries, hits[run])
+        results[f"{run}_recall10"] = _recall(searched, hits[run])
     ranking.close()
-    return results, max(quality["dense"], quality["lexical"]) - quality["hybrid"]
+    loss = max(results["dense_ndcg10"], results["lexical_ndcg10"]) - results["hybrid_ndcg10"]
+    results = rounded(results)
+    if num_reranked:
+        results |= _reranked(searched, queries[:num_reranked], hits)
+    return results, loss
 
 
-def _ndcg(searched: StoredTestCollection, query: str, rows: Sequence[Hit]) -> float:
-    row_of = {name: row for row, name in searched.ids.items()}
-    grades = {
-        row_of.get(name, -1 - i): grade
-        for i, (name, grade) in enumerate(searched.collection.grades[query].items())
+def _reranked(
+    searched: StoredTestCollection, queries: Sequence[str], hits: Mapping[str, Hits]
+) -> dict[str, Any]:
+    ranking = HybridRanking(LikelihoodReranker(fetch_model("smollm2")))
+    found = [searched.search(ranking, query, SearchMode.AUTO) for query in queries]
+    ranking.close()
+    return {
+        "same_order_share": _same_order_shares(found, hits["hybrid"]),
+        "same_order_share_dense": _same_order_shares(hits["dense"], hits["hybrid"]),
+        "reranked_ndcg10": round(_mean_ndcg(searched, queries, found), 4),
+        "not_reranked_ndcg10": round(_mean_ndcg(searched, queries, hits["hybrid"]), 4),
+        "reranked_queries": len(queries),
     }
-    return ndcg([hit.row for hit in rows], grades)
 
 
-def _recall(searched: StoredTestCollection, hits: Sequence[Sequence[Hit]]) -> float:
+def _same_order_shares(reranked: Hits, before: Hits) -> dict[str, float]:
+    """Return for how many queries the first hits are the same, by their number."""
+    pairs = [
+        ([one.row for one in after], [one.row for one in former])
+        for after, former in zip(reranked, before, strict=False)
+    ]
+    return {
+        str(first): round(
+            float(np.mean([after[:first] == former[:first] for after, former in pairs])), 3
+        )
+        for first in SAME_FIRST
+    }
+
+
+def _mean_ndcg(searched: StoredTestCollection, queries: Sequence[str], hits: Hits) -> float:
+    row_of = {name: row for row, name in searched.ids.items()}
+    found = []
+    for query, rows in zip(queries, hits, strict=False):
+        grades = {
+            row_of.get(name, -1 - i): grade
+            for i, (name, grade) in enumerate(searched.collection.grades[query].items())
+        }
+        found.append(ndcg([hit.row for hit in rows], grades))
+    return float(np.mean(found))
+
+
+def _recall(searched: StoredTestCollection, hits: Hits) -> float:
     """Return the mean share of relevant documents among the first ten hits."""
     shares = []
     for grades, rows in zip(searched.collection.grades.values(), hits, strict=True):
         found = {searched.ids[hit.row] for hit in rows[:DEPTH]}
         shares.append(len(found & grades.keys()) / len(grades))
     return float(np.mean(shares))
+
+
+def main() -> None:
+    parser = options(__doc__, "a self-made collection")
+    parser.add_argument("--data", type=Path, default=os.environ.get("RAGCACHE_BENCH_DATA"))
+    parser.add_argument("--collections", nargs="+", choices=COLLECTIONS, default=[*COLLECTIONS])
+    parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
+    parser.add_argument("--reranked", type=int, default=0, help="queries that are reranked")
+    given = parser.parse_args()
+    print_figures(lambda folder: run(given, folder))
 
 
 if __name__ == "__main__":

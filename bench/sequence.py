@@ -11,9 +11,7 @@ contestant gets one turn, in rotating order; the others use no CPU meanwhile. A 
 the background work of the turn before has ended. Within a turn the engine's own background work
 competes with its next request, as it does in production. ``cpu_s_per_request`` includes it.
 
-A request follows 0.2 s after the answer before it (closed loop). ``--open-loop`` sends Poisson
-arrivals at a share of plain vLLM's measured capacity; all contestants get the same ones, and every
-turn begins with an empty queue.
+A request follows 0.2 s after the answer before it (closed loop).
 
 Requests before the measured ones fill the caches. Contestants that reuse prefixes only get those
 of them from which a measured request has a prefix, and the latest ones; ``blend`` gets all.
@@ -34,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.support.comparison import poisson_arrivals, turns
+from bench.support.comparison import turns
 from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, say
 from bench.support.sequences.contestants import (
@@ -134,7 +132,6 @@ class Replay:
         self._contestants = contestants
         self._warm_bytes: dict[str, dict[str, int]] = {}
         self._ahead_s: dict[str, float] = {}
-        self._requests_per_s: float | None = None
 
     def warm_up(self) -> None:
         """Fill the caches of all contestants, one contestant after another."""
@@ -144,27 +141,19 @@ class Replay:
             if name in AHEAD:
                 self._ahead_s[name] = contestant.compute_ahead(self._sequence.ahead)
             requests = self._sequence.warm_up_of(name)
-            found = contestant.replay(requests, WARM_UP_GAP_S)
+            contestant.replay(requests, WARM_UP_GAP_S)
             contestant.cpu_s = 0.0
             self._warm_bytes[name] = contestant.store_bytes()
             say(f"{name}: {len(requests)} requests to warm up")
-            if name == PLAIN and self._arguments.open_loop:
-                # The first requests also warm up the engine itself.
-                latest_s = [one.answer_s for one in found[-LEAST_WARM_UP:]]
-                self._requests_per_s = self._arguments.open_loop / statistics.fmean(latest_s)
 
     def measure(self) -> dict[str, object]:
         """Ask the measured requests in turns, and return the figures."""
         blocks = turns(tuple(self._contestants), self._sequence.measured, self._arguments.block)
         for number, block in enumerate(blocks):
-            arrivals_s = None
-            if self._requests_per_s is not None:
-                count = len(block[0].requests)
-                arrivals_s = poisson_arrivals(count, self._requests_per_s, SEED + number)
             for turn in block:
                 contestant = self._contestants[turn.contestant]
                 requests = [self._sequence.requests[index] for index in turn.requests]
-                found = contestant.replay(requests, GAP_S, arrivals_s)
+                found = contestant.replay(requests, GAP_S)
                 contestant.measured.update(zip(turn.requests, found, strict=True))
                 mean_s = statistics.fmean(one.ttft_s for one in found)
                 say(f"block {number}, {turn.contestant}: mean {mean_s * 1e3:.0f} ms")
@@ -195,7 +184,6 @@ class Replay:
             "requests": count,
             "warm_up_requests": sequence.warm_up,
             "prompt_tokens_mean": round(computed.prompt / count),
-            "requests_per_s": self._requests_per_s and round(self._requests_per_s, 3),
             "settings": {key: one for key, one in vars(self._arguments).items() if key != "data"},
         }
 
@@ -244,14 +232,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--first", type=int, default=0, help="first request of the data; 500 in RAGPulse")
     option("--warm-up", type=int, default=100, help="requests before the measured ones")
     option("--requests", type=int, default=100, help="measured requests")
-    option("--open-loop", type=float, help="arrivals at this share of capacity, for example 0.7")
     option("--contestants", nargs="+", choices=ALL, default=[PLAIN, PLAIN_AGAIN, EXACT, BLEND])
     arguments = parser.parse_args(argv)
     if PLAIN not in arguments.contestants:
         parser.error("--contestants needs plain, which the others are compared with")
     arguments.block = 10  # requests of a turn
     if arguments.quick:
-        arguments.warm_up, arguments.requests, arguments.block = 20, 32, 8
+        arguments.warm_up, arguments.requests, arguments.block = 12, 16, 8
     return arguments
 
 

@@ -1,10 +1,22 @@
 """Measures what computing a prompt while its search runs saves and costs, in a real engine.
 
 Two gateways share an engine, a cache store and a retriever: one with ``speculation: auto``, one
-with ``off``. Their turns alternate. The retriever repeats recorded searches of a real index, with
-the probabilities that it has learned. A search that scans all vectors takes as long as the prefill
-of a prompt, and one that scans a share of them takes this share of the time. A stage comes after
-the share of the time that it has scanned. All prompts are new to the engine.
+with ``off``. Their turns alternate. All prompts are new to the engine.
+
+First the retriever is the real process, and a cross-encoder of the size of ms-marco-MiniLM-L6
+reranks on one core, so that early stages come long before the final one. Its head is random, so it
+is told for which questions to keep the order of the search (``reranking_retriever``):
+
+- ``ttft_gain_real_stage``: median time to the first token with ``off`` over that with ``auto``, if
+  the order is kept as often as a real reranker keeps it (REAL_KEPT_SHARE).
+  ``real_stage_by_kept_share`` has the same for other shares.
+- ``early_equals_final_share``: share of questions whose first stage has the final hits in their
+  order. ``slow_stage_ms``: median time from the last early stage to the final one.
+
+Then the retriever repeats recorded searches of a real index, with the probabilities that it has
+learned. A search that scans all vectors takes as long as the prefill of a prompt, and one that
+scans a share of them takes this share of the time. A stage comes after the share of the time that
+it has scanned:
 
 * ``ttft_gain``: median time to the first token with ``off`` over that with ``auto``, by vector
   search ratio, one question at a time (RAGCache Fig. 22). ``ttft_gain_full_search`` is that of
@@ -41,6 +53,8 @@ from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, say
 from bench.support.recorded_searches import final_progress, record_searches
+from bench.support.retrieval.retriever_process import RunningRetriever
+from bench.support.staged.reranked import add_collection, reranking_retriever
 from harness.processes import Engine, free_port, running_cachestore, running_engine
 from ragcache_cli.models.cache import fetch_model
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, load_tokenizer
@@ -53,6 +67,12 @@ FULL = 1.0
 TOP_K = 10
 PROMPT_TOKENS = 640
 """Of all chunks of a prompt."""
+
+REAL_KEPT_SHARE = 0.05
+"""Share of questions whose order a real reranker keeps. ``bench.retrieval_quality --reranked``
+measures it."""
+
+KEPT_SHARES = (REAL_KEPT_SHARE, 0.5, 1.0)
 
 CLIENTS = 6
 """Questions at once at saturation."""
@@ -166,13 +186,25 @@ class Site:
             await asyncio.sleep(0.05)
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the gateways have behind them. ``store``: address of the cache store."""
+
+    model: Path
+    engine: Engine
+    store: str
+
+
 @contextlib.asynccontextmanager
-async def running_site(
-    folder: Path, model: Path, engine: Engine, store: str, retriever: StagedRetriever
-) -> AsyncIterator[Site]:
+async def running_site(folder: Path, behind: Behind, retriever: str) -> AsyncIterator[Site]:
+    """Run both gateways.
+
+    Args:
+        folder: Has their logs.
+        retriever: Its address.
+    """
+    engine = behind.engine
     async with contextlib.AsyncExitStack() as stack:
-        port = free_port()
-        stack.push_async_callback((await serve_parts(port, retriever)).stop)
         records = "" if engine.records is None else engine.records.rpartition(":")[2]
         clients = {}
         for name in (OFF, AUTO):
@@ -182,10 +214,10 @@ async def running_site(
                 name,
                 gateway_port,
                 RAGCACHE_SPECULATION=name,
-                RAGCACHE_RETRIEVER=f"{HOST}:{port}",
+                RAGCACHE_RETRIEVER=retriever,
                 RAGCACHE_ENGINES=f"{engine.url};records={records}",
-                RAGCACHE_CACHESTORE=store,
-                RAGCACHE_MODEL=str(model),
+                RAGCACHE_CACHESTORE=behind.store,
+                RAGCACHE_MODEL=str(behind.model),
                 RAGCACHE_MODEL_NAME="model",
                 RAGCACHE_MODEL_DTYPE=fast_number_type(),
                 RAGCACHE_MAX_MODEL_LEN="4096",
@@ -206,13 +238,18 @@ async def running_site(
 
 
 async def ask(contestant: Contestant, question: StagedQuestion) -> float:
-    """Ask one question, and return the seconds to its first token as a client sees it."""
+    """Ask one question of the staged retriever."""
+    return await _first_token_s(contestant, json.dumps(asdict(question)), top_k=TOP_K)
+
+
+async def _first_token_s(contestant: Contestant, question: str, **search: Any) -> float:
+    """Return the seconds to the first token as a client sees it."""
     body = {
-        "messages": [{"role": "user", "content": json.dumps(asdict(question))}],
+        "messages": [{"role": "user", "content": question}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "stream": True,
-        "ragcache": {"reuse": "exact", "top_k": TOP_K},
+        "ragcache": {"reuse": "exact", **search},
     }
     began = time.monotonic()
     first_s = None
@@ -324,6 +361,57 @@ async def measure(site: Site, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def measure_real_stage(
+    site: Site, running: RunningRetriever, kept_share: float, num_pairs: int
+) -> dict[str, Any]:
+    """Ask questions one at a time, in turns. Each is about documents of its own.
+
+    Args:
+        kept_share: Share of questions whose order the reranker keeps.
+    """
+    collection = await add_collection(running, kept_share, num_pairs)
+    before = await counted(site.contestants[AUTO], "guesses")
+    ttft_s: dict[str, list[float]] = {OFF: [], AUTO: []}
+    for number, pair in enumerate(collection.pairs):
+        names = (OFF, AUTO) if number % 2 else (AUTO, OFF)
+        for name, question in zip(names, pair, strict=True):
+            await site.wait_until_idle()
+            contestant = site.contestants[name]
+            ttft_s[name].append(
+                await _first_token_s(contestant, question, collection=collection.name)
+            )
+    off_s, auto_s = (statistics.median(ttft_s[name]) for name in (OFF, AUTO))
+    after = await counted(site.contestants[AUTO], "guesses")
+    say(f"order kept of {kept_share:.0%}: {off_s:.2f} s off, {auto_s:.2f} s auto")
+    return {
+        "ttft_gain": round(off_s / auto_s, 3),
+        "ttft_ms": {OFF: round(1e3 * off_s), AUTO: round(1e3 * auto_s)},
+        "early_equals_final_share": round(collection.same_share, 3),
+        "slow_stage_ms": round(1e3 * collection.slow_stage_s),
+        "guesses": {name: value - before.get(name, 0.0) for name, value in after.items()},
+    }
+
+
+async def real_stages(folder: Path, behind: Behind, num_pairs: int) -> dict[str, Any]:
+    """Measure the real retriever with a reranker that keeps the order of some questions."""
+    async with (
+        reranking_retriever(folder, behind.model) as running,
+        running_site(folder, behind, running.address) as site,
+    ):
+        say("the retriever is up")
+        found = {
+            share: await measure_real_stage(site, running, share, num_pairs)
+            for share in KEPT_SHARES
+        }
+    real = found[REAL_KEPT_SHARE]
+    return {
+        "ttft_gain_real_stage": real["ttft_gain"],
+        "early_equals_final_share": real["early_equals_final_share"],
+        "slow_stage_ms": real["slow_stage_ms"],
+        "real_stage_by_kept_share": {str(share): one for share, one in found.items()},
+    }
+
+
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recorded = record_searches(SHARES, options.recorded)
     say("searches are recorded")
@@ -337,8 +425,13 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ) as engine,
     ):
         say("the engine is up")
-        async with running_site(folder, model, engine, store.address, retriever) as site:
-            found = await measure(site, options)
+        behind = Behind(model, engine, store.address)
+        found = await real_stages(folder, behind, options.pairs)
+        port = free_port()
+        parts = await serve_parts(port, retriever)
+        async with running_site(folder, behind, f"{HOST}:{port}") as site:
+            found |= await measure(site, options)
+        await parts.stop()
     return found | {
         "final_progress": {
             str(share): round(statistics.fmean(map(final_progress, searches)), 3)
@@ -354,6 +447,7 @@ def main() -> None:
     given = options(__doc__, "under four minutes on two cores").parse_args()
     # Of each vector search ratio and gateway; answers and pairs of turns at saturation.
     given.questions, given.answers, given.rounds = (3, 12, 1) if given.quick else (20, 30, 2)
+    given.pairs = 10 if given.quick else 30
     given.recorded = max(given.questions, 20)
     print_figures(lambda folder: asyncio.run(run(given, folder)))
 

@@ -27,25 +27,22 @@ generator and the rules that are compared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
+from bench.support.program import options, say
+from bench.support.retrieval.public_collections import read_scifact
 from bench.support.retrieval.stored_collection import embedded_collection
-from bench.support.retrieval.test_collections import read_scifact
 from bench.support.staged.clustered_vectors import draw_queries, draw_vectors, make_clusters
 from bench.support.staged.declared import measure_declared
 from bench.support.staged.fused import Texts, generated_texts, measure_fused
@@ -82,26 +79,25 @@ QUICK = Sizes(30_000, 256, 200, graph_vectors=4_000, searches=64, fused_question
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="30,000 generated vectors")
+    parser = options(__doc__, "30,000 generated vectors")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder that has scifact")
     parser.add_argument("--embeddings", type=Path, help="folder where embeddings are kept (.npz)")
-    parser.add_argument("--vectors", type=int, help="number of generated vectors")
     arguments = parser.parse_args()
     threadpool_limits(1, user_api="blas")  # as the retriever
     faiss.omp_set_num_threads(usable_cores())
     sizes = QUICK if arguments.quick else FULL
-    results = {"generated": generated(sizes, arguments.vectors or sizes.vectors)}
+    results = {"generated": generated(sizes)}
     folder = arguments.data or (None if arguments.quick else os.environ.get(DATA_VARIABLE))
     if folder is None:
-        print("scifact skipped: name a folder with --data", flush=True)
+        say("scifact skipped: name a folder with --data")
     else:
         results["scifact"] = scifact(Path(folder) / "scifact", arguments.embeddings)
     print(json.dumps(results))
 
 
-def generated(sizes: Sizes, num_vectors: int) -> dict[str, Any]:
+def generated(sizes: Sizes) -> dict[str, Any]:
     """Measure everything on generated vectors."""
+    num_vectors = sizes.vectors
     draw = np.random.default_rng(0)
     clusters = make_clusters(num_vectors, draw)
     vectors = draw_vectors(clusters, num_vectors, draw)
@@ -163,7 +159,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _logged(title: str, results: dict[str, Any]) -> dict[str, Any]:
-    print(f"{title}: {results}", flush=True)
+    say(f"{title}: {results}")
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +108,3 @@ def turns(contestants: Sequence[str], requests: range, block: int) -> Iterator[l
             order.reverse()
         asked = range(first, min(first + block, requests.stop))
         yield [Turn(contestant, asked) for contestant in order]
-
-
-def poisson_arrivals(num_requests: int, requests_per_s: float, seed: int) -> list[float]:
-    """Return arrival times in seconds after the start of a turn, ascending from 0."""
-    rng = random.Random(seed)
-    now_s, arrivals_s = 0.0, []
-    for _ in range(num_requests):
-        arrivals_s.append(now_s)
-        now_s += rng.expovariate(requests_per_s)
-    return arrivals_s

@@ -10,10 +10,8 @@ import gzip
 import hashlib
 import json
 import random
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
@@ -35,43 +33,18 @@ BYTES_PER_TOKEN = 131_072  # of an 8B model with 8 KV heads in bf16
 _WEIGHTS = 7e9
 _LAYERS, _WIDTH = 32, 4096
 _OPERATIONS_PER_S = 60e12
-_GRID = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
 
-def _profiled(cached: float, uncached: float) -> float:
-    pairs = uncached * cached + uncached * uncached / 2
-    return (2 * _WEIGHTS * uncached + 4 * _LAYERS * _WIDTH * pairs) / _OPERATIONS_PER_S
+def computed_prefill_s(cached: int, uncached: int) -> float:
+    """Return T(cached, uncached) of a 7B model at 60 TFLOP/s, from tokens.
 
-
-class ComputedProfile:
-    """T(cached, uncached): seconds of prefill, interpolated bilinearly from a profile.
-
-    The profile is computed, not measured, so that replaying a trace needs no engine: operations of
-    a 7B model (2 per weight and token, and 4 per layer, dimension and pair in attention) at 60
-    TFLOP/s. Only ratios of its figures are reported.
+    It is computed and not measured, so that replaying a trace needs no engine: 2 operations per
+    weight and token, and 4 per layer, dimension and pair in attention. Only ratios are reported.
 
     Source: RAGCache section 5.1.
     """
-
-    def __init__(self) -> None:
-        self._times = [[_profiled(cached, uncached) for uncached in _GRID] for cached in _GRID]
-        self.seconds = lru_cache(maxsize=100_000)(self._seconds)
-
-    def _seconds(self, cached: int, uncached: int) -> float:
-        """Return T(cached, uncached), both in tokens."""
-        row, down = _cell(cached)
-        column, right = _cell(uncached)
-        times = self._times
-        near = times[row][column] * (1 - right) + times[row][column + 1] * right
-        far = times[row + 1][column] * (1 - right) + times[row + 1][column + 1] * right
-        return near * (1 - down) + far * down
-
-
-def _cell(num_tokens: int) -> tuple[int, float]:
-    """Return the index of the grid's cell and the fraction within it."""
-    index = min(bisect_right(_GRID, num_tokens) - 1, len(_GRID) - 2)
-    low, high = _GRID[index], _GRID[index + 1]
-    return index, (num_tokens - low) / (high - low)
+    pairs = uncached * cached + uncached * uncached / 2
+    return (2 * _WEIGHTS * uncached + 4 * _LAYERS * _WIDTH * pairs) / _OPERATIONS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +101,7 @@ class _Prompt:
     chunks: tuple[tuple[str, int], ...]
 
 
-def load_traces(data: Path, quick: bool, profile: ComputedProfile) -> list[Trace]:
+def load_traces(data: Path, quick: bool) -> list[Trace]:
     """Every sequence in both modes. Without data, or if quick, mostly a generated one."""
     prompts: dict[str, list[_Prompt]] = {}
     for name, path in RETRIEVED.items():
@@ -139,13 +112,13 @@ def load_traces(data: Path, quick: bool, profile: ComputedProfile) -> list[Trace
     if quick or not prompts:
         prompts["generated"] = _generated(random.Random(4), num_requests=600)
     return [
-        _trace(name, exact, requests, profile)
+        _trace(name, exact, requests)
         for name, requests in prompts.items()
         for exact in (True, False)
     ]
 
 
-def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: ComputedProfile) -> Trace:
+def _trace(name: str, exact: bool, prompts: Iterable[_Prompt]) -> Trace:
     numbers: dict[object, int] = {}
     chunks: dict[str, int] = {}
     requests = []
@@ -157,7 +130,7 @@ def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: Computed
             name_of = (parent, chunk) if exact else chunk
             key = numbers.setdefault(name_of, len(numbers))
             if key not in accesses:
-                cost_s = profile.seconds(position, num_tokens)
+                cost_s = computed_prefill_s(position, num_tokens)
                 number = chunks.setdefault(chunk, len(chunks))
                 accesses[key] = Access(key, parent, num_tokens, cost_s, number)
             position += num_tokens
@@ -228,7 +201,7 @@ CONTEXT_IMPACT = 0.7
 
 @dataclass(slots=True)
 class Tally:
-    """The savings of a replay; seconds are those of the prefill profile."""
+    """The savings of a replay; seconds are computed ones."""
 
     tokens: int = 0
     hit_tokens: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ragcache_core.blend.context_impact import context_impact
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_core.blend.slices import split_into_passes
 from ragcache_core.identity.keys import KEY_BYTES
-from ragcache_engine.blend.attention import AttentionHook, AttentionObserver
+from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift
 from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputer import Recomputer, access_model
@@ -157,25 +157,6 @@ class Lab:
         seen: list[float] = self._observer.question_attention(token_ids, table, question).tolist()
         return seen
 
-    def context_attention(
-        self, token_ids: Sequence[int], table: Sequence[int], first: int
-    ) -> ContextAttention:
-        """Return what other methods measure of the tokens from position ``first`` on."""
-        hook = ContextAttentionHook(self.cache, table, range(first, len(token_ids)))
-        with hook.attached():
-            self.recomputer.recompute(token_ids, table, [range(first, len(token_ids))])
-        return hook.result()
-
-    def attention_by_layer(
-        self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
-    ) -> list[list[float]]:
-        """Return the attention of all tokens after the chunks to each chunk, by layer (eq. 15)."""
-        question = range(chunks[-1].stop, len(token_ids))
-        hook = ChunkAttentionHook(self.cache, table, question, chunks)
-        with hook.attached():
-            self.recomputer.recompute(token_ids, table, [question])
-        return hook.by_layer
-
     def deviation(
         self, layer: int, table: Sequence[int], other: Sequence[int], end: int
     ) -> list[float]:
@@ -229,57 +210,3 @@ def difference(full: Answer, answer: Answer) -> dict[str, float]:
 
 def key_of(token_ids: Sequence[int]) -> bytes:
     return xxhash.xxh3_128_digest(repr(list(token_ids)).encode())[:KEY_BYTES]
-
-
-@dataclass(frozen=True, slots=True)
-class ContextAttention:
-    """By position before the question, as the mean over its tokens, all heads and all layers.
-
-    Attributes:
-        weight: Attention weights, as ProphetKV sums them (arXiv 2602.02579).
-        norm: Attention weight times length of the value, as InfoFlow KV does (2603.05353).
-    """
-
-    weight: list[float]
-    norm: list[float]
-
-
-class ContextAttentionHook(AttentionHook):
-    """Adds up the attention of a question's tokens in all layers."""
-
-    def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
-        super().__init__(cache, blocks, question, range(cache.num_layers))
-        self._weight = torch.zeros(question.start)
-        self._norm = torch.zeros(question.start)
-
-    def result(self) -> ContextAttention:
-        count = len(self._positions) * self._cache.num_layers
-        return ContextAttention((self._weight / count).tolist(), (self._norm / count).tolist())
-
-    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        start = self._positions.start
-        by_head = torch.stack([part[..., :start].mean(1).sum(1) for part in weights]).sum(0)
-        lengths = self._cache.values(index, self._blocks, 0, start).float().norm(dim=-1).T
-        self._weight += by_head.mean(0).cpu()
-        self._norm += (by_head * lengths).mean(0).cpu()
-
-
-class ChunkAttentionHook(AttentionHook):
-    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
-
-    ``by_layer`` has a list for each layer, in their order: for each chunk the sum over the
-    question's tokens and the chunk's, as the mean over heads.
-    """
-
-    def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
-    ) -> None:
-        super().__init__(cache, blocks, question, range(cache.num_layers))
-        self.by_layer: list[list[float]] = []
-        self._chunks = chunks
-
-    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        by_key = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()
-        self.by_layer.append(
-            [float(by_key[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
-        )

@@ -43,8 +43,6 @@ METHODS: Mapping[str, Choose] = {
     "Cache-Craft": Trial.cache_craft,
     "EPIC": Trial.epic,
     "CacheBlend": Trial.cache_blend,
-    "ProphetKV": Trial.prophet,
-    "InfoFlow": Trial.infoflow,
 }
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from bench.support.blending.lab import Answer, Captured, ContextAttention, Lab, key_of
-from bench.support.cache_craft import AttentionRankedChunk, FocusedChunks, select_by_fix_overhead
+from bench.support.blending.lab import Answer, Captured, Lab, key_of
+from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
@@ -19,9 +19,6 @@ from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 DEVIATION_LAYER = 1
 """Layer whose KV CacheBlend compares, the second one."""
-
-FOCUS_LAYERS = 2
-"""Number of layers, of five, over which the split of focused chunks must stay the same."""
 
 FULL_TABLE, REUSED_TABLE = 1, 2
 
@@ -148,19 +145,6 @@ class Trial:
         }
         return self._highest(influence, budget)
 
-    def focused(self, budget: int) -> Sequence[range]:
-        """Select those of ours in the chunks that Algorithm 1 keeps."""
-        state = FocusedChunks.at_start(len(self.spans), window=FOCUS_LAYERS)
-        for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), self.spans):
-            state = state.after_layer(layer)
-        kept = [
-            position
-            for run in self.ours(budget)
-            for position in run
-            if any(position in self.spans[chunk] for chunk in state.focused)
-        ]
-        return select_tokens(kept, budget).runs
-
     def cache_craft(self, budget: int) -> Sequence[range]:
         """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
         chunks: list[AttentionRankedChunk] = []
@@ -197,23 +181,10 @@ class Trial:
         deviation = self.lab.deviation(DEVIATION_LAYER, full, reused, self.end)
         return self._highest(dict(enumerate(deviation)), budget)
 
-    def prophet(self, budget: int) -> Sequence[range]:
-        """Select what the question attends to, over all layers, as ProphetKV does."""
-        return self._highest(dict(enumerate(self.context_attention.weight)), budget)
-
-    def infoflow(self, budget: int) -> Sequence[range]:
-        """Select by attention times the length of the value, over all layers, as InfoFlow KV."""
-        return self._highest(dict(enumerate(self.context_attention.norm)), budget)
-
     @cached_property
     def question_attention(self) -> list[float]:
         """What the engine measures of the question."""
         return self.lab.question_attention(self.token_ids, self.placed(), self.end)
-
-    @cached_property
-    def context_attention(self) -> ContextAttention:
-        """What other methods measure of the question."""
-        return self.lab.context_attention(self.token_ids, self.placed(), self.end)
 
     def _highest(self, scores: Mapping[int, float], budget: int) -> Sequence[range]:
         return self._first(sorted(scores, key=lambda p: -scores[p]), budget)

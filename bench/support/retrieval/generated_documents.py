@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -31,15 +30,6 @@ class Page:
 
     id: str
     text: str
-
-
-def read_pages(folder: Path) -> list[Page]:
-    """Return the Markdown files of a folder that are not empty."""
-    files = sorted(folder.rglob("*.md"))
-    pages = [
-        Page(str(file.relative_to(folder)), file.read_text(errors="replace")) for file in files
-    ]
-    return [page for page in pages if page.text.strip()]
 
 
 def make_pages(num_chars: int, seed: int = 0) -> list[Page]:

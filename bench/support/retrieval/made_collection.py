@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from bench.support.retrieval.test_collections import TestCollection
+from bench.support.retrieval.public_collections import TestCollection
 
 NUM_SERVICES = 60
 _NAMES = "billing search mail login backup report chat audit quota sync".split()  # noqa: SIM905

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -19,6 +20,7 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
 STATUS_TIMEOUT_S = 10.0
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class RunningRetriever:
     stub: retriever_pb2_grpc.RetrieverAsyncStub
     process: psutil.Process
     start_s: float
+    address: str
 
     async def wait_until_built(self, collection: str) -> None:
         """Wait until no index of a collection is being built."""
@@ -56,17 +59,23 @@ class RunningRetriever:
 
 @asynccontextmanager
 async def running_retriever(
-    folder: Path, model: Path, settings: Mapping[str, str]
+    folder: Path, model: Path, settings: Mapping[str, str], program: str = "ragcache_retriever"
 ) -> AsyncIterator[RunningRetriever]:
-    """A retriever with its data in folder/data. settings: further environment."""
+    """A retriever with its data in folder/data.
+
+    Args:
+        settings: Further environment.
+        program: Module that runs it.
+    """
     address = f"127.0.0.1:{free_port()}"
     environment = {
         "RAGCACHE_LISTEN": address,
         "RAGCACHE_DATA_DIR": str(folder / "data"),
         "RAGCACHE_MODEL": str(model),
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT)))),
         **settings,
     }
-    command = [sys.executable, "-m", "ragcache_retriever"]
+    command = [sys.executable, "-m", program]
     began = time.perf_counter()
     service = Service("retriever", command, environment, folder / "retriever.log")
     client = RetrieverClient(address)
@@ -75,7 +84,7 @@ async def running_retriever(
         await asyncio.to_thread(service.wait_until, "ready", lambda: is_serving(address))
         start_s = time.perf_counter() - began
         stub = retriever_pb2_grpc.RetrieverStub(channel)
-        yield RunningRetriever(client, stub, psutil.Process(service.pid), start_s)
+        yield RunningRetriever(client, stub, psutil.Process(service.pid), start_s, address)
     finally:
         await channel.close(grace=None)
         await client.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.support.retrieval.test_collections import TestCollection
+from bench.support.retrieval.public_collections import TestCollection
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
 from ragcache_retriever.concurrency.cpu import usable_cores

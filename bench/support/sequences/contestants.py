@@ -9,7 +9,6 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -109,7 +108,6 @@ class SequenceContestant:
         """Ask for one answer, and return its time with the id of its record."""
         name, token_ids = uuid.uuid4().hex, request.token_ids
         plan = self._plan(request, name)
-        started = time.monotonic()
         answer = complete(
             self.engine.url,
             token_ids,
@@ -119,8 +117,7 @@ class SequenceContestant:
             usage=True,
             client=self._client,
         )
-        answer_s = time.monotonic() - started
-        return Measured(answer.ttft_s, len(token_ids), answer.cached_tokens, answer_s), name
+        return Measured(answer.ttft_s, len(token_ids), answer.cached_tokens), name
 
     def compute_ahead(self, prompts: Sequence[SequenceRequest]) -> float:
         """Compute prompts of passages one after another, and return the seconds it took.
@@ -136,28 +133,18 @@ class SequenceContestant:
         self.wait_until_idle()
         return time.monotonic() - started
 
-    def replay(
-        self,
-        requests: Sequence[SequenceRequest],
-        gap_s: float,
-        arrivals_s: Sequence[float] | None = None,
-    ) -> list[Measured]:
+    def replay(self, requests: Sequence[SequenceRequest], gap_s: float) -> list[Measured]:
         """Ask requests and return their measurements, with the engine's records.
 
         Args:
             requests: In order.
-            gap_s: Time between an answer's end and the next request (closed loop).
-            arrivals_s: When each request arrives, in seconds from now on (open loop). A time to
-                first token then starts at the arrival.
+            gap_s: Time between an answer's end and the next request.
         """
         before_s = self._used_cpu_s()
-        if arrivals_s is None:
-            asked = []
-            for request in requests:
-                asked.append(self.ask(request))
-                time.sleep(gap_s)
-        else:
-            asked = self._ask_at(requests, arrivals_s)
+        asked = []
+        for request in requests:
+            asked.append(self.ask(request))
+            time.sleep(gap_s)
         self.wait_until_idle()
         self.cpu_s += self._used_cpu_s() - before_s
         return self._with_records(asked)
@@ -191,20 +178,6 @@ class SequenceContestant:
         blends = self.name in (BLEND, BLEND_AHEAD)
         share = RECOMPUTE_SHARE if blends else None
         return plan_request(request, self.setup.space, DOMAIN, name, share)
-
-    def _ask_at(
-        self, requests: Sequence[SequenceRequest], arrivals_s: Sequence[float]
-    ) -> list[tuple[Measured, str]]:
-        started = time.monotonic()
-
-        def ask(request: SequenceRequest, arrival_s: float) -> tuple[Measured, str]:
-            time.sleep(max(0.0, started + arrival_s - time.monotonic()))
-            waited_s = time.monotonic() - started - arrival_s
-            measured, name = self.ask(request)
-            return measured.delayed(waited_s), name
-
-        with ThreadPoolExecutor(len(requests)) as threads:
-            return list(threads.map(ask, requests, arrivals_s))
 
     def _with_records(self, asked: Sequence[tuple[Measured, str]]) -> list[Measured]:
         if self.store is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,19 +28,13 @@ class Measured:
     Attributes:
         ttft_s: Time to first token, at the client.
         cached_tokens: Prompt tokens that vLLM reports as cached, loaded ones included.
-        answer_s: Time to the end of the answer.
         record: The engine's record. None without our connector.
     """
 
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int
-    answer_s: float = 0.0
     record: engine_pb2.RequestRecord | None = None
-
-    def delayed(self, waited_s: float) -> Measured:
-        """Return the same with time that it waited before it was sent."""
-        return replace(self, ttft_s=self.ttft_s + waited_s, answer_s=self.answer_s + waited_s)
 
     def tokens_by_origin(self) -> dict[str, int]:
         """Return prompt tokens by where their KV came from."""

@@ -24,7 +24,6 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 _COLLECTION = "fused"
 _WORDS_PER_TOPIC = 12
-_DOCUMENT_WORDS = 40
 _QUESTION_WORDS = 6
 
 
@@ -36,16 +35,23 @@ class Texts:
     questions: Sequence[str]
 
 
-def generated_texts(num_topics: int, documents_per_topic: int, num_questions: int) -> Texts:
+def generated_texts(
+    num_topics: int,
+    documents_per_topic: int,
+    num_questions: int,
+    *,
+    document_words: int = 40,
+    seed: int = 0,
+) -> Texts:
     """Return texts of topics that prefer some words, and questions in words of two documents."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     documents = {}
     for topic in range(num_topics):
         words = draw.sample(WORDS, _WORDS_PER_TOPIC)
         for i in range(documents_per_topic):
-            drawn = draw.choices(words, k=_DOCUMENT_WORDS // 2)
-            others = draw.choices(WORDS, k=_DOCUMENT_WORDS - len(drawn))
-            documents[f"{topic}-{i}"] = " ".join(draw.sample(drawn + others, _DOCUMENT_WORDS))
+            drawn = draw.choices(words, k=document_words // 2)
+            others = draw.choices(WORDS, k=document_words - len(drawn))
+            documents[f"{topic}-{i}"] = " ".join(draw.sample(drawn + others, document_words))
     known = list(documents.values())
     questions = []
     for _ in range(num_questions):
@@ -64,10 +70,10 @@ async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -
     claims: list[tuple[float, bool]] = []
     with tempfile.TemporaryDirectory() as folder:
         async with running_retriever(Path(folder), Path(get_model_path()), {}) as running:
-            await _ingest(running, texts)
+            await ingest_in_cells(running, _COLLECTION, texts.documents)
             for top_k in top_ks:
                 for i, question in enumerate(texts.questions):
-                    found = await _claims(running, question, top_k)
+                    found = await early_claims(running, _COLLECTION, question, top_k)
                     claims += found if i >= num_learned else ()
     return {
         "fused_ece": calibration_error(claims),
@@ -76,26 +82,29 @@ async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -
     }
 
 
-async def _ingest(running: RunningRetriever, texts: Texts) -> None:
-    await running.client.put_collection(pb.Collection(name=_COLLECTION, window=0))
+async def ingest_in_cells(
+    running: RunningRetriever, collection: str, documents: Mapping[str, str]
+) -> None:
+    """Make a collection whose searches have stages, although it is small."""
+    await running.client.put_collection(pb.Collection(name=collection, window=0))
 
     async def write(document: tuple[str, str]) -> None:
         name, text = document
-        await running.client.upsert_document(
-            pb.Document(collection=_COLLECTION, id=name, text=text)
-        )
+        await running.client.upsert_document(pb.Document(collection=collection, id=name, text=text))
 
-    await for_each(texts.documents.items(), write, at_once=CONCURRENCY)
+    await for_each(documents.items(), write, at_once=CONCURRENCY)
     # Afterwards, because the first documents are in no cell until there are thousands.
-    in_cells = pb.Collection(name=_COLLECTION, window=0, index=pb.INDEX_KIND_IVF)
+    in_cells = pb.Collection(name=collection, window=0, index=pb.INDEX_KIND_IVF)
     await running.client.put_collection(in_cells)
-    await running.wait_until_built(_COLLECTION)
+    await running.wait_until_built(collection)
 
 
-async def _claims(running: RunningRetriever, question: str, top_k: int) -> list[tuple[float, bool]]:
-    """Return what the early stages of a search have claimed."""
+async def early_claims(
+    running: RunningRetriever, collection: str, question: str, top_k: int
+) -> list[tuple[float, bool]]:
+    """Return the probability of each early stage of a search, and whether its hits were final."""
     request = pb.SearchRequest(
-        collection=_COLLECTION, query=question, top_k=top_k, mode=pb.SEARCH_MODE_HYBRID
+        collection=collection, query=question, top_k=top_k, mode=pb.SEARCH_MODE_HYBRID
     )
     stages = [stage async for stage in running.client.search_stages(request)]
     hits = [[hit.chunk.id for hit in stage.hits] for stage in stages]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from bench.support.traces import DATA, Access, ComputedProfile, Trace, load_traces
+from bench.support.traces import DATA, Access, Trace, load_traces
 from harness.processes import free_port, launch_cachestore, wait_for_cachestore
 from ragcache_cachestore.cluster.orphan_collector import MISSING_PARENT_S, OrphanCollector
 from ragcache_cachestore.puts import IncomingPut
@@ -424,9 +424,7 @@ def test_an_owner_that_is_silent_once_does_not_prolong_the_wait(tmp_path: Path) 
 @pytest.mark.parametrize("policy", ["score", "lru"])
 def test_three_shards_hit_as_much_as_one_of_the_same_size(policy: str) -> None:
     (trace,) = (
-        trace
-        for trace in load_traces(DATA, True, ComputedProfile())
-        if trace.exact and trace.name == "generated"
+        trace for trace in load_traces(DATA, True) if trace.exact and trace.name == "generated"
     )
     figures = compare(trace, 0.2, policy)
     assert figures["hit_rate_over_one_shard"] >= 0.95

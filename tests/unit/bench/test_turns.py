@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.support.comparison import poisson_arrivals, turns
+from bench.support.comparison import turns
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 60), st.integers(1, 12))
@@ -33,11 +32,3 @@ def test_each_contestant_is_as_often_at_each_position() -> None:
     blocks = list(turns("abc", range(60), 10))
     for position in range(3):
         assert set(Counter(block[position].contestant for block in blocks).values()) == {2}
-
-
-def test_arrivals_ascend_from_zero_at_the_set_rate() -> None:
-    arrivals_s = poisson_arrivals(2000, 4.0, seed=1)
-    assert arrivals_s[0] == 0
-    assert all(one < other for one, other in pairwise(arrivals_s))
-    assert arrivals_s[-1] / 1999 == pytest.approx(0.25, rel=0.1)
-    assert arrivals_s == poisson_arrivals(2000, 4.0, seed=1)

@@ -46,10 +46,6 @@ def test_stages_add_up_to_the_time_to_first_token() -> None:
     assert sum(stages.values()) == pytest.approx(0.12)
 
 
-def test_a_wait_before_the_request_counts() -> None:
-    assert Measured(1.0, 100, 0, 2.0).delayed(0.5) == Measured(1.5, 100, 0, 2.5)
-
-
 def test_figures_of_a_contestant() -> None:
     record = engine_pb2.RequestRecord(prompt_tokens=1000, prefill_s=0.35, miss="not stored")
     computed = Measured(0.4, 1000, 0, record=record)

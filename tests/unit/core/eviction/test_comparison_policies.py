@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
-from bench.support.traces import BYTES_PER_TOKEN, Access, ComputedProfile, Replay, Request, Trace
+from bench.support.traces import BYTES_PER_TOKEN, Access, Replay, Request, Trace, computed_prefill_s
 from ragcache_core.eviction.admission import make_admission
 
 UNIT_BYTES = 10 * BYTES_PER_TOKEN
@@ -79,8 +79,7 @@ def test_a_replay_counts_a_prefix_up_to_its_first_gap() -> None:
 
 
 def test_prefill_takes_longer_with_more_cached_and_computed_tokens() -> None:
-    profile = ComputedProfile()
     for cached, uncached in ((0, 100), (1000, 100), (5000, 3000)):
-        seconds = profile.seconds(cached, uncached)
-        assert 0 < seconds < profile.seconds(cached + 500, uncached)
-        assert seconds < profile.seconds(cached, uncached + 50)
+        seconds = computed_prefill_s(cached, uncached)
+        assert 0 < seconds < computed_prefill_s(cached + 500, uncached)
+        assert seconds < computed_prefill_s(cached, uncached + 50)
