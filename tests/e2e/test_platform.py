@@ -233,7 +233,7 @@ def test_a_quality_report_is_measured_and_judges_later_blends(
     assert after.headers["X-RagCache-Quality"] == "passed"
     assert after.headers["X-RagCache-Reuse"] == "blend"
     # The retriever keeps the report.
-    state = httpx.get(f"{platform.url}/v1/quality", timeout=30).json()
+    state = httpx.get(f"{platform.url}/v1/quality", timeout=60).json()
     assert state["report"]["budgets"] == report["budgets"]
 
 
@@ -274,7 +274,7 @@ def test_a_deleted_document_is_cited_no_more(platform: Platform) -> None:
     question = platform.singles()[2]
     name = f"{question.supports[0]}.md"
     assert name in _cited(platform.ask(question.text))
-    deleted = httpx.delete(f"{platform.url}/v1/documents/{name}", timeout=30).json()
+    deleted = httpx.delete(f"{platform.url}/v1/documents/{name}", timeout=60).json()
     assert deleted["removed_variants"] > 0
     assert name not in _cited(platform.ask(question.text))
     platform.ragcache("ingest", str(platform.pages))
@@ -311,7 +311,7 @@ def test_bad_input_names_the_field_and_changes_nothing(
 
 def test_a_binary_file_is_refused(platform: Platform) -> None:
     files = {"file": ("photo.md", bytes(range(256)) * 10)}
-    reply = httpx.post(f"{platform.url}/v1/documents", files=files, timeout=30)
+    reply = httpx.post(f"{platform.url}/v1/documents", files=files, timeout=60)
     assert reply.status_code == 400
     assert "UTF-8" in reply.json()["error"]["message"]
 
@@ -359,5 +359,5 @@ def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> No
         assert reply.status_code == 503, reply.text
         assert time.monotonic() < deadline, "the retriever did not come back"
         time.sleep(1)
-    listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=30).json()
+    listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=60).json()
     assert {d["id"] for d in listed["data"]} == {p.name for p in platform.pages.iterdir()}

@@ -13,17 +13,14 @@ from fastapi.routing import APIRoute
 
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.middleware.request_pools import QUESTION_PATHS, STATUS_PATHS
-from tests.kit.gateway import CONFIG, World, until_status, world
+from tests.kit.gateway import CONFIG, World, until_metrics_have, until_status, world
 
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
 
 
 async def until_pool_has(gateway: World, pool: str, count: int) -> None:
     line = f'ragcache_gateway_requests_in_flight{{pool="{pool}"}} {count:.1f}'
-    async with asyncio.timeout(60):
-        # Only the gateway's metrics show what to wait for.
-        while line not in (await gateway.client.get("/metrics")).text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_metrics_have(gateway.client, line)
 
 
 @asynccontextmanager

@@ -136,7 +136,7 @@ class Platform:
         """Kill the gateway after the retriever has committed a change of it."""
         self.retriever.holds = True
         request = asyncio.create_task(change)
-        await asyncio.wait_for(self.retriever.committed.wait(), 30)
+        await asyncio.wait_for(self.retriever.committed.wait(), 60)
         await self.kill_gateway()
         with contextlib.suppress(httpx.TransportError):
             await request
@@ -166,7 +166,7 @@ async def platform(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Platform]:
     with serving(tmp_path / "kv") as store:
         platform = Platform(tiny_model, service, f"127.0.0.1:{server.port}", store)
         url = f"http://127.0.0.1:{platform.port}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
             platform.client = client
             try:
                 await platform.start_gateway()
@@ -254,8 +254,10 @@ async def test_a_change_that_was_not_interrupted_leaves_no_kv_and_an_empty_outbo
     assert platform.stored(keys) == []
     client = RetrieverClient(platform.retriever_address)
     try:
-        async with asyncio.timeout(60):
-            while (await client.claim_deletes(10)).unacknowledged:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+
+        async def is_empty() -> bool:
+            return not (await client.claim_deletes(10)).unacknowledged
+
+        await until(is_empty, "an empty outbox")
     finally:
         await client.close()

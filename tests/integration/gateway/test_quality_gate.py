@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -125,13 +124,21 @@ async def test_a_report_of_few_questions_proves_nothing(gateway: World) -> None:
 
 
 async def until_verdict(gateway: World, verdict: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
-    while True:
+    async def state_with_verdict() -> dict[str, Any]:
         state: dict[str, Any] = (await gateway.client.get("/v1/quality")).json()
-        if state["verdict"] == verdict:
-            return state
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+        return state if state["verdict"] == verdict else {}
+
+    return await until(state_with_verdict, f"the verdict {verdict}")
+
+
+async def until_tried(gateway: World, num_trials: int) -> None:
+    """Wait until all replays of so many questions have begun."""
+
+    def num_replays() -> int:
+        return sum("priority" in body for body in gateway.engine.requests)
+
+    replays = num_trials * (1 + len(alpha_ladder(SHARE)))
+    await until(lambda: num_replays() >= replays, f"{replays} replays")
 
 
 async def test_a_report_holds_after_a_restart_and_in_other_gateways(
@@ -155,6 +162,7 @@ async def test_until_trials_decide_some_exact_questions_are_kept_for_them(gatewa
         return {"blended_tokens": 20 if request.startswith("trial-") else 0}
 
     gateway.records.fields_of = blended_in_trials
+    num_trials = 0
     for number in range(MIN_QUESTIONS * SAMPLE_UNDECIDED_EVERY):
         verdict, reuse, plan = await asked(gateway)
         if verdict != "unverified":
@@ -162,8 +170,8 @@ async def test_until_trials_decide_some_exact_questions_are_kept_for_them(gatewa
         assert (reuse, plan.blends) == ("exact", False)
         # What is kept is not stored: its KV would be exact, and a replay no blend.
         assert plan.trial == (number % SAMPLE_UNDECIDED_EVERY == SAMPLE_UNDECIDED_EVERY - 1)
-        if plan.trial:
-            await asyncio.sleep(0.3)
+        num_trials += plan.trial
+        await until_tried(gateway, num_trials)
     await until_verdict(gateway, "passed")
     assert (await asked(gateway))[:2] == ("passed", "blend")
     replays = [plan_of(body) for body in gateway.engine.requests if "priority" in body]
@@ -175,7 +183,7 @@ async def test_a_decision_of_trials_holds_after_a_restart(gateway: World, tiny_m
     await gateway.put_report(0.95)
     for number in range(MIN_QUESTIONS):
         await gateway.ask(f"Question {number}?")
-        await asyncio.sleep(0.2)
+        await until_tried(gateway, number + 1)
     await until(lambda: quality_gate.TRIALS_NAME in gateway.retriever.reports)
     trials = {quality_gate.TRIALS_NAME: gateway.retriever.reports[quality_gate.TRIALS_NAME]}
     async with world(tiny_model, **TARGET) as other:

@@ -80,11 +80,10 @@ async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
 
 
 async def until_verdict(gateway: World, verdict: str) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if (await gateway.client.get("/v1/quality")).json()["verdict"] == verdict:
-                return
-            await asyncio.sleep(0.02)
+    async def has_verdict() -> bool:
+        return bool((await gateway.client.get("/v1/quality")).json()["verdict"] == verdict)
+
+    await until(has_verdict, f"the verdict {verdict}")
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
@@ -125,12 +124,12 @@ async def test_no_trial_replays_text_that_another_gateway_has_removed(
         await until_verdict(other, "passed")
         pause = other.engine.pause = asyncio.Event()
         asked = asyncio.create_task(other.ask("Where does search run?"))
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         other.engine.waiting.clear()
         first_replay = other.engine.pause = asyncio.Event()
         pause.set()
         assert (await asked).status_code == 200
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         assert len(background_requests(other)) == 1
         await remove(one, how)
         # Documents are split again in the background.
@@ -151,7 +150,7 @@ async def test_no_chunk_is_computed_ahead_that_another_gateway_has_deleted(
         pause = other.engine.pause = asyncio.Event()
         await put(one, "billing.md", PAGES["billing.md"])
         asked = asyncio.create_task(other.ask())
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         for name, text in PAGES.items():
             await put(other, f"new-{name}", f"Now {text}")
         await one.client.delete("/v1/documents/new-search.md")
@@ -178,7 +177,7 @@ async def test_no_text_is_replayed_until_the_retriever_that_was_away_answers(
         await gateway.put_report(0.95, SHARE)
         pause = gateway.engine.pause = asyncio.Event()
         asked = asyncio.create_task(gateway.ask())
-        await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
+        await asyncio.wait_for(gateway.engine.waiting.wait(), 60)
         gateway.engine.pause = None
         port = gateway.servers["retriever"].port
         await gateway.servers["retriever"].stop()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.kit.gateway import (
     data_of,
     until_predicted,
 )
+from tests.kit.wait import until
 
 
 @dataclass
@@ -203,10 +205,11 @@ class Gateways:
 
         asking = [asyncio.create_task(ask_on(asker)) for asker in range(8)]
         try:
-            while self.engine.kept.queue_s() < 2 * LONG_QUEUE_S:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await self.refreshed()
-            yield
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(queue_time, "HALF_LIFE_S", 3600.0)  # on a machine that stands still
+                await until(lambda: self.engine.kept.queue_s() >= 2 * LONG_QUEUE_S)
+                await self.refreshed()
+                yield
         finally:
             for task in asking:
                 task.cancel()
@@ -218,8 +221,25 @@ class Gateways:
         before = [one.records.costs_sent for one in self.worlds]
         for world, sent in zip(self.worlds, before, strict=True):
             # The second reply was not on its way already.
-            while world.records.costs_sent < sent + 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(partial(has_sent, world, sent + 2))
+
+    async def guess(self, gateway: int, subject: str) -> None:
+        """Ask about a subject whose search lasts until the engine has a guess of it."""
+        await until(lambda: self.engine.kept.queue_s() <= 0.01)
+        await self.refreshed()
+        retriever, before = self.worlds[gateway].retriever, self.engine.num_guesses
+        hold = retriever.hold = asyncio.Event()
+        asking = asyncio.create_task(self.ask(gateway, subject))
+        await until(lambda: self.engine.num_guesses > before)
+        retriever.hold = None
+        hold.set()
+        await asking
+        assert self.engine.num_guesses == before + 1
+
+
+def has_sent(world: World, count: int) -> bool:
+    """Whether the engine has told this gateway so often what prefills cost."""
+    return world.records.costs_sent >= count
 
 
 @pytest.fixture
@@ -254,8 +274,7 @@ async def gateways(
 
 async def test_each_gateway_speculates_while_the_engine_is_free(gateways: Gateways) -> None:
     for gateway in range(NUM_GATEWAYS):
-        await gateways.ask(gateway, f"town {gateway}")
-        assert gateways.engine.num_guesses == gateway + 1
+        await gateways.guess(gateway, f"town {gateway}")
 
 
 async def test_gateways_do_not_speculate_while_another_one_saturates_the_engine(
@@ -267,12 +286,8 @@ async def test_gateways_do_not_speculate_while_another_one_saturates_the_engine(
             *(gateways.ask(gateway, f"town {gateway} {i}") for gateway in others for i in range(2))
         )
         assert gateways.engine.num_guesses == 0
-    while gateways.engine.kept.queue_s() > 0.01:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await gateways.refreshed()
     for gateway in range(NUM_GATEWAYS):
-        await gateways.ask(gateway, f"village {gateway}")
-    assert gateways.engine.num_guesses == NUM_GATEWAYS
+        await gateways.guess(gateway, f"village {gateway}")
 
 
 async def test_questions_that_come_at_once_start_one_guess_for_each_gateway(
@@ -296,12 +311,10 @@ async def test_a_question_is_answered_before_the_guesses_of_other_gateways_are_c
     for gateway in others:
         gateways.worlds[gateway].retriever.hold = asyncio.Event()
     searching = [asyncio.create_task(gateways.ask(g, f"town {g}")) for g in others]
-    while engine.num_waiting < len(others):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.num_waiting >= len(others))
     assert engine.num_guesses == len(others)
     asking = asyncio.create_task(gateways.ask(asked, "the moon", retrieve=False))
-    while engine.num_waiting < NUM_GATEWAYS:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.num_waiting >= NUM_GATEWAYS)
     engine.free.set()
     await asking
     assert engine.num_guesses_before_questions == 0

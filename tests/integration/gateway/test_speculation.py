@@ -193,11 +193,12 @@ async def test_a_wrong_guess_changes_nothing_and_its_tokens_are_counted(gateway:
 
 
 async def _until_counted(gateway: World, series: str, value: float) -> None:
-    while True:
+    async def is_counted() -> bool:
         lines = (await gateway.client.get("/metrics")).text.splitlines()
         found = [line for line in lines if line.startswith(series)]
-        if found and all(float(line.rsplit(" ", 1)[1]) == value for line in found):
-            return
+        return bool(found) and all(float(line.rsplit(" ", 1)[1]) == value for line in found)
+
+    await until(is_counted, f"{series} {value}")
 
 
 async def test_an_improbable_stage_starts_no_guess(gateway: World) -> None:
@@ -232,8 +233,7 @@ async def with_a_chunk_on_disk(model: Path, **changes: Any) -> AsyncGenerator[Wo
                 for one in text["sources"]
             )
 
-        while not await counts():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(counts)
         yield gateway
 
 

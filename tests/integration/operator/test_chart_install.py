@@ -197,7 +197,7 @@ def _living(cluster: ChartCluster, objects: list[Object]) -> set[str]:
                 names.add(meta["name"])
         return names
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         names = cluster.ask(found)
         if all(name.endswith(".ragcache.dev") for name in names):

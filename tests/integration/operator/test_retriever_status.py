@@ -139,7 +139,7 @@ async def test_the_progress_of_a_remake_is_in_the_status_until_its_end(
     knowledge_base = make_knowledge_base(tmp_path, tokenizer, embedder=embedder)
     address = f"127.0.0.1:{free_port()}"
     async with serving(knowledge_base, address=address) as client, operator(plane) as it:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (await client.get_collection("faq")).remake.documents_done < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         retrievers = Retrievers(it, "one", {"one-retriever-0": address})

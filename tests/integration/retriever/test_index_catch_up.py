@@ -57,7 +57,7 @@ async def found(knowledge_base: KnowledgeBase, word: str) -> bool:
 
 
 async def until_found(knowledge_base: KnowledgeBase, word: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await found(knowledge_base, word):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -132,7 +132,7 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
         status = await client.status()
         states = {one.collection: (one.vectors, one.building) for one in status.indexes}
         assert states == {"default": (1, False), "team": (0, True)}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(one.building for one in status.indexes):
                 await asyncio.sleep(0.02)
                 status = await client.status()

@@ -53,7 +53,7 @@ async def test_a_size_has_no_series_before_it_is_known(tmp_path: Path, tiny_mode
                 pb.Document(collection="default", id=name, title=name, text=text)
             )
         following = asyncio.create_task(metrics.follow(knowledge_base))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while "ragcache_retriever_documents" not in page():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         found = page()
@@ -86,7 +86,7 @@ async def test_an_unexpected_error_does_not_end_the_reads_of_sizes(
     monkeypatch.setattr(knowledge_base.store, "disk", failing)
     async with serving(knowledge_base):
         following = asyncio.create_task(metrics.follow(knowledge_base))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await has_read.wait()
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):

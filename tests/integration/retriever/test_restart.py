@@ -161,7 +161,7 @@ async def test_a_remake_continues_after_a_restart(tmp_path: Path, tiny_model: Pa
     first = HeldEmbedder(identity="other", num_free=3)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=first)
     async with serving(knowledge_base) as client:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (await client.get_collection("default")).remake.documents_done < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     second = WordEmbedder(identity="other")
@@ -233,7 +233,7 @@ async def test_an_embedder_that_fails_interrupts_a_remake_and_nothing_else(
     embedder = FailingEmbedder(identity="other")
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     async with serving(knowledge_base) as client:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not embedder.embedded:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert "number 5" in (await best(client, "part number 5")).text
