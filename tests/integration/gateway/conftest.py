@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,7 @@ from ragcache_gateway.planning import source_follower
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_wire.clients import engine_client, health_client, retriever_client
 from tests.kit.gateway import World, world
-
-LIMIT_S = 120.0
+from tests.kit.limits import LIMIT_S, lengthen_limits
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +34,7 @@ def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_client, "HEALTH_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(retriever_client, "QUERY_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(engine_client, "RECORD_TIMEOUT_S", LIMIT_S)
-    for method in (
-        engine_client.EngineClient.request_record,
-        AsyncStoreClient.lookup,
-        AsyncStoreClient.prefetch,
-        AsyncStoreClient.stats,
-    ):
-        defaults: Any = method.__defaults__  # the first is a limit
-        monkeypatch.setattr(method, "__defaults__", (LIMIT_S, *defaults[1:]))
+    lengthen_limits(monkeypatch, engine_client.EngineClient, AsyncStoreClient)
 
 
 @pytest.fixture
