@@ -78,6 +78,18 @@ class Platform:
         }
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
 
+    def ask_when_ready(self, question: str) -> dict[str, Any]:
+        """Ask until it is answered; return the answer."""
+
+        def answer() -> dict[str, Any] | None:
+            reply = self.post(question)
+            assert reply.status_code in (200, 503), reply.text
+            return reply.json() if reply.status_code == 200 else None
+
+        found = wait_until(answer, "an answer", timeout_s=300)
+        assert found is not None
+        return found
+
     def part(self, component: str) -> PartRecord:
         record = read_record(self.data)
         assert record is not None
@@ -325,12 +337,7 @@ def test_a_killed_engine_is_a_clear_503_then_recovers_with_its_cache(platform: P
     assert refused.status_code == 503, refused.text
     assert int(refused.headers["Retry-After"]) >= 1
     assert "engine" in refused.json()["error"]["message"]
-    deadline = time.monotonic() + 300
-    while (answer := platform.post(question.text)).status_code != 200:
-        assert answer.status_code == 503, answer.text
-        assert time.monotonic() < deadline, "the engine did not come back"
-        time.sleep(1)
-    after = answer.json()
+    after = platform.ask_when_ready(question.text)
     assert after["choices"][0]["message"]["content"] == before["choices"][0]["message"]["content"]
     assert after["ragcache"]["cache"]["loaded_tokens"] > 0
 
@@ -354,10 +361,6 @@ def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
 
 def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> None:
     platform.kill("retriever")
-    deadline = time.monotonic() + 300
-    while (reply := platform.post(platform.singles()[0].text)).status_code != 200:
-        assert reply.status_code == 503, reply.text
-        assert time.monotonic() < deadline, "the retriever did not come back"
-        time.sleep(1)
+    platform.ask_when_ready(platform.singles()[0].text)
     listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=60).json()
     assert {d["id"] for d in listed["data"]} == {p.name for p in platform.pages.iterdir()}

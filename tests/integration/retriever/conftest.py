@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from harness.availability import Unavailable, skip
-from ragcache_retriever.embedding import endpoint
-from ragcache_retriever.knowledge_base import filter_cache, searching
-from ragcache_retriever.ranking import hybrid
 from ragcache_retriever.readiness.storage_probe import StorageProbe
-from ragcache_retriever.store.postgres import lexical as postgres_lexical
+from ragcache_retriever.store.postgres import lexical
 from ragcache_retriever.store.postgres.connections import database
-from ragcache_retriever.store.sqlite import lexical as sqlite_lexical
-from ragcache_wire.clients import retriever_client
 from tests.kit.limits import LIMIT_S
 from tests.kit.postgres_server import PostgresServer
+from tests.kit.retriever import lengthen_retriever_limits
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +28,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(autouse=True)
 def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengthen the limits of a retriever in this process. A test about one of them shortens it."""
-    monkeypatch.setattr(endpoint, "QUERY_DEADLINE_S", LIMIT_S)
-    monkeypatch.setattr(filter_cache, "LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(searching, "CHANGE_WAIT_S", LIMIT_S)
-    monkeypatch.setattr(hybrid, "LEXICAL_DEADLINE_S", LIMIT_S)
-    monkeypatch.setattr(postgres_lexical, "LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(sqlite_lexical, "LIMIT_S", LIMIT_S)
+    lengthen_retriever_limits(monkeypatch)
+    monkeypatch.setattr(lexical, "LIMIT_S", LIMIT_S)
     monkeypatch.setattr(database, "CONNECT_LIMIT_S", int(LIMIT_S))
-    monkeypatch.setattr(retriever_client, "QUERY_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(StorageProbe.__init__, "__defaults__", (LIMIT_S,))
