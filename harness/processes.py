@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ragcache_wire.settings.gateway import EngineAddress
 
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
 _SPIN_S = 1.2
 """How long vLLM's workers poll after a step before they sleep, with a margin."""
@@ -342,7 +342,7 @@ def answers(url: str) -> bool:
     """Return whether a server answers with the status 200."""
     try:
         # Without `verify`, httpx would make a TLS context each time, which takes 20 ms.
-        reply = httpx.get(url, timeout=2, verify=False, trust_env=False)
+        reply = httpx.get(url, timeout=10, verify=False, trust_env=False)
     except httpx.HTTPError:
         return False
     return reply.status_code == httpx.codes.OK
@@ -353,7 +353,7 @@ def is_serving(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

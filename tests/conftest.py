@@ -22,7 +22,8 @@ settings.load_profile("ragcache")
 
 
 # Nor is it a store's silence, for the engines that tests start.
-os.environ.setdefault("RAGCACHE_LOOKUP_DEADLINE_S", "5")
+os.environ.setdefault("RAGCACHE_LOOKUP_DEADLINE_S", "60")
+os.environ.setdefault("RAGCACHE_LOAD_DEADLINE_S", "60")
 
 # A shell has what it runs behind `&` or `nohup` ignore these, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -59,7 +59,7 @@ class Daemon:
     def log_tail(self, size: int = 4000) -> str:
         return self.log.read_text(errors="replace")[-size:]
 
-    def stop(self, patience_s: float = 10) -> None:
+    def stop(self, patience_s: float = 60) -> None:
         """End it: politely, then not."""
         if self.is_running:
             self._process.terminate()

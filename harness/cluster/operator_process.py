@@ -19,7 +19,7 @@ from ragcache_operator.kube.discovery import serves_our_kinds
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OPERATOR_NAMESPACE: Final = "ragcache-system"
-_LIMIT_S: Final = 60.0
+_LIMIT_S: Final = 120.0
 
 
 async def install(api: Api) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from harness.processes import Service, free_port, is_serving, launch_cachestore, launch_engine
 from models.tinyrag.handbook import Handbook, make_handbook, sample_questions
+from tests.kit.wait import wait_until
 
 MAX_MODEL_LEN = 1024
 NUM_ENGINES = NUM_GATEWAYS = 2
@@ -92,8 +93,9 @@ def losable_platform(folder: Path, model: Path) -> Iterator[LosablePlatform]:
             "RAGCACHE_MODEL": str(model),
             "RAGCACHE_MODEL_NAME": "model",
             "RAGCACHE_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
-            "RAGCACHE_FIRST_TOKEN_TIMEOUT_S": "20",
-            "RAGCACHE_NEXT_TOKEN_TIMEOUT_S": "10",
+            "RAGCACHE_HEADER_TIMEOUT_S": "600",
+            "RAGCACHE_FIRST_TOKEN_TIMEOUT_S": "60",
+            "RAGCACHE_NEXT_TOKEN_TIMEOUT_S": "60",
         }
         return _python("ragcache_gateway", env, folder)
 
@@ -147,7 +149,7 @@ def losable_platform(folder: Path, model: Path) -> Iterator[LosablePlatform]:
 def _http_probe(port: int, path: str) -> Callable[[], bool]:
     def probe() -> bool:
         try:
-            reply = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=2, trust_env=False)
+            reply = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10, trust_env=False)
         except httpx.HTTPError:
             return False
         return reply.status_code == httpx.codes.OK
@@ -170,8 +172,8 @@ FREEZE_S = 3.0
 BETWEEN_S = 1.0
 PAUSE_S = 0.2
 """Between two questions of a client, so that restarted parts get CPU time to start."""
-LONGEST_S = 60.0
-"""No request may take longer: the gateway's deadlines are 20 s to the first token and 10 s from one
+LONGEST_S = 240.0
+"""No request may take longer: the gateway's deadlines are 60 s to the first token and from one
 token to the next, and it tries at most two engines."""
 
 
@@ -357,15 +359,14 @@ def answer_of(url: str, question: str) -> str:
 
 
 def until_answered(url: str, asked: Asked) -> None:
-    deadline = time.monotonic() + 300
-    while True:
+    def is_answered() -> bool:
         try:
             assert answer_of(url, asked.text) == asked.answer
         except httpx.HTTPError:
-            assert time.monotonic() < deadline, "the platform does not recover"
-            time.sleep(0.5)
-        else:
-            return
+            return False
+        return True
+
+    wait_until(is_answered, "the platform to recover", timeout_s=300)
 
 
 def disturb(platform: LosablePlatform, ledger: Ledger) -> None:
@@ -408,6 +409,7 @@ def test_every_accepted_request_has_an_outcome_while_parts_fail(
         thread.start()
     try:
         disturb(platform, ledger)
+        wait_until(lambda: ledger.outcomes["answered"] > len(asked), "answers")
     finally:
         end.set()
         for thread in (*clients, writer):
@@ -418,7 +420,6 @@ def test_every_accepted_request_has_an_outcome_while_parts_fail(
     platform.parts["engine-0"].wait_until_ready()
 
     assert ledger.unexplained() == []
-    assert ledger.outcomes["answered"] > len(asked)
     # Batches differ from run to run, so that a bfloat16 tie may fall otherwise.
     assert ledger.outcomes["answered otherwise"] <= 0.05 * ledger.outcomes["answered"]
     for url in platform.gateways:

@@ -78,6 +78,18 @@ class Platform:
         }
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
 
+    def ask_when_ready(self, question: str) -> dict[str, Any]:
+        """Ask until it is answered; return the answer."""
+
+        def answer() -> dict[str, Any] | None:
+            reply = self.post(question)
+            assert reply.status_code in (200, 503), reply.text
+            return reply.json() if reply.status_code == 200 else None
+
+        found = wait_until(answer, "an answer", timeout_s=300)
+        assert found is not None
+        return found
+
     def part(self, component: str) -> PartRecord:
         record = read_record(self.data)
         assert record is not None
@@ -233,7 +245,7 @@ def test_a_quality_report_is_measured_and_judges_later_blends(
     assert after.headers["X-RagCache-Quality"] == "passed"
     assert after.headers["X-RagCache-Reuse"] == "blend"
     # The retriever keeps the report.
-    state = httpx.get(f"{platform.url}/v1/quality", timeout=30).json()
+    state = httpx.get(f"{platform.url}/v1/quality", timeout=60).json()
     assert state["report"]["budgets"] == report["budgets"]
 
 
@@ -274,7 +286,7 @@ def test_a_deleted_document_is_cited_no_more(platform: Platform) -> None:
     question = platform.singles()[2]
     name = f"{question.supports[0]}.md"
     assert name in _cited(platform.ask(question.text))
-    deleted = httpx.delete(f"{platform.url}/v1/documents/{name}", timeout=30).json()
+    deleted = httpx.delete(f"{platform.url}/v1/documents/{name}", timeout=60).json()
     assert deleted["removed_variants"] > 0
     assert name not in _cited(platform.ask(question.text))
     platform.ragcache("ingest", str(platform.pages))
@@ -311,7 +323,7 @@ def test_bad_input_names_the_field_and_changes_nothing(
 
 def test_a_binary_file_is_refused(platform: Platform) -> None:
     files = {"file": ("photo.md", bytes(range(256)) * 10)}
-    reply = httpx.post(f"{platform.url}/v1/documents", files=files, timeout=30)
+    reply = httpx.post(f"{platform.url}/v1/documents", files=files, timeout=60)
     assert reply.status_code == 400
     assert "UTF-8" in reply.json()["error"]["message"]
 
@@ -325,12 +337,7 @@ def test_a_killed_engine_is_a_clear_503_then_recovers_with_its_cache(platform: P
     assert refused.status_code == 503, refused.text
     assert int(refused.headers["Retry-After"]) >= 1
     assert "engine" in refused.json()["error"]["message"]
-    deadline = time.monotonic() + 300
-    while (answer := platform.post(question.text)).status_code != 200:
-        assert answer.status_code == 503, answer.text
-        assert time.monotonic() < deadline, "the engine did not come back"
-        time.sleep(1)
-    after = answer.json()
+    after = platform.ask_when_ready(question.text)
     assert after["choices"][0]["message"]["content"] == before["choices"][0]["message"]["content"]
     assert after["ragcache"]["cache"]["loaded_tokens"] > 0
 
@@ -354,10 +361,6 @@ def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
 
 def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> None:
     platform.kill("retriever")
-    deadline = time.monotonic() + 300
-    while (reply := platform.post(platform.singles()[0].text)).status_code != 200:
-        assert reply.status_code == 503, reply.text
-        assert time.monotonic() < deadline, "the retriever did not come back"
-        time.sleep(1)
-    listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=30).json()
+    platform.ask_when_ready(platform.singles()[0].text)
+    listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=60).json()
     assert {d["id"] for d in listed["data"]} == {p.name for p in platform.pages.iterdir()}

@@ -874,8 +874,9 @@ CONFIG = GatewaySettings(
     model_name=MODEL,
     model_dtype="auto",
     max_model_len=MAX_MODEL_LEN,
-    first_token_timeout_s=20,
-    next_token_timeout_s=20,
+    first_token_timeout_s=120,
+    next_token_timeout_s=120,
+    engine_connect_timeout_s=60,
     engine_watch_s=0.05,
 )
 
@@ -902,14 +903,33 @@ async def until_status(client: httpx.AsyncClient, *wanted: int) -> httpx.Respons
 
 async def until_predicted(client: httpx.AsyncClient) -> None:
     """Wait until the gateway predicts the caches of all its engines: the fakes have no feed."""
-    async with asyncio.timeout(60):
-        while True:
-            # A slow machine's first answer can be that the store did not answer in time.
-            sources = (await client.get("/v1/cache")).json().get("sources", ())
-            states = [one["state"] for one in sources if one["source"].startswith("engine:")]
-            if states and set(states) == {"predicted"}:
-                return
-            await asyncio.sleep(0.01)
+
+    async def are_predicted() -> bool:
+        # A slow machine's first answer can be that the store did not answer in time.
+        sources = (await client.get("/v1/cache")).json().get("sources", ())
+        states = [one["state"] for one in sources if one["source"].startswith("engine:")]
+        return set(states) == {"predicted"}
+
+    await until(are_predicted, "predicted caches")
+
+
+async def until_ready(client: httpx.AsyncClient, count: int) -> None:
+    """Wait until this many engines of the gateway are ready."""
+
+    async def are_ready() -> bool:
+        engines = (await client.get("/v1/status")).json()["parts"]["engine"]["endpoints"]
+        return sum(one["ready"] for one in engines) == count
+
+    await until(are_ready, f"{count} ready engines")
+
+
+async def until_metrics_have(client: httpx.AsyncClient, text: str) -> None:
+    """Wait until the gateway's metrics have a text."""
+
+    async def have() -> bool:
+        return text in (await client.get("/metrics")).text
+
+    await until(have, text)
 
 
 def data_of(stream: str) -> list[Any]:

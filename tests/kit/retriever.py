@@ -13,29 +13,36 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 
 from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
+from ragcache_retriever.embedding import endpoint
 from ragcache_retriever.embedding.embedder import Embedder, Vectors, normalised
+from ragcache_retriever.knowledge_base import filter_cache, searching
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.preparer import DocumentPreparer
+from ragcache_retriever.ranking import hybrid
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.faiss_base import SearchEffort
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.vector_indexes import VectorIndexes
+from ragcache_wire.clients import retriever_client
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import CallInterceptor, GrpcServer
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
+from tests.kit.limits import LIMIT_S
 
 DEFAULTS = CollectionDefaults(Chunking(size_tokens=64, overlap_tokens=16), window=1)
 
@@ -158,3 +165,16 @@ async def stages_of(client: RetrieverClient, request: pb.SearchRequest) -> list[
 
 async def status_of(client: RetrieverClient) -> pb.RetrieverStatus:
     return await client._stub.GetStatus(pb.GetStatusRequest(), timeout=60)
+
+
+def lengthen_retriever_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthen the limits of a retriever in this process, so that a busy machine reaches none."""
+    for module, name in (
+        (endpoint, "QUERY_DEADLINE_S"),
+        (filter_cache, "LIMIT_S"),
+        (searching, "CHANGE_WAIT_S"),
+        (hybrid, "LEXICAL_DEADLINE_S"),
+        (lexical, "LIMIT_S"),
+        (retriever_client, "QUERY_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, name, LIMIT_S)

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import xxhash
+from ragcache_kv.store_client.async_client import AsyncStoreClient
 
+from ragcache_cachestore.api import data_connection
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.background import tier_mover
+from ragcache_cachestore.cluster import orphan_collector, replicator
 from ragcache_cachestore.state.store_state import StoreOptions
+from ragcache_cachestore.storage import metadata_db
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
@@ -31,12 +37,15 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.transport import status_page
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
+from tests.kit.limits import LIMIT_S, lengthen_limits
 
 MIB = 1 << 20
 TIMEOUT_S = 60.0
@@ -229,6 +238,18 @@ def serving(
         ends.callback(channel.close)
         stub = cachestore_pb2_grpc.CacheStoreStub(channel)
         yield ServedStore(service, store, client, stub, address)
+
+
+def lengthen_store_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthen the limits of clients and stores in this process."""
+    lengthen_limits(monkeypatch, StoreClient, ShardedStore, AsyncStoreClient)
+    monkeypatch.setattr(status_page, "SILENT_S", LIMIT_S)
+    monkeypatch.setattr(data_connection, "HELLO_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(tier_mover, "ALLOCATE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(metadata_db, "STALL_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(orphan_collector, "CALL_TIMEOUT_S", LIMIT_S)
+    for name in ("COPY_TIMEOUT_S", "CALL_TIMEOUT_S"):
+        monkeypatch.setattr(replicator, name, LIMIT_S)
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

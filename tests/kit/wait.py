@@ -55,6 +55,11 @@ async def until(
     raise AssertionError
 
 
+async def let_tasks_begin() -> None:
+    """Let each task that was made run until it waits for the first time."""
+    await asyncio.sleep(0)
+
+
 def _intervals(what: str, timeout_s: float) -> Iterator[float]:
     """Yield the seconds before each next try, up to the timeout."""
     deadline_s = time.monotonic() + timeout_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import Blends, clear_prompt, make_blend_prompt
+from tests.kit.wait import wait_until
 from tests.v2.settings import v2_settings
 
 pytestmark = [pytest.mark.v2, pytest.mark.timeout(900)]
@@ -43,10 +43,11 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         wants = [
             LookupKey.for_variant(observation_key(key)) for key in blends.chunk_variants(prompt)
         ]
-        client, deadline = StoreClient(store.address), time.monotonic() + WAIT_S
-        while not all(found.stored for found in client.lookup(wants, WAIT_S).variants):
-            assert time.monotonic() < deadline, "chunks are not observed"
-            time.sleep(0.05)
+        client = StoreClient(store.address)
+        wait_until(
+            lambda: all(found.stored for found in client.lookup(wants, WAIT_S).variants),
+            "observed chunks",
+        )
         client.close()
         yield blends
     finally:

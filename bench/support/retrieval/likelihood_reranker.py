@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from ragcache_retriever.ranking.candidate_text import CandidateText
+from ragcache_retriever.ranking.rerankers.cross_encoder import MAX_READ
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache_core.retrieval.fusion import Scores
-from ragcache_retriever.ranking.candidate_text import CandidateText
-from ragcache_retriever.ranking.rerankers.cross_encoder import MAX_READ
 
 _TEXT_TOKENS = 200
 """Of a text that are read: an abstract says at its beginning what it is about."""

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,7 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.store_api import Ack, Deletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from tests.kit.store import TIMEOUT_S, get_value, key, put_value, value
+from tests.kit.wait import wait_until
 
 
 def environment(folder: Path, port: int) -> dict[str, str]:
@@ -48,15 +49,16 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
     process = subprocess.Popen(command(), env=environment(folder, port))
     client = StoreClient(f"127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
+
+        def answers() -> bool:
             try:
                 client.stats()
-                break
             except Unavailable:
                 assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+                return False
+            return True
+
+        wait_until(answers, "a store")
         yield process, client
     finally:
         client.close()
@@ -67,6 +69,10 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 def size_of(number: int) -> int:
     """Mostly small values, and some of many pages."""
     return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
+
+
+def has_at_least(numbers: list[int], count: int) -> bool:
+    return len(numbers) >= count
 
 
 def test_a_kill_keeps_every_acknowledged_value(tmp_path: Path, port: int) -> None:
@@ -88,8 +94,8 @@ def test_a_kill_keeps_every_acknowledged_value(tmp_path: Path, port: int) -> Non
             writers = [threading.Thread(target=put_until_it_dies, args=(client,)) for _ in range(3)]
             for writer in writers:
                 writer.start()
-            while len(acknowledged) < 150 * (kill + 1):
-                time.sleep(0.001)
+            wanted = 150 * (kill + 1)
+            wait_until(partial(has_at_least, acknowledged, wanted), f"{wanted} puts")
             process.send_signal(signal.SIGKILL)
             for writer in writers:
                 writer.join(TIMEOUT_S)
@@ -117,8 +123,7 @@ def test_a_kill_during_deletes_restores_nothing(tmp_path: Path, port: int) -> No
 
         deleter = threading.Thread(target=delete_until_it_dies)
         deleter.start()
-        while len(deleted) < 20:
-            time.sleep(0.001)
+        wait_until(lambda: len(deleted) >= 20)
         process.send_signal(signal.SIGKILL)
         deleter.join(TIMEOUT_S)
     with running(tmp_path, port) as (_, client):
@@ -159,11 +164,13 @@ def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
     env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}
     process = subprocess.Popen(command(), env=env)
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while (status := status_of(f"http://{health}/readyz")) != 200:
-            assert status in {None, 503}
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+
+        def is_ready() -> bool:
+            status = status_of(f"http://{health}/readyz")
+            assert status in {None, 503, 200}
+            return status == 200
+
+        wait_until(is_ready)
         assert status_of(f"http://{health}/healthz") == 200
         taken = environment(tmp_path / "b", 0) | {"RAGCACHE_HEALTH_LISTEN": health}
         assert "RAGCACHE_HEALTH_LISTEN" in failed_start(taken)

@@ -316,7 +316,7 @@ def test_a_stalled_put_is_aborted_after_the_lease_time(
     with pytest.raises(grpc.RpcError, match="too slowly"):
         call.result()
     over.set()
-    assert served.store.stats().memory_bytes == 0
+    wait_until(lambda: served.store.stats().memory_bytes == 0)
 
 
 def test_stalled_readers_do_not_block_others(

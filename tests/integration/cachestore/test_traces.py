@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -46,6 +45,7 @@ from tests.kit.store import (
     variant,
     whole,
 )
+from tests.kit.wait import wait_until
 
 NUM_BYTES = 100_000
 TRANSPORTS = ("shared", "socket", "grpc")
@@ -80,10 +80,8 @@ class TracedStore:
 
         A call over a transport ends in the store shortly after its caller goes on.
         """
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(found := self.exporter.get_finished_spans()) < count:
-            assert time.monotonic() < deadline, [span.name for span in found]
-            time.sleep(0.005)
+        wait_until(lambda: len(self.exporter.get_finished_spans()) >= count, f"{count} spans")
+        found = self.exporter.get_finished_spans()
         assert len(found) == count
         self.exporter.clear()
         return sorted(found, key=lambda span: span.start_time or 0)

@@ -11,7 +11,6 @@ import itertools
 import json
 import ssl
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +28,7 @@ from ragcache_cli.kubernetes.pod_logs import follow_pods
 from ragcache_cli.main import app
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import NAMESPACES, PODS, RAG_CACHES, Resource
+from tests.kit.wait import wait_until
 
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 STRANGER = User("stranger")
@@ -187,17 +187,16 @@ def docs(cluster: Cluster) -> Cluster:
         "metadata": {"name": "docs", "namespace": cluster.namespace},
         "spec": {},
     }
-    deadline = time.monotonic() + 60
-    while True:
+
+    def is_created() -> bool:
         try:
             cluster.ask(lambda api: api.create(RAG_CACHES, cache))
         except ApiError:
-            # A kind is served a short time after its definition exists.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-        else:
-            return cluster
+            return False
+        return True
+
+    wait_until(is_created, "a kind, shortly after its definition exists")
+    return cluster
 
 
 def lines(text: str) -> list[str]:

@@ -315,7 +315,7 @@ def test_clients_that_disconnect_at_any_time_leave_no_blocks(blends: Blends) -> 
     for number, seconds in enumerate((0.0, 0.01, 0.02, 0.03, 0.05, 0.08)):
         prompt = make_blend_prompt(3, 2, 4, 0, 1, question=f"left {number}")
         body = _body(prompt, plan_blend(prompt, blends.space, "public", "left", 1.0).encode())
-        with httpx.stream("POST", f"{blends.engine.url}/v1/completions", json=body, timeout=30):
+        with httpx.stream("POST", f"{blends.engine.url}/v1/completions", json=body, timeout=60):
             time.sleep(seconds)
     deadline = time.monotonic() + 60
     while busy := blends.unfinished_requests():

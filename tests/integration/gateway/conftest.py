@@ -6,9 +6,35 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from ragcache_kv.store_client.async_client import AsyncStoreClient
 
 from harness.browser import Page, console_page, screenshots_folder
+from ragcache_gateway.documents import removal_feed, writer
+from ragcache_gateway.engines import client, completion_stream, engine_load
+from ragcache_gateway.planning import source_follower
+from ragcache_wire.clients import engine_client, health_client, retriever_client
 from tests.kit.gateway import World, world
+from tests.kit.limits import LIMIT_S, lengthen_limits
+
+
+@pytest.fixture(autouse=True)
+def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthen the limits of a gateway in this process, so that a busy machine reaches none.
+
+    A test about one of them shortens it.
+    """
+    monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(removal_feed, "START_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(client, "_HEALTH_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(client, "_WRITE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(completion_stream, "_REST_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(engine_load, "_FIRST_REFRESH_S", LIMIT_S)
+    monkeypatch.setattr(source_follower, "MAX_SILENCE_S", LIMIT_S)
+    monkeypatch.setattr(source_follower, "IDLE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(health_client, "HEALTH_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(retriever_client, "QUERY_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(engine_client, "RECORD_TIMEOUT_S", LIMIT_S)
+    lengthen_limits(monkeypatch, engine_client.EngineClient, AsyncStoreClient)
 
 
 @pytest.fixture

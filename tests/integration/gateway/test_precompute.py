@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
+from ragcache_core.scheduling.precompute_queue import PrecomputeQueue
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_gateway.documents import writer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.kit.gateway import FakeEngine, World, serving, world
+from tests.kit.gateway import FakeEngine, World, serving, until_ready, world
 from tests.kit.wait import until
 
 
@@ -30,12 +30,6 @@ from tests.kit.wait import until
 def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute a document at once, without a wait for others."""
     monkeypatch.setattr(precompute, "LINGER_S", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def patient_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queue each written document, however long a busy machine takes to list the removals."""
-    monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", 60.0)
 
 
 @pytest.fixture
@@ -128,14 +122,7 @@ async def test_only_engines_that_run_ragcache_compute_ahead(tiny_model: Path) ->
     async with serving(theirs) as port:
         engines = (EngineAddress("127.0.0.1", port),)
         async with world(tiny_model, precompute=True, reuse="blend", engines=engines) as gateway:
-
-            async def num_ready() -> int:
-                status = (await gateway.client.get("/v1/status")).json()
-                return sum(one["ready"] for one in status["parts"]["engine"]["endpoints"])
-
-            async with asyncio.timeout(60):
-                while await num_ready() < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until_ready(gateway.client, 2)
             for number in range(4):  # engines take turns
                 await put(gateway, f"{number}.md")
                 await until(lambda: len(precomputed(gateway)) > number)  # noqa: B023
@@ -169,12 +156,11 @@ async def test_chunks_are_computed_in_sequences_and_the_first_ones_again_at_the_
 
 
 async def until_computed(gateway: World, count: int, outcome: str = "computed") -> None:
-    deadline = time.monotonic() + 60
-    while True:
+    async def are_computed() -> bool:
         outcomes = await counted(gateway, "precomputed_chunks_total")
-        if sum(value for name, value in outcomes.items() if f'"{outcome}"' in name) == count:
-            return
-        assert time.monotonic() < deadline, outcomes
+        return sum(value for name, value in outcomes.items() if f'"{outcome}"' in name) == count
+
+    await until(are_computed, f"{count} chunks {outcome}")
 
 
 async def test_later_sequences_begin_with_the_context_of_the_first_one(gateway: World) -> None:
@@ -216,13 +202,20 @@ async def test_a_single_chunk_is_computed_after_the_last_ones(gateway: World) ->
 
 async def test_central_chunks_come_first(gateway: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_ranking, "SETTLE_S", 0.0)
+    rank_document, ranked = PrecomputeQueue.rank_document, []
+
+    def rank(queue: PrecomputeQueue, document: str, centralities: Sequence[float]) -> None:
+        rank_document(queue, document, centralities)
+        ranked.append(document)
+
+    monkeypatch.setattr(PrecomputeQueue, "rank_document", rank)
     gateway.retriever.similar = {"b.md": [0.9] * 8, "a.md": [0.1] * 8}
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
     await gateway.engine.waiting.wait()
     for name in ("a.md", "b.md"):
         await put(gateway, name)
-    await asyncio.sleep(0.3)
+    await until(lambda: len(ranked) == 2)
     gateway.engine.pause.set()
     await asked
     await until_computed(gateway, 2)
@@ -280,11 +273,7 @@ async def test_a_chunk_that_the_engine_refuses_does_not_block_the_next(tiny_mode
         await until(lambda: gateway.engine.probes == 1)
         gateway.engine.refuse = (400, {"error": {"message": "too long"}})
         await put(gateway, "a.md")
-        refused: dict[str, float] = {}
-        deadline = time.monotonic() + 60
-        while not any("refused" in name for name in refused):
-            assert time.monotonic() < deadline
-            refused = await counted(gateway, "precomputed_chunks_total")
+        await until_computed(gateway, 1, "refused")
         gateway.engine.refuse = None
         await put(gateway, "b.md")
         await until(lambda: len(gateway.engine.requests) == 1)
@@ -458,11 +447,7 @@ async def test_a_chunk_that_makes_engines_fail_is_abandoned(tiny_model: Path) ->
         await until(lambda: gateway.engine.probes > 0)
         gateway.engine.drop_after = 0
         await put(gateway, "a.md")
-        outcomes: dict[str, float] = {}
-        deadline = time.monotonic() + 60
-        while not any("failed" in name for name in outcomes):
-            assert time.monotonic() < deadline
-            outcomes = await counted(gateway, "precomputed_chunks_total")
+        await until_computed(gateway, 1, "failed")
         assert len(gateway.engine.requests) == 2
         gateway.engine.drop_after = None
         await put(gateway, "b.md")
@@ -482,12 +467,7 @@ async def test_an_abandoned_chunk_gets_as_many_attempts_the_next_time(
         gateway.engine.drop_after = 0
         for times, name in enumerate(("a.md", "b.md"), start=1):
             await put(gateway, name, "A text that both have.")
-            failed: list[float] = []
-            deadline = time.monotonic() + 60
-            while failed != [times]:
-                assert time.monotonic() < deadline
-                outcomes = await counted(gateway, "precomputed_chunks_total")
-                failed = [count for labels, count in outcomes.items() if "failed" in labels]
+            await until_computed(gateway, times, "failed")
             assert len(gateway.engine.requests) == times * precompute.MAX_LOST_ENGINES
 
 
@@ -545,12 +525,12 @@ async def test_under_exact_the_first_document_is_computed(tiny_model: Path) -> N
         }
         for _ in range(3):  # a chunk that was computed once needs more misses
             await gateway.ask()
-        stored: list[float] = []
-        deadline = time.monotonic() + 60
-        while not stored:
-            assert time.monotonic() < deadline
+
+        async def is_stored() -> bool:
             outcomes = await counted(gateway, "precomputed_chunks_total")
-            stored = [value for name, value in outcomes.items() if "stored" in name]
+            return any("stored" in name for name in outcomes)
+
+        await until(is_stored)
         assert len(precomputed(gateway)) == 1
 
 
@@ -622,12 +602,7 @@ async def test_a_chunk_that_the_engine_evicts_between_requests_is_abandoned(
     gateway.records.fields_of = fields_of
     gateway.engine.reports_cached = False
     await put(gateway, "a.md", LONG)
-    outcomes: dict[str, float] = {}
-    deadline = time.monotonic() + 60
-    while not outcomes:
-        assert time.monotonic() < deadline
-        outcomes = await counted(gateway, "precomputed_chunks_total")
-    [(labels, count)] = outcomes.items()
+    [(labels, count)] = (await until(lambda: counted(gateway, "precomputed_chunks_total"))).items()
     assert ('outcome="evicted"' in labels, count) == (True, 1.0)
     # The request that took more than a step was the last.
     assert len(precomputed(gateway)) == num_requests
@@ -684,7 +659,7 @@ async def test_a_busy_engine_does_not_count_as_failed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "RETRY_S", 0.02)
-    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "first_token_timeout_s": 0.1}
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "first_token_timeout_s": 1}
     async with world(tiny_model, **settings) as gateway:
         await until(lambda: gateway.engine.probes > 0)
         waiting = gateway.engine.prefill = asyncio.Event()
@@ -693,11 +668,7 @@ async def test_a_busy_engine_does_not_count_as_failed(
         assert await counted(gateway, "precomputed_chunks_total") == {}
         gateway.engine.prefill = None
         waiting.set()
-        outcomes: dict[str, float] = {}
-        deadline = time.monotonic() + 60
-        while not outcomes:
-            assert time.monotonic() < deadline
-            outcomes = await counted(gateway, "precomputed_chunks_total")
+        outcomes = await until(lambda: counted(gateway, "precomputed_chunks_total"))
         assert ['outcome="computed"' in name for name in outcomes] == [True]
 
 

@@ -55,7 +55,7 @@ async def test_the_process_runs_without_the_other_components_and_stops_cleanly(
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "retriever_unavailable"
         process.send_signal(signal.SIGTERM)
-        _, log = await asyncio.wait_for(process.communicate(), 20)
+        _, log = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
             process.kill()
@@ -104,7 +104,7 @@ async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
 ) -> None:
     port = free_port()
     async with world(tiny_model) as fakes:
-        grace = {"RAGCACHE_STOP_GRACE_S": "60" if long_grace else "1"}
+        grace = {"RAGCACHE_STOP_GRACE_S": "600" if long_grace else "1"}
         process = await start(environment_with(fakes, f"127.0.0.1:{port}", **grace))
         try:
             async with httpx.AsyncClient(
@@ -114,17 +114,16 @@ async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
                 fakes.engine.pause = asyncio.Event()
                 ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
                 answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
-                await asyncio.wait_for(fakes.engine.waiting.wait(), 30)
+                await asyncio.wait_for(fakes.engine.waiting.wait(), 60)
                 process.send_signal(signal.SIGTERM)
                 await until_it_refuses_connections(port)
                 if long_grace:
-                    await asyncio.sleep(1)
                     fakes.engine.pause.set()
                     assert (await answer).text.endswith("data: [DONE]\n\n")
                 else:
                     with pytest.raises(httpx.TransportError):
-                        await asyncio.wait_for(answer, 20)
-            _, log = await asyncio.wait_for(process.communicate(), 20)
+                        await asyncio.wait_for(answer, 60)
+            _, log = await asyncio.wait_for(process.communicate(), 60)
         finally:
             fakes.engine.pause = None
             if process.returncode is None:

@@ -181,7 +181,7 @@ async def test_a_question_interrupts_a_trial_before_its_first_token(gateway: Wor
     gateway.engine.prefill = None
     second = gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask("Another?"))
-    await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+    await asyncio.wait_for(gateway.engine.aborted.wait(), 60)
     gateway.engine.pause = None
     second.set()
     assert (await asked).status_code == 200

@@ -84,7 +84,7 @@ class Platform:
         return self._sum("vllm:generation_tokens_total")
 
     def _sum(self, *names: str) -> float:
-        text = httpx.get(f"{self.engine.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.engine.url}/metrics", timeout=60).text
         lines = [line for line in text.splitlines() if line.startswith(names)]
         assert lines
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -160,7 +160,7 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def is_answering(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/v1/status", timeout=5).status_code == 200
+        return httpx.get(f"{url}/v1/status", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -18,6 +18,7 @@ from ragcache_retriever.service import RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from tests.kit.gateway import CONFIG, FakeRetriever, World
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.wait import until
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
 
@@ -132,13 +133,13 @@ async def test_a_backup_brings_all_documents_to_another_retriever(
         assert reply.status_code == 400
         assert not target.restarts.is_set()
 
-        async def restore() -> httpx.Response:
-            return await target.world.client.post("/v1/restore", content=file)
+        async def restored() -> httpx.Response | None:
+            reply = await target.world.client.post("/v1/restore", content=file)
+            return None if reply.status_code == 503 else reply
 
         # The retriever may not have noticed yet that the refused one has ended.
-        async with asyncio.timeout(60):
-            while (reply := await restore()).status_code == 503:
-                pass
+        reply = await until(restored)
+        assert reply is not None
         assert reply.json() == {"object": "backup.restored", "documents": 20}
         async with asyncio.timeout(60):
             await target.restarts.wait()

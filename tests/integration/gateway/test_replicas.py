@@ -112,12 +112,12 @@ async def test_no_trial_replays_text_that_another_gateway_has_removed(
         await other.until_verdict("passed")
         pause = other.engine.pause = asyncio.Event()
         asked = asyncio.create_task(other.ask("Where does search run?"))
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         other.engine.waiting.clear()
         first_replay = other.engine.pause = asyncio.Event()
         pause.set()
         assert (await asked).status_code == 200
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         assert len(background_requests(other)) == 1
         await remove(one, how)
         # Documents are split again in the background.
@@ -138,7 +138,7 @@ async def test_no_chunk_is_computed_ahead_that_another_gateway_has_deleted(
         pause = other.engine.pause = asyncio.Event()
         await put(one, "billing.md", PAGES["billing.md"])
         asked = asyncio.create_task(other.ask())
-        await asyncio.wait_for(other.engine.waiting.wait(), 20)
+        await asyncio.wait_for(other.engine.waiting.wait(), 60)
         for name, text in PAGES.items():
             await put(other, f"new-{name}", f"Now {text}")
         await one.client.delete("/v1/documents/new-search.md")
@@ -165,7 +165,7 @@ async def test_no_text_is_replayed_until_the_retriever_that_was_away_answers(
         await gateway.put_report(0.95, SHARE)
         pause = gateway.engine.pause = asyncio.Event()
         asked = asyncio.create_task(gateway.ask())
-        await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
+        await asyncio.wait_for(gateway.engine.waiting.wait(), 60)
         gateway.engine.pause = None
         port = gateway.servers["retriever"].port
         await gateway.servers["retriever"].stop()

@@ -213,8 +213,7 @@ async def with_a_chunk_on_disk(model: Path, **changes: Any) -> AsyncGenerator[Wo
                 for one in text["sources"]
             )
 
-        while not await counts():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(counts)
         yield gateway
 
 

@@ -224,8 +224,8 @@ async def test_a_disconnecting_client_ends_the_spans_of_the_stream(
             "POST", "/v1/chat/completions", json=body, headers=TRACED
         ) as answer:
             await anext(answer.aiter_bytes())
-            await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
-        await asyncio.wait_for(gateway.engine.aborted.wait(), 20)
+            await asyncio.wait_for(gateway.engine.waiting.wait(), 60)
+        await asyncio.wait_for(gateway.engine.aborted.wait(), 60)
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert attributes_of(request)["cancelled"] is True
     assert attributes_of(request)["http.response.status_code"] == 200

@@ -981,13 +981,13 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(client: StoreClient) -> None:
-    deadline = time.monotonic() + 2 * TIMEOUT_S
-    while True:
+    def connects() -> bool:
         with contextlib.suppress(Unavailable):
             client.connect()
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+            return True
+        return False
+
+    wait_until(connects, "a store")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -1014,7 +1014,7 @@ def test_a_store_that_is_killed_costs_one_call_at_most(
                     list(values)
             with pytest.raises(Unavailable):
                 list(client.get([key(1)], TIMEOUT_S))
-            assert time.monotonic() - started < TIMEOUT_S / 2
+            assert time.monotonic() - started < TIMEOUT_S, "a call waited for the store"
         with process(tmp_path, port):
             wait_for(client)
             found = only(client, 1)
@@ -1047,14 +1047,12 @@ def test_a_frozen_store_is_unavailable_in_time(tmp_path: Path, port: int, transp
         big, raw = new(2, [MIB])
         running.send_signal(signal.SIGSTOP)
         os.waitpid(running.pid, os.WUNTRACED)  # until it does
-        started = time.monotonic()
         with pytest.raises(RagCacheError, match="deadline"):
             list(client.get([key(1)], 0.3))
         with pytest.raises(RagCacheError, match="deadline"):
             client.put(big, whole(big, raw), 0.3)
         with pytest.raises(RagCacheError, match="deadline"):
             client.lookup([LookupKey.for_variant(key(1))], 0.3)
-        assert time.monotonic() - started < TIMEOUT_S / 2
         running.send_signal(signal.SIGCONT)
         assert isinstance(only(client, 1), StoredValue)
 
@@ -1168,11 +1166,7 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
 
 
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKind]:
-    """Return a list that gets the kinds of requests which client sends from now on.
-
-    The client asks a store that has reported nothing for SILENT_S. A busy machine is no such store.
-    """
-    monkeypatch.setattr(status_page, "SILENT_S", TIMEOUT_S)
+    """Return a list that gets the kinds of requests which client sends from now on."""
     kinds: list[FrameKind] = []
     ask = framed_transport.FramedTransport.call
 
@@ -1423,7 +1417,9 @@ def test_an_idle_liveness_connection_is_replaced(
         assert kinds == []
 
 
-def test_the_memory_of_a_frozen_store_is_not_served(tmp_path: Path, port: int) -> None:
+def test_the_memory_of_a_frozen_store_is_not_served(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
@@ -1431,6 +1427,7 @@ def test_the_memory_of_a_frozen_store_is_not_served(tmp_path: Path, port: int) -
         assert isinstance(only(client, 1), StoredValue)
         running.send_signal(signal.SIGSTOP)
         os.waitpid(running.pid, os.WUNTRACED)  # until it does
+        monkeypatch.setattr(status_page, "SILENT_S", SILENT_S)
         time.sleep(SILENT_S + 0.1)
         with pytest.raises(Unavailable):
             list(client.get([key(1)], 0.5))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from ragcache_operator.kube.resources import (
 )
 from tests.kit.chart import CHART, NAMESPACE, RELEASE
 from tests.kit.manifests import cache
-from tests.kit.wait import wait_until
+from tests.kit.wait import until, wait_until
 
 # The user of the operator's pods. RBAC checks the name, not how it was authenticated.
 OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
@@ -94,15 +93,15 @@ class ChartCluster:
 
     def wait_for_kinds(self) -> None:
         """Wait until the kinds are served, shortly after their definitions exist."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def are_served() -> bool:
             try:
                 self.ask(lambda api: api.list(RAG_CACHES, "default"))
             except ApiError:
-                time.sleep(0.1)
-            else:
-                return
-        pytest.fail("the kinds are not served")
+                return False
+            return True
+
+        wait_until(are_served, "the kinds")
 
 
 @pytest.fixture(scope="module")
@@ -197,12 +196,14 @@ def _living(cluster: ChartCluster, objects: list[Object]) -> set[str]:
                 names.add(meta["name"])
         return names
 
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    names: set[str] = set()
+
+    def are_deleted() -> bool:
+        nonlocal names
         names = cluster.ask(found)
-        if all(name.endswith(".ragcache.dev") for name in names):
-            break
-        time.sleep(0.5)
+        return all(name.endswith(".ragcache.dev") for name in names)
+
+    wait_until(are_deleted)
     return names
 
 
@@ -248,16 +249,17 @@ def test_an_older_cluster_is_refused_with_the_version_that_is_needed(plane: Char
 
 async def until_owners_are_known(api: Api, owned: Object) -> None:
     """The admission of owner references learns of a new kind some seconds after it is served."""
-    deadline = time.monotonic() + 60
-    while True:
+
+    async def are_known() -> bool:
         try:
             await api.apply(owned)
         except ApiError as error:
-            if "RESTMapping" not in str(error) or time.monotonic() > deadline:
+            if "RESTMapping" not in str(error):
                 raise
-            await asyncio.sleep(0.5)
-        else:
-            return
+            return False
+        return True
+
+    await until(are_known)
 
 
 def test_the_operator_has_the_permissions_it_needs_and_no_others(cluster: ChartCluster) -> None:

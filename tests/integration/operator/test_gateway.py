@@ -197,7 +197,7 @@ async def test_a_shard_that_started_empty_is_reported_once(
 
 
 async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await gateways.store_usage(GatewayAccess(f"{gateway.url}/endless")) is None
         assert (
             await gateways.startup_progress(f"{gateway.url.removeprefix('http://')}/endless")

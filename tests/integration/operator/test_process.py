@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
 OPERATOR_NAMESPACE = "ragcache-system"  # the chart creates it
-_LIMIT_S = 60
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlServer]:
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         assert "Traceback" not in (folder / "operator.log").read_text()
     finally:
         running.__exit__(None, None, None)
@@ -207,10 +205,13 @@ def test_a_deletion_removes_the_children_and_follows_the_data_policy(
     assert len(keys) == 2, "the key that signs plans, and the first API key"
     server.kubectl("delete", "ragcache", name, "--wait=false")
     # No kubelet ends the pods in this test.
-    deadline = time.monotonic() + _LIMIT_S
-    while server.names("pods", name) and time.monotonic() < deadline:
-        labels = f"--selector=app.kubernetes.io/instance={name}"
+    labels = f"--selector=app.kubernetes.io/instance={name}"
+
+    def have_ended() -> bool:
         server.kubectl("delete", "pods", labels, "--grace-period=0", "--force")
+        return not server.names("pods", name)
+
+    wait_until(have_ended, "no pods")
     kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
     wait_until(lambda: not server.names(kinds, name), "no children")
     wait_until(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")

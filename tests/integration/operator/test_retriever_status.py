@@ -5,7 +5,6 @@ Nothing runs pods here. So each test runs retrievers, and writes pods that have 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.kit.retriever import (
     serving,
     tokenizer_of,
 )
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -139,9 +139,11 @@ async def test_the_progress_of_a_remake_is_in_the_status_until_its_end(
     knowledge_base = make_knowledge_base(tmp_path, tokenizer, embedder=embedder)
     address = f"127.0.0.1:{free_port()}"
     async with serving(knowledge_base, address=address) as client, operator(plane) as it:
-        async with asyncio.timeout(30):
-            while (await client.get_collection("faq")).remake.documents_done < 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def four_are_done() -> bool:
+            return (await client.get_collection("faq")).remake.documents_done >= 4
+
+        await until(four_are_done)
         retrievers = Retrievers(it, "one", {"one-retriever-0": address})
         await retrievers.start()
         found = await retrievers.status()

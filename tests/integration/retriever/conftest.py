@@ -1,4 +1,4 @@
-"""A PostgreSQL server for the tests of this folder."""
+"""A PostgreSQL server for the tests of this folder, and limits that no busy machine reaches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from harness.availability import Unavailable, skip
+from ragcache_retriever.readiness.storage_probe import StorageProbe
+from ragcache_retriever.store.postgres import lexical
+from ragcache_retriever.store.postgres.connections import database
+from tests.kit.limits import LIMIT_S
 from tests.kit.postgres_server import PostgresServer
+from tests.kit.retriever import lengthen_retriever_limits
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +24,11 @@ def postgres() -> Iterator[PostgresServer]:
         skip(reason)
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True)
+def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengthen_retriever_limits(monkeypatch)
+    monkeypatch.setattr(lexical, "LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(database, "CONNECT_LIMIT_S", int(LIMIT_S))
+    monkeypatch.setattr(StorageProbe.__init__, "__defaults__", (LIMIT_S,))

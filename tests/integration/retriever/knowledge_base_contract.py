@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +16,7 @@ from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.search import Search, SearchMode
 from ragcache_retriever.store.records import Document
+from tests.kit.wait import until
 
 LIMIT_S = 60
 MODES = [SearchMode.DENSE, SearchMode.LEXICAL, SearchMode.HYBRID]
@@ -62,13 +62,15 @@ async def found(
     return [final.texts[hit.row].chunk.text for hit in final.hits]
 
 
-async def until(is_done: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            with contextlib.suppress(Unavailable):
-                if await is_done():
-                    return
-            await asyncio.sleep(0.05)
+async def until_available(is_done: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the knowledge base can answer, and the answer is yes."""
+
+    async def is_yes() -> bool:
+        with contextlib.suppress(Unavailable):
+            return await is_done()
+        return False
+
+    await until(is_yes)
 
 
 async def until_found(knowledge_base: KnowledgeBase, text: str, wanted: list[str]) -> None:
@@ -77,7 +79,7 @@ async def until_found(knowledge_base: KnowledgeBase, text: str, wanted: list[str
     async def is_done() -> bool:
         return sorted(await found(knowledge_base, text, SearchMode.DENSE)) == sorted(wanted)
 
-    await until(is_done)
+    await until_available(is_done)
 
 
 class KnowledgeBaseContract:
@@ -255,4 +257,4 @@ async def until_done(call: Callable[[], Awaitable[object]]) -> None:
         await call()
         return True
 
-    await until(is_done)
+    await until_available(is_done)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +20,10 @@ from ragcache_retriever.ranking.search import Search
 from ragcache_retriever.store.records import Document, Rows
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from tests.kit.clock import ManualClock
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.stored_documents import add_collection, put
+from tests.kit.wait import wait_until
 
 ODD = In("parity", ("odd",))
 NUM_DOCUMENTS = 6
@@ -90,13 +91,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
 def num_waiting(cache: FilterCache) -> int:
     evaluations = [*cache._current.values(), *cache._next.values()]
     return sum(len(one.waiting) for one in evaluations)
@@ -109,9 +103,9 @@ def test_searches_that_wait_for_one_filter_share_its_evaluation(
     # The same conditions in other words are the same filter.
     filters: list[Filter] = [ODD, And((ODD, ODD)), Or((ODD,)), In("parity", ("odd", "odd"))]
     waiting = [pool.submit(cache.allowed_rows, generation, wanted) for wanted in filters]
-    wait_for(lambda: num_waiting(cache) == 4)
+    wait_until(lambda: num_waiting(cache) == 4)
     store.may_go_on.set()
-    [first, *others] = [one.result(30) for one in waiting]
+    [first, *others] = [one.result(60) for one in waiting]
     assert len(first) == NUM_DOCUMENTS // 2
     assert all(rows is first for rows in others)
     assert store.num_evaluations == 1
@@ -137,13 +131,13 @@ def test_a_search_sees_a_change_that_came_during_an_evaluation(
 ) -> None:
     store.may_go_on.clear()
     earlier = pool.submit(cache.allowed_rows, generation, ODD)
-    wait_for(lambda: num_waiting(cache) == 1)
+    wait_until(lambda: num_waiting(cache) == 1)
     changes.of[generation] += 1
     later = [pool.submit(cache.allowed_rows, generation, ODD) for _ in range(3)]
-    wait_for(lambda: num_waiting(cache) == 4)
+    wait_until(lambda: num_waiting(cache) == 4)
     store.may_go_on.set()
-    earlier.result(30)
-    [first, *others] = [one.result(30) for one in later]
+    earlier.result(60)
+    [first, *others] = [one.result(60) for one in later]
     assert all(rows is first for rows in others)
     assert store.num_evaluations == 2, "one for the earlier search, one for all others"
 
@@ -156,13 +150,13 @@ def test_an_evaluation_ends_when_all_that_wait_are_cancelled(
     waiting = [
         pool.submit(cache.allowed_rows, generation, ODD, event.is_set) for event in cancelled
     ]
-    wait_for(lambda: num_waiting(cache) == 2)
+    wait_until(lambda: num_waiting(cache) == 2)
     for event, one in zip(cancelled, waiting, strict=True):
         assert cache._current, "the other search still wants the rows"
         event.set()
         with pytest.raises(FilterCancelled):
-            one.result(30)
-    wait_for(lambda: not cache._current)
+            one.result(60)
+    wait_until(lambda: not cache._current)
     store.may_go_on.set()
     assert len(cache.allowed_rows(generation, ODD)) == NUM_DOCUMENTS // 2
 
@@ -174,13 +168,13 @@ def test_many_searches_wait_without_threads(
     waiting = []
     for _ in range(20):
         waiting += [cache.request(generation, ODD) for _ in range(5)]
-        wait_for(lambda: store.num_evaluations == 1)
+        wait_until(lambda: store.num_evaluations == 1)
         changes.of[generation] += 1  # as under ingestion
     other = cache.request(generation, Exists("parity"))
-    wait_for(lambda: store.num_evaluations == 2)
+    wait_until(lambda: store.num_evaluations == 2)
     store.may_go_on.set()
-    assert {len(one.result(30)) for one in waiting} == {NUM_DOCUMENTS // 2}
-    assert len(other.result(30)) == NUM_DOCUMENTS
+    assert {len(one.result(60)) for one in waiting} == {NUM_DOCUMENTS // 2}
+    assert len(other.result(60)) == NUM_DOCUMENTS
     assert store.num_evaluations == 3, "two for those that wait, and one for the other filter"
 
 
@@ -200,7 +194,7 @@ def test_a_search_that_joins_an_ending_evaluation_gets_its_rows(
 
     monkeypatch.setattr(store, "allowed_rows", ended)
     first = cache.request(generation, ODD, is_cancelled.is_set)
-    assert len(first.result(30)) == NUM_DOCUMENTS // 2
+    assert len(first.result(60)) == NUM_DOCUMENTS // 2
     assert joined == [first]
 
 
@@ -210,11 +204,11 @@ def test_closing_ends_evaluations_that_run_and_that_wait(
     cache = FilterCache(store, changes)  # type: ignore[arg-type]
     store.may_go_on.clear()
     waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(NUM_THREADS + 1)]
-    wait_for(lambda: store.num_evaluations == NUM_THREADS)
+    wait_until(lambda: store.num_evaluations == NUM_THREADS)
     changes.of[generation] += 1
     waiting.append(cache.request(generation, Exists("field 0")))
     cache.close()
-    assert all(isinstance(one.exception(30), FilterCancelled) for one in waiting)
+    assert all(isinstance(one.exception(60), FilterCancelled) for one in waiting)
     with pytest.raises(Unavailable, match="stopping"):
         cache.request(generation, ODD)
     store.may_go_on.set()
@@ -227,12 +221,16 @@ def test_a_filter_that_takes_too_long_is_refused(
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(filter_cache, "time", clock)
     monkeypatch.setattr(filter_cache, "LIMIT_S", 0.2)
     store.may_go_on.clear()
     waiting = [pool.submit(cache.allowed_rows, generation, ODD) for _ in range(3)]
+    wait_until(lambda: num_waiting(cache) == 3)
+    clock.now += 0.3
     for one in waiting:
         with pytest.raises(InvalidInput, match=r"filter: takes longer than 0\.2 s.*; use fewer"):
-            one.result(30)
+            one.result(60)
     assert store.num_evaluations == 1
 
 
@@ -296,7 +294,7 @@ async def test_slow_filters_leave_threads_to_other_searches(
     filters = [Or((ODD, Exists(f"field {i}"))) for i in range(2 * NUM_READERS)]
     slow = [asyncio.create_task(found(wanted)) for wanted in filters]
     await asyncio.sleep(0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await found(None) == 1
         assert not any(task.done() for task in slow)
         # A caller that leaves frees the thread of its filter.

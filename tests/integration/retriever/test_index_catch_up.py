@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.kit.retriever import (
     serving,
     tokenizer_of,
 )
+from tests.kit.wait import until
 
 WORDS = ("apple", "banana", "cherry")
 
@@ -56,9 +56,7 @@ async def found(knowledge_base: KnowledgeBase, word: str) -> bool:
 
 
 async def until_found(knowledge_base: KnowledgeBase, word: str) -> None:
-    async with asyncio.timeout(20):
-        while not await found(knowledge_base, word):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: found(knowledge_base, word), word)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, times: int) -> list[str]:
@@ -121,20 +119,21 @@ async def test_a_load_that_fails_unexpectedly_is_repeated(
 async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_later(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up, "PERIOD_S", 1.0)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with serving(knowledge_base) as client:
         await knowledge_base.ingestion.upsert("default", page("apple"))
-        failures = fail(monkeypatch, FaissIndexes, "open", times=1)
-        await knowledge_base.put_collection("team", CollectionSettings())
-        assert failures
-        status = await client.status()
-        states = {one.collection: (one.vectors, one.building) for one in status.indexes}
-        assert states == {"default": (1, False), "team": (0, True)}
-        async with asyncio.timeout(20):
-            while any(one.building for one in status.indexes):
-                await asyncio.sleep(0.02)
-                status = await client.status()
+        with monkeypatch.context() as broken:
+            failures = fail(broken, FaissIndexes, "open", times=1_000_000)
+            await knowledge_base.put_collection("team", CollectionSettings())
+            assert failures
+            status = await client.status()
+            states = {one.collection: (one.vectors, one.building) for one in status.indexes}
+            assert states == {"default": (1, False), "team": (0, True)}
+
+        async def are_built() -> bool:
+            return not any(one.building for one in (await client.status()).indexes)
+
+        await until(are_built)
         await knowledge_base.ingestion.upsert("team", page("banana"))
         assert {one.num_vectors for one in await knowledge_base.collections.index_infos()} == {1}
 

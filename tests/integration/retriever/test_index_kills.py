@@ -52,13 +52,14 @@ def add_and_merge(folder: Path) -> None:
 def test_an_index_survives_kills_while_it_merges(tmp_path: Path) -> None:
     vectors = clustered(NUM_VECTORS, seed=1)
     rng = np.random.default_rng(1)
-    sizes = []
-    for _ in range(NUM_KILLS):
+    sizes: list[int] = []
+    max_life_s = 0.4
+    while len(sizes) < NUM_KILLS or not sizes[-1]:
         command = [sys.executable, "-c", WRITER, str(tmp_path / "index")]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"started\n"
-            time.sleep(rng.uniform(0.05, 0.4))
+            time.sleep(rng.uniform(0.05, max_life_s))
             process.kill()
         with BuildThread() as builds:
             index = opened(tmp_path / "index", builds)
@@ -67,5 +68,6 @@ def test_an_index_survives_kills_while_it_merges(tmp_path: Path) -> None:
             query = vectors[rng.integers(NUM_VECTORS)]
             assert final(index, query, 10).rows == nearest(rows, vectors[rows], query, 10)
             index.close()
+        if not sizes[-1]:
+            max_life_s *= 1.5  # a slow machine merges nothing in so short a time
     assert sizes == sorted(sizes), "a base that was complete is gone"
-    assert sizes[-1] > 0, "nothing was merged between the kills"

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -29,6 +30,7 @@ from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import build_thread
+from tests.kit.wait import until
 
 NUM_WRITERS = 4
 DOCUMENTS_OF_A_WRITER = 6
@@ -146,14 +148,18 @@ async def change_collection(
 
 async def create(client: RetrieverClient, collection: pb.Collection) -> pb.Collection:
     """Create a collection, once an earlier one of its name is removed, or change it."""
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                return await client.put_collection(collection)
-            except Unavailable as error:
-                if "is being deleted" not in str(error):
-                    raise
-            await asyncio.sleep(0.02)
+
+    async def created() -> pb.Collection | None:
+        try:
+            return await client.put_collection(collection)
+        except Unavailable as error:
+            if "is being deleted" not in str(error):
+                raise
+        return None
+
+    found = await until(created)
+    assert found is not None
+    return found
 
 
 async def change_chunking(client: RetrieverClient, rng: random.Random) -> None:
@@ -268,8 +274,12 @@ def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimen
 
 async def until_nothing_remains(client: RetrieverClient, folder: Path) -> None:
     """Wait until documents are prepared, and deleted collections and old chunks are removed."""
-    while (await client.get_collection("default")).HasField("remake") or is_removing(folder):  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
+
+    async def nothing_remains() -> bool:
+        is_remaking = (await client.get_collection("default")).HasField("remake")
+        return not (is_remaking or is_removing(folder))
+
+    await until(nothing_remains)
 
 
 def is_removing(folder: Path) -> bool:
@@ -282,9 +292,14 @@ def is_removing(folder: Path) -> bool:
     return bool(count)
 
 
+def has_changed(expected: Expected, life: int) -> bool:
+    """Whether there were four documents for each life, and half a deleted collection."""
+    return expected.num_acknowledged >= 4 * life and expected.num_deleted_collections >= life // 2
+
+
 async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> Expected:
     rng, expected = random.Random(seed), Expected()
-    for _ in range(num_kills):
+    for life in range(num_kills):
         async with running(folder, model) as (process, client):
             await check(client, expected)
             tasks = [
@@ -297,6 +312,8 @@ async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> Ex
             ]
             tasks.append(asyncio.create_task(change_chunking(client, rng)))
             tasks.append(asyncio.create_task(back_up(client, folder.with_suffix(".backup"))))
+            # On a slow machine, too, enough happens between the kills.
+            await until(partial(has_changed, expected, life))
             await asyncio.sleep(rng.uniform(0.2, MAX_LIFE_S))
             process.send_signal(signal.SIGKILL)
             await process.wait()
@@ -305,8 +322,7 @@ async def kill_often(folder: Path, model: Path, num_kills: int, seed: int) -> Ex
         check_files(folder)
     async with running(folder, model) as (_, client):
         await check(client, expected)
-        async with asyncio.timeout(60):
-            await until_nothing_remains(client, folder)
+        await until_nothing_remains(client, folder)
         await check(client, expected)
     check_nothing_left(folder)
     return expected

@@ -28,6 +28,7 @@ from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from tests.kit.retriever import WordEmbedder, make_knowledge_base, tokenizer_of
 from tests.kit.stored_documents import add_collection, delete, put
+from tests.kit.wait import until
 
 PAGE_BYTES = 4096
 
@@ -162,8 +163,7 @@ async def test_searches_that_were_abandoned_in_the_queue_do_not_run(
     await asyncio.to_thread(all_hang.wait, 60)
     queue = knowledge_base.threads.readers._work_queue
     abandoned = [asyncio.create_task(found(knowledge_base, "apple")) for _ in range(20)]
-    while queue.qsize() < len(abandoned):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: queue.qsize() >= len(abandoned))
     for one in abandoned:
         one.cancel()
     await asyncio.gather(*abandoned, return_exceptions=True)

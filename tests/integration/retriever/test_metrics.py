@@ -20,6 +20,7 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.integration.retriever.test_process import SUBJECTS, environment, running
 from tests.kit.postgres_server import PostgresServer
 from tests.kit.retriever import make_knowledge_base, serving, tokenizer_of
+from tests.kit.wait import until
 
 SIZES = (
     "collections",
@@ -53,9 +54,7 @@ async def test_a_size_has_no_series_before_it_is_known(tmp_path: Path, tiny_mode
                 pb.Document(collection="default", id=name, title=name, text=text)
             )
         following = asyncio.create_task(metrics.follow(knowledge_base))
-        async with asyncio.timeout(30):
-            while "ragcache_retriever_documents" not in page():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: "ragcache_retriever_documents" in page())
         found = page()
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -86,7 +85,7 @@ async def test_an_unexpected_error_does_not_end_the_reads_of_sizes(
     monkeypatch.setattr(knowledge_base.store, "disk", failing)
     async with serving(knowledge_base):
         following = asyncio.create_task(metrics.follow(knowledge_base))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await has_read.wait()
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -106,11 +105,12 @@ async def test_postgresql_tells_no_free_space(
         RAGCACHE_BACKEND_URL=postgres.new_schema(),
         RAGCACHE_HEALTH_LISTEN=health,
     )
-    async with running(env), httpx.AsyncClient() as prometheus, asyncio.timeout(60):
-        while True:
+    async with running(env), httpx.AsyncClient(timeout=60) as prometheus:
+
+        async def known_levels() -> Mapping[str, float]:
             found = levels((await prometheus.get(f"http://{health}/metrics")).text)
-            if "ragcache_retriever_documents" in found:
-                break
-            await asyncio.sleep(0.2)
+            return found if "ragcache_retriever_documents" in found else {}
+
+        found = await until(known_levels)
     assert found["ragcache_retriever_disk_used_bytes"] > 0
     assert FREE not in found

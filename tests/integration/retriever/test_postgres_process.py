@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from pathlib import Path
 
@@ -20,16 +19,18 @@ from tests.integration.retriever.test_process import (
     running,
 )
 from tests.kit.postgres_server import PostgresServer
+from tests.kit.wait import until
 
 
 async def until_best(client: RetrieverClient, query: str, wanted: str) -> None:
     """Repeat a search until it finds a document first."""
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            with contextlib.suppress(Unavailable):
-                if (await best(client, query))[:1] == [wanted]:
-                    return
-            await asyncio.sleep(0.2)
+
+    async def is_found() -> bool:
+        with contextlib.suppress(Unavailable):
+            return (await best(client, query))[:1] == [wanted]
+        return False
+
+    await until(is_found, f"{wanted} for {query!r}", timeout_s=START_TIMEOUT_S)
 
 
 async def upsert(client: RetrieverClient, document_id: str, text: str) -> None:

@@ -173,7 +173,7 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
         assert b"\nragcache_retriever: RAGCACHE_LISTEN: " in await refusal(other)
 
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from tests.kit.retriever import (
     serving,
     tokenizer_of,
 )
+from tests.kit.wait import until
 
 OTHER_CHUNKING = pb.Chunking(size_tokens=24, overlap_tokens=0)
 
@@ -45,12 +45,6 @@ def has_been_split(knowledge_base: KnowledgeBase, collection: str) -> bool:
     assert stored is not None
     assert stored.serving is not None
     return stored.serving.recipe.chunking.size_tokens == OTHER_CHUNKING.size_tokens
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  the server has no event for it
-            await asyncio.sleep(0.01)
 
 
 async def removed(knowledge_base: KnowledgeBase, collection: str) -> None:

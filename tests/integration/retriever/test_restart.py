@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.kit.retriever import (
     status_of,
     tokenizer_of,
 )
+from tests.kit.wait import until
 
 TEXT = "# Page\n\n" + "\n\n".join(
     f"The part number {i} of this page says something of its own. It is number {i}."
@@ -161,9 +161,11 @@ async def test_a_remake_continues_after_a_restart(tmp_path: Path, tiny_model: Pa
     first = HeldEmbedder(identity="other", num_free=3)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=first)
     async with serving(knowledge_base) as client:
-        async with asyncio.timeout(30):
-            while (await client.get_collection("default")).remake.documents_done < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def has_done_three() -> bool:
+            return (await client.get_collection("default")).remake.documents_done >= 3
+
+        await until(has_done_three)
     second = WordEmbedder(identity="other")
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=second)
     async with serving(knowledge_base) as client:
@@ -233,9 +235,7 @@ async def test_an_embedder_that_fails_interrupts_a_remake_and_nothing_else(
     embedder = FailingEmbedder(identity="other")
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     async with serving(knowledge_base) as client:
-        async with asyncio.timeout(30):
-            while not embedder.embedded:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(embedder.embedded))
         assert "number 5" in (await best(client, "part number 5")).text
         embedder.broken = False
         await knowledge_base.wait_until_idle()

@@ -18,20 +18,20 @@ from ragcache_wire.channel import (
 )
 from ragcache_wire.clients import retriever_client
 
-PING_MS, STREAM_S = 1_000, 6.0
+PING_MS, ANSWER_MS = 1_000, 600_000
 METHOD = "/ragcache.test.Silent/Watch"
 
 
-async def silent_for(_request: bytes, _context: object) -> AsyncIterator[bytes]:
-    yield b"first"
-    await asyncio.sleep(STREAM_S)
-    yield b"last"
-
-
-async def received(server_options: Sequence[Option]) -> list[bytes]:
+async def received(server_options: Sequence[Option], silent_s: float) -> list[bytes]:
     """Return what a client that pings each second gets of a silent stream."""
+
+    async def silent(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.sleep(silent_s)
+        yield b"last"
+
     server = grpc.aio.server(options=server_options)
-    handler = grpc.unary_stream_rpc_method_handler(silent_for)
+    handler = grpc.unary_stream_rpc_method_handler(silent)
     service, name = METHOD[1:].split("/")
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(service, {name: handler}),)
@@ -39,7 +39,8 @@ async def received(server_options: Sequence[Option]) -> list[bytes]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     found = []
-    options = with_options(OPTIONS, ("grpc.keepalive_time_ms", PING_MS))
+    pings = ("grpc.keepalive_time_ms", PING_MS), ("grpc.keepalive_timeout_ms", ANSWER_MS)
+    options = with_options(OPTIONS, *pings)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             async for part in channel.unary_stream(METHOD, bytes, bytes)(b""):
@@ -54,7 +55,7 @@ async def received(server_options: Sequence[Option]) -> list[bytes]:
 async def test_a_server_bears_the_pings_that_its_options_allow() -> None:
     interval = ("grpc.http2.min_ping_interval_without_data_ms", PING_MS // 2)
     allowing = with_options(SERVER_OPTIONS, interval)
-    allowed, refused = await asyncio.gather(received(allowing), received(()))
+    allowed, refused = await asyncio.gather(received(allowing, 6.0), received((), 240.0))
     assert allowed == [b"first", b"last"]
     assert refused == [b"first", b"Too many pings"], "what gRPC allows by default"
 

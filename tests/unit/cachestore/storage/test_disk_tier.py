@@ -203,14 +203,14 @@ def test_concurrent_writes_leave_the_reserve(tmp_path: Path) -> None:
 
     def slow(offset: int, views: list[memoryview]) -> None:
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         write_all(offset, views)
 
     file._write_all = slow  # type: ignore[method-assign]
     page = memoryview(bytes(PAGE_BYTES))
     writer = threading.Thread(target=file.write, args=((Extent(0, PAGE_BYTES),), [page]))
     writer.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     with pytest.raises(Unavailable, match="full"):
         file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])
     gate.set()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from tests.kit.wait import wait_until
+
 if TYPE_CHECKING:
     import torch
 else:
@@ -394,10 +396,12 @@ def test_a_cancelled_recomputation_stops_and_is_reported() -> None:
     made.worker.store.fill(wanted)
     connector = made.worker.connector
     connector.start_loads(StepJobs(loads=(job(wanted, recompute(chunk(10, 120), budget=110)),)))
-    deadline = time.monotonic() + TIMEOUT_S
-    while not made.model.passes:
-        assert time.monotonic() < deadline
+
+    def has_begun() -> bool:
         connector.advance((), busy=True)
+        return bool(made.model.passes)
+
+    wait_until(has_begun)
     done = len(made.model.passes)
     connector.advance({"r"}, busy=True)
     assert connector.take_received() == {"r"}

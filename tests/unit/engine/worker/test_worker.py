@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -244,13 +243,15 @@ def load_all(worker: WorkerHarness, *jobs: LoadJob) -> dict[str, LoadOutcome]:
     """Loads that begin in one step, wait_until all have ended."""
     worker.connector.start_loads(StepJobs(loads=jobs))
     ended: dict[str, LoadOutcome] = {}
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(ended) < len(jobs):
-        assert time.monotonic() < deadline, "a load never ended"
+
+    def have_ended() -> bool:
         worker.connector.advance((), busy=False)
         report = worker.connector.take_report()
         for outcome in report.outcomes if report is not None else ():
             ended[outcome.request_id] = outcome
+        return len(ended) == len(jobs)
+
+    wait_until(have_ended, "the end of all loads")
     return ended
 
 
@@ -311,10 +312,12 @@ def test_a_cancelled_load_does_not_affect_others(worker: WorkerHarness) -> None:
     worker.connector.advance({"cancelled"}, busy=False)
     assert worker.connector.take_received() == {"cancelled"}
     worker.store.get_gate.set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while "running" not in worker.connector.take_received():
-        assert time.monotonic() < deadline
+
+    def has_ended() -> bool:
         worker.connector.advance((), busy=False)
+        return "running" in worker.connector.take_received()
+
+    wait_until(has_ended)
     report = worker.connector.take_report()
     assert report is not None
     assert [(one.request_id, one.reason) for one in report.outcomes] == [
@@ -369,11 +372,13 @@ def test_a_write_that_raises_does_not_affect_other_loads(worker: WorkerHarness) 
     worker.cache.write = only_the_first  # type: ignore[method-assign]
     worker.store.get_gate.set()
     received: set[str] = set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while received != {"a", "b"}:
-        assert time.monotonic() < deadline, f"only {received} ended"
+
+    def have_ended() -> bool:
         worker.connector.advance((), busy=False)
-        received |= worker.connector.take_received()
+        received.update(worker.connector.take_received())
+        return received == {"a", "b"}
+
+    wait_until(have_ended)
     report = worker.connector.take_report()
     assert report is not None
     assert sorted(outcome.reason for outcome in report.outcomes) == ["", "write failed"]

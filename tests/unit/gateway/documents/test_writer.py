@@ -78,7 +78,7 @@ def world() -> World:
 
 async def test_deletes_are_sent_while_the_feed_catches_up(world: World) -> None:
     change = asyncio.create_task(world.writer.write(pb.Document(collection="c", id="d")))
-    await asyncio.wait_for(world.sender.has_sent.wait(), 30)
+    await asyncio.wait_for(world.sender.has_sent.wait(), 60)
     assert not world.written
     world.retriever.gate.set()
     assert (await change)[1] == 3
@@ -89,7 +89,7 @@ async def test_a_slow_feed_delays_a_write_only_briefly(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", 0.01)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await world.writer.delete("c", "d") == 3
         assert (await world.writer.write(pb.Document(collection="c", id="d")))[1] == 3
         await world.writer.put_collection(pb.Collection(name="c"), keep_unset=False)

@@ -64,6 +64,7 @@ async def loads(
     one: OneEngine, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[EngineLoads, None]:
     monkeypatch.setattr(engine_load, "REFRESH_S", 0.01)
+    monkeypatch.setattr(engine_load, "_FIRST_REFRESH_S", 60.0)
     found = EngineLoads(pool_of(one))
     yield found
     await found.close()

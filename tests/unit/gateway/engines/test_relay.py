@@ -14,7 +14,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.engines.connections import EngineConnections, EngineResponse
 from ragcache_wire.tracing import tracer
-from tests.kit.wait import until
+from tests.kit.wait import let_tasks_begin, until
 
 
 class Wire:
@@ -74,7 +74,7 @@ def test_events_are_passed_on_however_the_stream_is_split(
         relay = asyncio.create_task(answer.relay(1, deliver, nothing_to_drain))
         for part in parts:
             response.part_received(part)
-            await asyncio.sleep(0)
+            await let_tasks_begin()
         response.completed()
         await relay
         said = [json.loads(one)["choices"][0]["delta"]["content"] for one in passed]
@@ -102,7 +102,7 @@ async def test_the_engine_waits_for_a_client_whose_buffer_is_full() -> None:
 
     relay = asyncio.create_task(answer.relay(1, deliver, drain))
     response.part_received(event("a"))
-    await asyncio.wait_for(is_draining.wait(), 10)
+    await asyncio.wait_for(is_draining.wait(), 60)
     assert wire.is_paused
     may_go_on.set()
     await until(lambda: not wire.is_paused)

@@ -20,6 +20,7 @@ from ragcache_gateway.explain.tree_outline import (
     TreeReader,
 )
 from tests.kit.clock import ManualClock
+from tests.kit.wait import let_tasks_begin
 
 HEAD, BILLING, SEARCH = (bytes([i]) * KEY_BYTES for i in range(3))
 
@@ -112,7 +113,7 @@ async def test_other_tasks_get_their_turn_while_a_large_tree_is_read() -> None:
         nonlocal turns
         while True:
             turns += 1
-            await asyncio.sleep(0)
+            await let_tasks_begin()
 
     counting = asyncio.create_task(count())
     reader = TreeReader(tree, RecentAnswers(), ManualClock(1000.0))

@@ -55,7 +55,7 @@ async def followed(
     api = FakeApi(lists, watches)
     informer = Informer(api, CONFIG_MAPS, "", lambda a, b: changes.append((named(a), named(b))))  # type: ignore[arg-type]
     task = asyncio.create_task(informer.run())
-    await asyncio.wait_for(api.done.wait(), 30)
+    await asyncio.wait_for(api.done.wait(), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return informer, changes
@@ -104,7 +104,7 @@ async def test_a_wakeup_during_a_pass_counts_for_the_next_wait() -> None:
     with wakeups.subscribe(("ns", "a")) as flag:
         wakeups.wake(("ns", "a"))
         wakeups.wake(("ns", "b"))
-        await asyncio.wait_for(wait_for_wakeup(flag, None), 5)
+        await asyncio.wait_for(wait_for_wakeup(flag, None), 60)
         assert not flag.is_set()
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from ragcache_retriever.concurrency.bounded import for_each
+from tests.kit.wait import let_tasks_begin
 
 
 async def test_each_item_is_used_once_and_few_at_once() -> None:
@@ -17,7 +18,7 @@ async def test_each_item_is_used_once_and_few_at_once() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         seen.append(item)
         running -= 1
 
@@ -33,7 +34,7 @@ async def test_an_error_cancels_the_other_calls() -> None:
         if item == 1:
             raise KeyError(item)
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(item)
             raise

@@ -11,6 +11,7 @@ import pytest_asyncio
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_retriever.concurrency import item_task
 from ragcache_retriever.concurrency.item_task import ItemTask
+from tests.kit.wait import until
 
 
 class Work:
@@ -31,12 +32,11 @@ class Work:
         self.done.append(item)
 
     async def until_done(self, count: int) -> None:
-        while len(self.done) < count:  # noqa: ASYNC110  it ends in a few steps of the loop
-            await asyncio.sleep(0)
+        await until(lambda: len(self.done) >= count)
 
     async def run(self) -> None:
         self.task.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self.task.wait_until_idle()
 
 

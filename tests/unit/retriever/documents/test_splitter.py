@@ -30,6 +30,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.messages.requests import MAX_DOCUMENT_BYTES
 from ragcache_wire.clients.retriever_client import UPSERT_TIMEOUT_S
 from tests.kit.retriever import tokenizer_of
+from tests.kit.wait import until
 
 CHUNKING = Chunking(64, 16)
 TEXT = "# Über\n\n" + "It says something. It says more.\n" * 20 + "```\ncode\n```\n"
@@ -99,8 +100,7 @@ async def test_a_document_over_its_limit_is_refused_and_others_are_not(
 
 async def test_a_cancelled_split_ends_its_process(splitter: DocumentSplitter) -> None:
     endless = asyncio.create_task(split(splitter, ENDLESS))
-    while not processes():  # noqa: ASYNC110  no event tells that it has started
-        await asyncio.sleep(0.01)
+    await until(processes)
     endless.cancel()
     with pytest.raises(asyncio.CancelledError):
         await endless

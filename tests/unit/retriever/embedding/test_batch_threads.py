@@ -15,9 +15,13 @@ from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.embedding.batch_threads import BatchThreads
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.embedding.text_encoder import Tokens
+from tests.kit.wait import let_tasks_begin
 
 BLOCKED = 999
 """A text of this token waits in the fake model until ``go_on`` is set."""
+
+
+LIMIT_S = 120.0
 
 
 class Model:
@@ -33,7 +37,7 @@ class Model:
         self.batches.append([sum(tokens) for tokens in batch])
         if [BLOCKED] in batch:
             self.running.set()
-            self.go_on.wait(10)
+            self.go_on.wait(LIMIT_S)
         self.at_layer()
         if [-1] in batch:
             raise KeyError("text")
@@ -67,7 +71,7 @@ async def threads(
 async def block(made: BatchThreads, model: Model) -> asyncio.Task[Vectors]:
     """Let the only thread of batches wait in the model."""
     blocking = asyncio.create_task(made.embed_documents([[BLOCKED]]))
-    await asyncio.to_thread(model.running.wait, 10)
+    await asyncio.to_thread(model.running.wait, LIMIT_S)
     return blocking
 
 
@@ -79,7 +83,7 @@ async def test_concurrent_calls_share_a_batch_and_get_their_own_vectors() -> Non
             asyncio.create_task(made.embed_documents(texts))
             for texts in ([[1], [2, 2]], [[3]], [[5, 5]])
         ]
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         vectors = await asyncio.gather(*calls)
         await blocking
@@ -104,14 +108,14 @@ async def test_queries_that_wait_share_a_batch() -> None:
     model = Model()
     async with threads(model) as made:
         blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, 10)
+        await asyncio.to_thread(model.running.wait, LIMIT_S)
         waiting = [
             asyncio.create_task(made.embed_queries([tokens]))
             for tokens in ([1], [2, 2], [3], [4, 4], [5] * 9, [6])
         ]
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         waiting[2].cancel()
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         cancelled = waiting.pop(2)
         vectors = await asyncio.gather(*waiting)
@@ -125,11 +129,11 @@ async def test_the_queries_of_a_call_let_another_call_in_between_their_batches()
     model = Model()
     async with threads(model) as made:
         blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, 10)
+        await asyncio.to_thread(model.running.wait, LIMIT_S)
         many = asyncio.create_task(made.embed_queries([[1], [2, 2], [3], [5] * 9, [6]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         one = asyncio.create_task(made.embed_queries([[7]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         assert (await many).tolist() == [[1], [4], [3], [45], [6]]
         assert (await one).tolist() == [[7]]
@@ -152,7 +156,7 @@ async def test_a_query_takes_a_free_thread() -> None:
     model = Model()
     async with threads(model, num_query_threads=2) as made:
         blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, 10)
+        await asyncio.to_thread(model.running.wait, LIMIT_S)
         assert (await made.embed_queries([[7]])).tolist() == [[7]]
         assert not blocking.done()
         model.go_on.set()
@@ -171,11 +175,11 @@ async def test_a_stop_fails_queries_that_wait() -> None:
     model = Model()
     async with threads(model) as made:
         blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, 10)
+        await asyncio.to_thread(model.running.wait, LIMIT_S)
         waiting = asyncio.create_task(made.embed_queries([[1]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         stopping = asyncio.create_task(made.stop())
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         await stopping
         assert (await blocking).tolist() == [[BLOCKED]]
@@ -205,7 +209,7 @@ async def test_an_error_fails_the_calls_of_its_batch_only() -> None:
         blocking = await block(made, model)
         failing = asyncio.create_task(made.embed_documents([[-1], [1]]))
         other = asyncio.create_task(made.embed_documents([[1, 1, 1]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         with pytest.raises(KeyError):
             await failing
@@ -218,7 +222,7 @@ async def test_texts_of_a_cancelled_call_are_not_embedded() -> None:
     async with threads(model) as made:
         blocking = await block(made, model)
         cancelled = asyncio.create_task(made.embed_documents([[1]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
@@ -233,9 +237,9 @@ async def test_a_stop_fails_calls_that_wait() -> None:
     async with threads(model) as made:
         blocking = await block(made, model)
         waiting = asyncio.create_task(made.embed_documents([[1]]))
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         stopping = asyncio.create_task(made.stop())
-        await asyncio.sleep(0)
+        await let_tasks_begin()
         model.go_on.set()
         await stopping
         with pytest.raises(Unavailable, match="stopping"):

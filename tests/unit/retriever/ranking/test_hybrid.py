@@ -236,7 +236,7 @@ def test_early_stages_do_not_wait_for_slow_words(
     released = threading.Event()
 
     def slow(*_: object, **__: object) -> list[object]:
-        released.wait(30)
+        released.wait(600)
         return []
 
     monkeypatch.setattr(pages.store, "lexical_hits", slow)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from ragcache_retriever.readiness.monitor import ReadinessMonitor
 from ragcache_retriever.readiness.storage_probe import PROBE_FILE, StorageProbe
+from tests.kit.wait import until
+
+LIMIT_S = 120.0
 
 
 async def test_a_working_folder_passes(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "d.sqlite", check_same_thread=False)
-    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1").fetchone())
+    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1").fetchone(), LIMIT_S)
     assert await probe.check() is None
     assert (tmp_path / PROBE_FILE).read_bytes() == b"probe"
     assert await probe.check() is None
@@ -21,10 +24,10 @@ async def test_a_working_folder_passes(tmp_path: Path) -> None:
 
 async def test_a_failure_is_named(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "d.sqlite", check_same_thread=False)
-    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1 FROM documents"))
+    probe = StorageProbe(tmp_path, lambda: database.execute("SELECT 1 FROM documents"), LIMIT_S)
     assert await probe.check() == "the storage failed: no such table: documents"
     database.close()
-    gone = StorageProbe(tmp_path / "gone", lambda: None)
+    gone = StorageProbe(tmp_path / "gone", lambda: None, LIMIT_S)
     problem = await gone.check()
     assert problem is not None
     assert "No such file" in problem
@@ -36,7 +39,7 @@ async def test_a_hanging_disk_has_one_thread_and_recovers(tmp_path: Path) -> Non
     def read() -> None:
         nonlocal num_reads
         num_reads += 1
-        assert answers.wait(60)
+        assert answers.wait(600)
 
     probe = StorageProbe(tmp_path, read, deadline_s=0.05)
     for _ in range(3):
@@ -45,8 +48,11 @@ async def test_a_hanging_disk_has_one_thread_and_recovers(tmp_path: Path) -> Non
         assert problem.startswith("the storage has not answered for")
     assert num_reads == 1
     answers.set()
-    while await probe.check() is not None:
-        pass
+
+    async def has_recovered() -> bool:
+        return await probe.check() is None
+
+    await until(has_recovered)
     # The check that succeeded may be the one that hung.
     assert num_reads in (1, 2)
 

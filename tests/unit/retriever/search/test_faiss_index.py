@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -19,6 +20,7 @@ from ragcache_retriever.search import faiss_base, faiss_files, faiss_index
 from ragcache_retriever.search.faiss_base import Precision, SearchEffort
 from ragcache_retriever.search.faiss_build import build_base
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndex, IndexOptions
+from tests.kit.clock import ManualClock
 from tests.kit.vectors import (
     DIMENSION,
     EVERYTHING,
@@ -236,12 +238,16 @@ def test_stages_advance_to_the_end_and_count_what_they_score(builds: BuildThread
         assert all(0 <= stage.final_probability <= 1 for stage in stages)
 
 
-def test_a_slow_caller_gets_the_first_and_the_last_stage(builds: BuildThread) -> None:
+def test_a_slow_caller_gets_the_first_and_the_last_stage(
+    builds: BuildThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = loaded(builds, IndexKind.IVF, clustered(6000, seed=10))
+    clock = ManualClock()
+    monkeypatch.setattr(faiss_index, "time", SimpleNamespace(perf_counter=clock))
     progress = []
     for stage in index.search(clustered(1, seed=11)[0], 10):
         progress.append(stage.progress)
-        threading.Event().wait(0.5)
+        clock.now += 0.5
     assert len(progress) == 2
     assert progress[0] < 1 / 4
     assert progress[1] == 1

@@ -27,6 +27,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from tests.kit.stored_documents import NOW_MS, add_collection, put
+from tests.kit.wait import let_tasks_begin
 
 NUM_DOCUMENTS = 40
 PAGE_BYTES = 4096
@@ -203,10 +204,10 @@ async def test_the_removal_of_the_file_is_noticed(tmp_path: Path) -> None:
     removed = asyncio.Event()
     (tmp_path / DAMAGED_NAME).touch()
     watching = asyncio.create_task(until_removed(tmp_path, removed))
-    await asyncio.sleep(0)
+    await let_tasks_begin()
     assert not removed.is_set()
     (tmp_path / DAMAGED_NAME).unlink()
-    await asyncio.wait_for(removed.wait(), 10)
+    await asyncio.wait_for(removed.wait(), 60)
     await watching
 
 

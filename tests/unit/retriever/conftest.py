@@ -1,0 +1,15 @@
+"""Limits that no busy machine reaches. A test about one of them shortens it."""
+
+from __future__ import annotations
+
+import pytest
+from ragcache_retriever.ranking.rerankers.endpoint import RerankEndpoint
+
+from tests.kit.limits import LIMIT_S
+from tests.kit.retriever import lengthen_retriever_limits
+
+
+@pytest.fixture(autouse=True)
+def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengthen_retriever_limits(monkeypatch)
+    monkeypatch.setitem(RerankEndpoint.__init__.__kwdefaults__, "deadline_s", LIMIT_S)
