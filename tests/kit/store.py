@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 
 from ragcache_cachestore.api import data_connection
 from ragcache_cachestore.api.data_server import DataServer

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ragcache_retriever.ranking.candidate_text import CandidateText
-from ragcache_retriever.ranking.rerankers.cross_encoder import MAX_READ
+from ragcache_retriever.ranking.rerankers import CandidateText
+from ragcache_retriever.ranking.rerankers import MAX_READ
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache_core.retrieval.fusion import Scores

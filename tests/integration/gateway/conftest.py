@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 
 from harness.browser import Page, console_page, screenshots_folder
 from ragcache_gateway.documents import removal_feed, writer
