@@ -16,7 +16,7 @@ from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.search import SearchMode
-from ragcache_retriever.search.remote.milvus import MilvusIndexes
+from ragcache_retriever.search.milvus import MilvusIndexes
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
 from tests.integration.retriever.knowledge_base_contract import (

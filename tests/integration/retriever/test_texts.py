@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ragcache_retriever.ranking.rerankers import score_texts
 
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.retrieval.fusion import Scores
-from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText
+from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText, score_texts
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from tests.kit.retriever import (
     WordEmbedder,

@@ -28,11 +28,10 @@ from ragcache_retriever.knowledge_base.searching import Searching
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers import score_texts
-from ragcache_retriever.search.vector_index import Vectors
+from ragcache_retriever.search.vector_index import VectorIndexes, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxClaim
 from ragcache_retriever.store.records import DiskUse
-from ragcache_retriever.store.vector_indexes import VectorIndexes
 
 logger = logging.getLogger(__name__)
 

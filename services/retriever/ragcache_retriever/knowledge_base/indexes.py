@@ -18,9 +18,9 @@ import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import IndexChange, Rows, Vectors
-from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_retriever.concurrency.background import for_each
 
 
 async def test_each_item_is_used_once_and_few_at_once() -> None:

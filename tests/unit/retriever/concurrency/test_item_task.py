@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_retriever.concurrency import item_task
-from ragcache_retriever.concurrency.item_task import ItemTask
+from ragcache_retriever.concurrency.background import ItemTask
 
 
 class Work:

@@ -12,9 +12,8 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.batch_threads import BatchThreads
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.text_encoder import Tokens
+from ragcache_retriever.embedding.batch_threads import BatchLimits, BatchThreads
+from ragcache_retriever.embedding.embedder import Tokens, Vectors
 
 BLOCKED = 999
 """A text of this token waits in the fake model until ``go_on`` is set."""
@@ -51,11 +50,8 @@ async def threads(
     made = BatchThreads(
         model.embed,
         gate or QueryGate(),
-        dimension=1,
-        num_threads=1,
-        num_query_threads=num_query_threads,
-        max_batch_tokens=max_batch_tokens,
-        max_query_tokens=4,
+        1,
+        BatchLimits(1, num_query_threads, max_batch_tokens, max_query_tokens=4),
     )
     try:
         yield made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragcache_retriever.readiness.monitor import ReadinessMonitor
+from ragcache_retriever.readiness import ReadinessMonitor
 
 
 async def test_a_check_that_fails_unexpectedly_is_a_problem_until_it_passes() -> None:

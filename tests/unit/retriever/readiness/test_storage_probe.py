@@ -6,8 +6,7 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from ragcache_retriever.readiness.monitor import ReadinessMonitor
-from ragcache_retriever.readiness.storage_probe import PROBE_FILE, StorageProbe
+from ragcache_retriever.readiness import PROBE_FILE, ReadinessMonitor, StorageProbe
 
 
 async def test_a_working_folder_passes(tmp_path: Path) -> None:

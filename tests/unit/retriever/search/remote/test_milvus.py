@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.search.remote.milvus import (
+from ragcache_retriever.search.milvus import (
     NO_PINGS,
     RECONNECT,
     MilvusIndexes,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.search.remote.row_conditions import (
+from ragcache_retriever.search.milvus import (
     MAX_LISTED_ROWS,
     MAX_RANGES,
     MIN_RANGE_ROWS,
