@@ -136,7 +136,7 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
                 await asyncio.sleep(0.02)
                 status = await client.status()
         await knowledge_base.ingestion.upsert("team", page("banana"))
-        assert {one.num_vectors for one in await knowledge_base.collections.index_infos()} == {1}
+        assert {one.vectors for one in await knowledge_base.collections.index_statuses()} == {1}
 
 
 async def test_an_index_that_cannot_be_opened_delays_no_other_one(

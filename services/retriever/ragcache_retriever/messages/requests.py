@@ -10,7 +10,6 @@ from dataclasses import fields
 
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
-from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.chunking import first_heading
 from ragcache_retriever.documents.collection import (
     CollectionSettings,
@@ -19,6 +18,7 @@ from ragcache_retriever.documents.collection import (
     checked_name,
     checked_window,
 )
+from ragcache_retriever.knowledge_base.collections import INDEX_KINDS
 from ragcache_retriever.ranking.search import Search, SearchMode
 from ragcache_retriever.search.filter_messages import filter_of
 from ragcache_retriever.store.records import Document
@@ -33,12 +33,7 @@ MAX_TEXTS_CHARS = 1_000_000
 MAX_TOP_K = 1000
 MAX_QUOTA = 1 << 53
 
-_KINDS = {
-    pb.INDEX_KIND_AUTO: IndexKind.AUTO,
-    pb.INDEX_KIND_FLAT: IndexKind.FLAT,
-    pb.INDEX_KIND_IVF: IndexKind.IVF,
-    pb.INDEX_KIND_HNSW: IndexKind.HNSW,
-}
+_KINDS = {number: kind for kind, number in INDEX_KINDS.items()}
 _MODES = {
     pb.SEARCH_MODE_AUTO: SearchMode.AUTO,
     pb.SEARCH_MODE_DENSE: SearchMode.DENSE,

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_retriever.concurrency import item_task
+from ragcache_retriever.concurrency import background
 from ragcache_retriever.concurrency.background import ItemTask
 
 
@@ -72,7 +72,7 @@ async def test_a_failed_item_delays_no_other_one(
 async def test_a_failed_item_is_tried_until_it_succeeds(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    monkeypatch.setattr(background, "FAILURE_PAUSE_S", 0.001)
     work.errors = {
         "a": [Unavailable("disk", "it is full", retry_after_s=0.001), RuntimeError("a defect")],
         "b": [NotFound("collection", "b", "-"), InvalidInput("b", "is wrong", "-")],
@@ -85,7 +85,7 @@ async def test_a_failed_item_is_tried_until_it_succeeds(
 async def test_items_that_cannot_be_listed_are_listed_again(
     work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    monkeypatch.setattr(background, "FAILURE_PAUSE_S", 0.001)
     errors = [KeyError("it was deleted meanwhile")]
 
     def items() -> list[str]:
