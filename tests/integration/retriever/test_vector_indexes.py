@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pymilvus import MilvusClient
-from ragcache_retriever.search.remote import milvus
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
+from ragcache_retriever.search import milvus
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.search.milvus import MAX_HITS, MAX_LISTED_ROWS, MilvusIndexes
 from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes, Vectors
