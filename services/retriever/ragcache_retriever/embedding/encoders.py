@@ -1,4 +1,4 @@
-"""Models that run in this process: BERT, and whatever sentence-transformers loads.
+"""Models that run in this process: BERT, and other models of sentence-transformers.
 
 BERT is computed without padding, for the short texts of queries and for chunks alike. The texts of
 a batch are rows of one matrix, so no multiplication is spent on padding; only attention arranges
