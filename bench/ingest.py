@@ -46,11 +46,11 @@ from bench.support.retrieval.filled_store import fill
 from bench.support.retrieval.generated_documents import ChunkTexts, Page, make_pages
 from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
 from ragcache_cli.commands.ingest import CONCURRENCY
-from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_retriever.concurrency.background import for_each
 from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.collection import Chunking
-from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.local_model import MiniLM
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 

@@ -29,13 +29,13 @@ from ragcache_retriever.ranking import hybrid
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.search.faiss_base import SearchEffort
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
+from ragcache_retriever.search.vector_index import VectorIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite import lexical
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
-from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.clients import retriever_client
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import CallInterceptor, GrpcServer

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 
 from ragcache_cachestore.api import data_connection
 from ragcache_cachestore.api.data_server import DataServer
@@ -36,6 +35,7 @@ from ragcache_core.identity.variant import (
     VariantInfo,
 )
 from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
+from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.transport import status_page

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragcache_retriever.search.faiss_base import SearchEffort
-from ragcache_retriever.search.vector_index import IndexStage, Rows, VectorIndex, Vectors
-from ragcache_retriever.store.vector_indexes import RowIndex
+from ragcache_retriever.search.vector_index import IndexStage, RowIndex, Rows, VectorIndex, Vectors
 
 DIMENSION = 16
 NONE: Vectors = np.empty((0, DIMENSION), np.float32)

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from ragcache_retriever.ranking.rerankers import CandidateText
-from ragcache_retriever.ranking.rerankers import MAX_READ
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache_core.retrieval.fusion import Scores
+from ragcache_retriever.ranking.rerankers import MAX_READ, CandidateText
 
 _TEXT_TOKENS = 200
 """Of a text that are read: an abstract says at its beginning what it is about."""

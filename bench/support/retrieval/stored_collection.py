@@ -16,8 +16,8 @@ from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
-from ragcache_retriever.embedding.minilm import MiniLM
-from ragcache_retriever.embedding.text_encoder import Precision
+from ragcache_retriever.embedding.embedder import Precision
+from ragcache_retriever.embedding.local_model import MiniLM
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors

@@ -19,7 +19,7 @@ from bench.support.retrieval.generated_documents import WORDS
 from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
 from bench.support.staged.calibration import calibration_error, curve
 from ragcache_cli.commands.ingest import CONCURRENCY
-from ragcache_retriever.concurrency.bounded import for_each
+from ragcache_retriever.concurrency.background import for_each
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 _COLLECTION = "fused"

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from ragcache_retriever.ranking.rerankers import CandidateText
-from ragcache_retriever.ranking.rerankers import CrossEncoderReranker
 
 from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever import __main__ as retriever
+from ragcache_retriever.ranking.rerankers import CandidateText, CrossEncoderReranker
 
 KEPT, FAST = "orderkept", "withoutmodel"
 

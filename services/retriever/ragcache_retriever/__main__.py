@@ -25,16 +25,15 @@ from ragcache_retriever.documents.collection import (
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
-from ragcache_retriever.embedding.local_model import LocalModel
-from ragcache_retriever.embedding.minilm import MiniLM
+from ragcache_retriever.embedding.local_model import LocalModel, MiniLM
 from ragcache_retriever.embedding.model_files import download
 from ragcache_retriever.interceptors import LimitInterceptor, MetricsInterceptor
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.lifecycle import load_and_report
 from ragcache_retriever.metrics import PART, Metrics
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers import CrossEncoderReranker, RerankEndpoint, Reranker
+from ragcache_retriever.readiness import load_and_report
 from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
+from ragcache_retriever.search.vector_index import VectorIndexes
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import IDENTITY_FILE, INDEXES_FOLDER
-from ragcache_retriever.store.vector_indexes import VectorIndexes
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
 
@@ -61,7 +61,7 @@ def make_indexes(
             return PgvectorIndexes(store.database, options.recall)
         case "milvus":
             try:
-                from ragcache_retriever.search.remote.milvus import MilvusIndexes  # noqa: PLC0415
+                from ragcache_retriever.search.milvus import MilvusIndexes  # noqa: PLC0415
             except ImportError as error:
                 raise _missing("milvus", error) from error
             identity = index_identity(settings.data_dir)

@@ -46,13 +46,13 @@ class Metrics:
     async def _read_sizes(self, knowledge_base: KnowledgeBase) -> None:
         found = await knowledge_base.collections.infos()
         disk = await knowledge_base.disk()
-        remakes = [one.remake for one in found if one.remake is not None]
+        remakes = [one.remake for one in found]  # an empty message: there is none
         sizes = {
             rows.COLLECTIONS: len(found),
-            rows.DOCUMENTS: sum(one.num_documents for one in found),
-            rows.CHUNKS: sum(one.num_chunks for one in found),
+            rows.DOCUMENTS: sum(one.documents for one in found),
+            rows.CHUNKS: sum(one.chunks for one in found),
             rows.TEXT_SIZE: sum(one.text_bytes for one in found),
-            rows.REMAKE_WAITING: sum(one.num_documents - one.num_done for one in remakes),
+            rows.REMAKE_WAITING: sum(one.documents - one.documents_done for one in remakes),
             rows.INDEX_MISSED: knowledge_base.num_missed,
             rows.DISK_USED: disk.used_bytes,
             rows.DISK_FREE: disk.free_bytes,

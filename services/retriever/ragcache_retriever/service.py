@@ -19,11 +19,9 @@ from ragcache_retriever.documents.collection import checked_name
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.messages.backups import received_backup, sent_backup
 from ragcache_retriever.messages.replies import (
-    collection_message,
     delete_message,
     document_message,
     fitting,
-    index_message,
     message_size,
     page_token,
     stage_message,
@@ -105,22 +103,21 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         name = checked_name("collection.name", request.collection.name)
         settings = settings_of(request.collection)
         kept = unset_settings(request.collection) if request.keep_unset else ()
-        info = await self._knowledge_base.put_collection(name, settings, kept)
-        return collection_message(info)
+        return await self._knowledge_base.put_collection(name, settings, kept)
 
     async def GetCollection(
         self, request: pb.GetCollectionRequest, context: Context
     ) -> pb.Collection:
         """Return settings and counts of a collection."""
         name = checked_name("name", request.name)
-        return collection_message(await self._knowledge_base.collections.info(name))
+        return await self._knowledge_base.collections.info(name)
 
     async def ListCollections(
         self, request: pb.ListCollectionsRequest, context: Context
     ) -> pb.ListCollectionsReply:
         """Return all collections."""
         found = await self._knowledge_base.collections.infos()
-        return pb.ListCollectionsReply(collections=map(collection_message, found))
+        return pb.ListCollectionsReply(collections=found)
 
     async def DeleteCollection(
         self, request: pb.DeleteCollectionRequest, context: Context
@@ -211,17 +208,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             raise InvalidInput("top_k", f"{top_k} is out of range", f"ask for 1 to {MAX_SIMILAR}")
         found = await self._knowledge_base.searching.similar_chunks(name, document_id, top_k)
         return pb.GetSimilarChunksReply(
-            chunks=[
-                pb.SimilarChunks(
-                    similar=[
-                        pb.SimilarChunk(
-                            document_id=one.document_id, ordinal=one.ordinal, score=one.score
-                        )
-                        for one in similar
-                    ]
-                )
-                for similar in found
-            ]
+            chunks=[pb.SimilarChunks(similar=similar) for similar in found]
         )
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedReply:
@@ -304,10 +291,10 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.RetrieverStatus:
         """Return the state of the retriever."""
-        indexes = await self._knowledge_base.collections.index_infos()
+        indexes = await self._knowledge_base.collections.index_statuses()
         disk = await self._knowledge_base.disk()
         return pb.RetrieverStatus(
-            indexes=map(index_message, indexes),
+            indexes=indexes,
             free_disk_bytes=disk.free_bytes or 0,
             memory_bytes=await asyncio.to_thread(_memory_bytes),
             backend=self._knowledge_base.store.backend,

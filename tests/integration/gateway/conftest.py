@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 
 from harness.browser import Page, console_page, screenshots_folder
 from ragcache_gateway.documents import removal_feed, writer
 from ragcache_gateway.engines import client, completion_stream, engine_load
 from ragcache_gateway.planning import source_follower
+from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 from ragcache_wire.clients import engine_client, health_client, retriever_client
 from tests.kit.gateway import World, world
 from tests.kit.limits import LIMIT_S, lengthen_limits

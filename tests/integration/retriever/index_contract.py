@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
-from ragcache_retriever.store.vector_indexes import RowIndex
+from ragcache_retriever.search.vector_index import IndexStage, RowIndex, Rows, Vectors
 
 DIMENSION = 32
 NUM_ROWS = 1500

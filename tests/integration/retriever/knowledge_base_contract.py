@@ -191,8 +191,8 @@ class ServerContract:
         await until_found(knowledge_base, "apple", wanted)
 
         async def is_complete() -> bool:
-            [index] = await knowledge_base.collections.index_infos()
-            return index.num_missed == 0 and index.num_vectors == len(wanted)
+            [index] = await knowledge_base.collections.index_statuses()
+            return index.missed_vectors == 0 and index.vectors == len(wanted)
 
         await until(is_complete)
         # No removed row takes the place of a hit.

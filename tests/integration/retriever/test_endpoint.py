@@ -14,8 +14,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.embedding import endpoint as embedding_endpoint
-from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
-from ragcache_retriever.embedding.probe_sketch import PROBES
+from ragcache_retriever.embedding.endpoint import PROBES, EmbeddingEndpoint
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import make_knowledge_base, serving, tokenizer_of
 

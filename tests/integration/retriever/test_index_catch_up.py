@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_retriever import lifecycle
+from ragcache_retriever import readiness
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base import catch_up
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
@@ -104,11 +104,11 @@ async def test_damaged_files_are_replaced_without_a_write(tmp_path: Path, tiny_m
 async def test_a_load_that_fails_unexpectedly_is_repeated(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "FAILURE_PAUSE_S", 0.02)
+    monkeypatch.setattr(readiness, "FAILURE_PAUSE_S", 0.02)
     failures = fail(monkeypatch, FaissIndexes, "open", times=2)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     problems: list[str] = []
-    await lifecycle.load(knowledge_base, problems.append)
+    await readiness.load(knowledge_base, problems.append)
     assert len(failures) == 2
     assert [one for one in problems if "No space" in one]
     await knowledge_base.ingestion.upsert("default", page("apple"))
@@ -135,7 +135,7 @@ async def test_a_collection_whose_index_cannot_be_opened_is_building_and_opened_
 
         await until(are_built)
         await knowledge_base.ingestion.upsert("team", page("banana"))
-        assert {one.num_vectors for one in await knowledge_base.collections.index_infos()} == {1}
+        assert {one.vectors for one in await knowledge_base.collections.index_statuses()} == {1}
 
 
 async def test_an_index_that_cannot_be_opened_delays_no_other_one(

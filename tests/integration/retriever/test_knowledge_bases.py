@@ -16,9 +16,10 @@ from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.search import SearchMode
-from ragcache_retriever.search.remote.milvus import MilvusIndexes
+from ragcache_retriever.search.milvus import MilvusIndexes
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.integration.retriever.knowledge_base_contract import (
     KnowledgeBaseContract,
     KnowledgeBaseHarness,
@@ -141,8 +142,8 @@ async def test_an_index_that_is_behind_finds_no_removed_row(in_milvus: MilvusHar
     in_milvus.server.start()
 
     async def has_answered() -> bool:
-        [index] = await knowledge_base.collections.index_infos()
-        assert (index.num_missed, index.num_vectors) == (2, 3)
+        [index] = await knowledge_base.collections.index_statuses()
+        assert (index.missed_vectors, index.vectors) == (2, 3)
         return True
 
     await until(has_answered)
@@ -183,9 +184,9 @@ async def test_collections_that_change_while_milvus_is_away_are_served_afterward
         in_milvus.server.start()
 
     async def is_served() -> bool:
-        infos = {one.collection: one for one in await knowledge_base.collections.index_infos()}
+        infos = {one.collection: one for one in await knowledge_base.collections.index_statuses()}
         assert infos.keys() == {"default", "kept", "new"}
-        return infos["kept"].kind is IndexKind.HNSW and infos["new"].num_vectors == 1
+        return infos["kept"].kind == pb.INDEX_KIND_HNSW and infos["new"].vectors == 1
 
     await until(is_served)
     for name in ("kept", "new"):

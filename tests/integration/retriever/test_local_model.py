@@ -15,8 +15,7 @@ from safetensors.numpy import save_file
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.first_tokens import FirstTokens
+from ragcache_retriever.embedding.embedder import Tokens, Vectors
 from ragcache_retriever.embedding.local_model import MAX_URGENT_TEXTS, LocalModel
 from tests.kit.embedding_models import POOLING, write_model_files
 
@@ -124,14 +123,14 @@ async def test_long_queries_are_tokenized_beside_the_event_loop(
 ) -> None:
     folder = write_model_files(tmp_path)
     threads: list[str] = []
-    ids = FirstTokens.ids
+    tokens = LocalModel._tokens
 
-    def recorded(tokens: FirstTokens, text: str) -> list[int]:
+    def recorded(model: LocalModel, text: str, *, is_query: bool) -> Tokens:
         threads.append(threading.current_thread().name)
-        return ids(tokens, text)
+        return tokens(model, text, is_query=is_query)
 
     async with embedder(folder) as made:
-        monkeypatch.setattr(FirstTokens, "ids", recorded)
+        monkeypatch.setattr(LocalModel, "_tokens", recorded)
         long = ["the moon " * 20_000, "lava"]
         vectors = await made.embed(long, urgent=True)
         assert set(threads) == {"embedder-query-tokenizer_0"}

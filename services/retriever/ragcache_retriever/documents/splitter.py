@@ -138,7 +138,7 @@ class _SplitterProcess:
     async def split(
         self, document_id: str, text: str, markdown: bool, chunking: Chunking
     ) -> SplitDocument:
-        """See DocumentSplitter.split."""
+        """Split a document, and raise what ``DocumentSplitter.split`` raises."""
         header = {
             "markdown": markdown,
             "size_tokens": chunking.size_tokens,

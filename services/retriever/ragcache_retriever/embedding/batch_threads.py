@@ -3,21 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.length_batcher import LengthBatcher
-from ragcache_retriever.embedding.text_encoder import Tokens
+from ragcache_retriever.embedding.embedder import Tokens, Vectors
+
+MIN_LENGTH_SHARE = 0.8
+"""A batch pads its texts to its longest. Texts shorter than this share of it wait for another."""
+K = TypeVar("K", bound=Hashable)
+
+
+class LengthBatcher(Generic[K]):
+    """Batches texts of similar length, over all calls that wait.
+
+    The calls take turns: each batch begins with the longest text of the next call. A call with many
+    texts therefore delays a small one by at most one batch for each call that waits. Texts of any
+    call complete the batch.
+
+    Args:
+        max_tokens: Most tokens of a batch, padding included. A longer text is a batch by itself.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        # The texts of each call as (length, index), shortest first. The first call is next.
+        self._calls: dict[K, list[tuple[int, int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: K, lengths: Sequence[int]) -> None:
+        """Add the texts of a call, by their lengths in tokens."""
+        if lengths:
+            self._calls[call] = sorted((length, i) for i, length in enumerate(lengths))
+
+    def drop(self, call: K) -> None:
+        """Remove the texts of a call that still wait."""
+        self._calls.pop(call, None)
+
+    def take(self) -> list[tuple[K, int]]:
+        """Remove the next batch and return it: calls, and the indexes of texts in them."""
+        if not self._calls:
+            return []
+        first = next(iter(self._calls))
+        texts = self._calls.pop(first)
+        longest, index = texts.pop()
+        if texts:
+            self._calls[first] = texts  # now the last one
+        batch = [(first, index)]
+        while (len(batch) + 1) * longest <= self._max_tokens:
+            found = self._take_similar(longest)
+            if found is None:
+                break
+            batch.append(found)
+        return batch
+
+    def _take_similar(self, longest: int) -> tuple[K, int] | None:
+        """Remove the longest text that is no longer than ``longest``, unless it is much shorter."""
+        best_length = math.ceil(MIN_LENGTH_SHARE * longest) - 1
+        best: tuple[K, int] | None = None
+        for call, texts in self._calls.items():
+            position = bisect_right(texts, longest, key=lambda text: text[0]) - 1
+            if position >= 0 and texts[position][0] > best_length:
+                best_length, best = texts[position][0], (call, position)
+        if best is None:
+            return None
+        call, position = best
+        _, index = self._calls[call].pop(position)
+        if not self._calls[call]:
+            del self._calls[call]
+        return call, index
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +105,23 @@ class _Query:
     done: Future[Vectors] = field(default_factory=Future)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How many batches are embedded at once, and how large they are.
+
+    Attributes:
+        num_batches: Batches of documents at once.
+        num_query_batches: Batches of queries at once.
+        max_tokens: Most tokens of a batch of documents, see LengthBatcher.
+        max_query_tokens: Most tokens of a batch of queries. A longer query is a batch by itself.
+    """
+
+    num_batches: int
+    num_query_batches: int
+    max_tokens: int
+    max_query_tokens: int
+
+
 class BatchThreads:
     """Embeds queries at once, and documents in batches.
 
@@ -51,35 +135,27 @@ class BatchThreads:
     Args:
         embed: Returns the embeddings of a batch. Several threads call it at once.
         dimension: Length of its vectors.
-        num_threads: Batches of documents that are embedded at once.
-        num_query_threads: Batches of queries that are embedded at once.
-        max_batch_tokens: See LengthBatcher.
-        max_query_tokens: Most tokens of a batch of queries. A longer query is a batch by itself.
     """
 
     def __init__(
         self,
         embed: Callable[[Sequence[Tokens]], Vectors],
         gate: QueryGate,
-        *,
         dimension: int,
-        num_threads: int,
-        num_query_threads: int,
-        max_batch_tokens: int,
-        max_query_tokens: int,
+        limits: BatchLimits,
     ) -> None:
         self._embed = embed
         self._dimension = dimension
         self._gate = gate
-        self._max_query_tokens = max_query_tokens
+        self._max_query_tokens = limits.max_query_tokens
         self._lock = threading.Lock()  # guards the three below
-        self._waiting: LengthBatcher[_Call] = LengthBatcher(max_batch_tokens)
+        self._waiting: LengthBatcher[_Call] = LengthBatcher(limits.max_tokens)
         self._queries: deque[_Query] = deque()
         self._stopped = False
         self._changed = threading.Condition(self._lock)
         self._asked = threading.Condition(self._lock)
-        self._query_threads = _started(self._answer, num_query_threads, "embedder-query")
-        self._batch_threads = _started(self._work, num_threads, "embedder")
+        self._query_threads = _started(self._answer, limits.num_query_batches, "embedder-query")
+        self._batch_threads = _started(self._work, limits.num_batches, "embedder")
 
     async def embed_queries(self, queries: Sequence[Tokens]) -> Vectors:
         """Return the embeddings of the queries of one call, shape (len(queries), dimension).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,18 +11,18 @@ import numpy.typing as npt
 from ragcache_core.errors import Unavailable
 
 Vectors = npt.NDArray[np.float32]
+Tokens = Sequence[int]
+Precision = Literal["bfloat16", "float32"]
+_BFLOAT16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 class Embedder(Protocol):
     """Turns texts into vectors of length 1, so that their inner product is their cosine."""
 
-    @property
-    def identity(self) -> str:
-        """Equal for embedders whose vectors are comparable. Known after ``start``."""
-
-    @property
-    def dimension(self) -> int:
-        """Length of the vectors. Known after ``start``."""
+    identity: str
+    """Equal for embedders whose vectors are comparable. Known after ``start``."""
+    dimension: int
+    """Length of the vectors. Known after ``start``."""
 
     async def start(self) -> None:
         """Start the embedder, and return after it has embedded a first text.
@@ -67,3 +67,23 @@ def normalised(source: str, vectors: Vectors) -> Vectors:
         raise Unavailable(source, "its vectors hold values that are not finite")
     # A vector of zeros has no direction. Unchanged, it scores 0 with every query.
     return np.ascontiguousarray(vectors / np.where(lengths == 0, 1, lengths), dtype=np.float32)
+
+
+class TextEncoder(Protocol):
+    """A model that turns the tokens of texts into vectors. Several threads call it at once."""
+
+    dimension: int
+    """Length of the vectors."""
+
+    def embed(self, batch: Sequence[Tokens]) -> Vectors:
+        """Return the embeddings of texts, shape (len(batch), dimension), of any length."""
+
+
+def best_precision(on_gpu: bool, capabilities: Mapping[str, Any]) -> Precision:
+    """Return the precision for a device.
+
+    Args:
+        capabilities: Features of the CPU. Without the instructions, bfloat16 would be slower.
+    """
+    fast = any(capabilities.get(feature, False) for feature in _BFLOAT16_FEATURES)
+    return "bfloat16" if fast and not on_gpu else "float32"

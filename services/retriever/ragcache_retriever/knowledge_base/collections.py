@@ -12,7 +12,6 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.concurrency.threads import StoreThreads
 from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
-    Chunking,
     CollectionDefaults,
     CollectionSettings,
 )
@@ -21,42 +20,19 @@ from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+INDEX_KINDS = {
+    IndexKind.AUTO: pb.INDEX_KIND_AUTO,
+    IndexKind.FLAT: pb.INDEX_KIND_FLAT,
+    IndexKind.IVF: pb.INDEX_KIND_IVF,
+    IndexKind.HNSW: pb.INDEX_KIND_HNSW,
+}
 MAX_COLLECTIONS = 1000
 REMOVED_AT_ONCE = 1024
 """Chunks that one transaction removes of a collection that is deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemakeProgress:
-    """How far a collection's documents are prepared again.
-
-    Attributes:
-        reason: What has changed: "chunking", "tokenizer", "embedder".
-    """
-
-    num_done: int
-    num_documents: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CollectionInfo:
-    """A collection and the settings that apply to it, defaults included."""
-
-    name: str
-    chunking: Chunking
-    window: int
-    index: IndexKind
-    max_documents: int
-    max_text_bytes: int
-    lexical_weight: float
-    num_documents: int
-    num_chunks: int
-    text_bytes: int
-    remake: RemakeProgress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +41,6 @@ class CollectionRemoval:
 
     num_documents: int
     deletes: tuple[OutboxDelete, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class IndexInfo:
-    """State of the index that serves a collection.
-
-    ``is_building``: also while it is being opened. Its size is not known then.
-    ``is_lexical_only``: the embedder of its chunks is not the one that runs.
-    ``num_missed``: vectors that the index has yet to add or to remove, because it refused a change.
-    """
-
-    collection: str
-    kind: IndexKind
-    num_vectors: int
-    memory_bytes: int
-    is_building: bool
-    is_lexical_only: bool
-    num_missed: int
-    remake: RemakeProgress | None
 
 
 class CollectionSet:
@@ -149,7 +106,7 @@ class CollectionSet:
         """Return the number of neighbours of a hit, on each side."""
         return self._defaults.window_of(self.get(name).settings)
 
-    async def info(self, name: str) -> CollectionInfo:
+    async def info(self, name: str) -> pb.Collection:
         """Return a collection with its counters. Raises NotFound."""
         self.get(name)
         stored = await self.threads.read(self.store.collection, name)
@@ -157,18 +114,18 @@ class CollectionSet:
             raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
         return self._info(stored)
 
-    async def infos(self) -> list[CollectionInfo]:
+    async def infos(self) -> list[pb.Collection]:
         """Return all collections with their counters, sorted by name."""
         self.check_loaded()
         stored = await self.threads.read(self.store.collections)
         return [self._info(one) for one in stored.values() if not one.is_deleting]
 
-    async def index_infos(self) -> list[IndexInfo]:
+    async def index_statuses(self) -> list[pb.IndexStatus]:
         """Return the state of the serving indexes."""
         self.check_loaded()
         stored = await self.threads.read(self.store.collections)
         return [
-            self._index_info(one, one.serving)
+            self._index_status(one, one.serving)
             for one in stored.values()
             if one.serving is not None and not one.is_deleting
         ]
@@ -287,54 +244,58 @@ class CollectionSet:
                 exc_info=not isinstance(error, RagCacheError),
             )
 
-    def _info(self, stored: StoredCollection) -> CollectionInfo:
-        serving = stored.serving
-        return CollectionInfo(
-            stored.name,
-            self._defaults.chunking_of(stored.settings),
-            self._defaults.window_of(stored.settings),
-            self._defaults.index_of(stored.settings),
-            stored.settings.max_documents,
-            stored.settings.max_text_bytes,
-            stored.settings.lexical_weight,
-            stored.num_documents,
-            0 if serving is None else serving.num_chunks,
-            stored.text_bytes,
-            self._remake(stored),
+    def _info(self, stored: StoredCollection) -> pb.Collection:
+        serving, settings = stored.serving, stored.settings
+        chunking = self._defaults.chunking_of(settings)
+        return pb.Collection(
+            name=stored.name,
+            chunking=pb.Chunking(
+                size_tokens=chunking.size_tokens, overlap_tokens=chunking.overlap_tokens
+            ),
+            window=self._defaults.window_of(settings),
+            documents=stored.num_documents,
+            chunks=0 if serving is None else serving.num_chunks,
+            index=INDEX_KINDS[self._defaults.index_of(settings)],
+            max_documents=settings.max_documents,
+            max_text_bytes=settings.max_text_bytes,
+            lexical_weight=settings.lexical_weight,
+            text_bytes=stored.text_bytes,
+            remake=self._remake(stored),
         )
 
-    def _remake(self, stored: StoredCollection) -> RemakeProgress | None:
+    def _remake(self, stored: StoredCollection) -> pb.Remake | None:
         serving, wanted = stored.serving, self.wanted_recipe(stored)
         if serving is None or serving.recipe == wanted:
             return None
         building = stored.building
         is_begun = building is not None and building.recipe == wanted
-        return RemakeProgress(
-            building.num_documents if building is not None and is_begun else 0,
-            stored.num_documents,
-            ", ".join(serving.recipe.differences(wanted)),
+        return pb.Remake(
+            documents_done=building.num_documents if building is not None and is_begun else 0,
+            documents=stored.num_documents,
+            reason=", ".join(serving.recipe.differences(wanted)),
         )
 
-    def _index_info(self, stored: StoredCollection, serving: Generation) -> IndexInfo:
-        remake = self._remake(stored)
-        kind = self._defaults.index_of(stored.settings)
+    def _index_status(self, stored: StoredCollection, serving: Generation) -> pb.IndexStatus:
+        status = pb.IndexStatus(
+            collection=stored.name,
+            kind=INDEX_KINDS[self._defaults.index_of(stored.settings)],
+            remake=self._remake(stored),
+        )
         if not self.preparer.can_embed(serving.recipe):
-            return IndexInfo(stored.name, kind, 0, 0, False, True, 0, remake)
+            status.lexical_only = True
+            return status
         with contextlib.ExitStack() as stack:
             try:
                 index = stack.enter_context(self.indexes.using(serving.row))
             except Unavailable:
-                return IndexInfo(stored.name, kind, 0, 0, True, False, 0, remake)
-            return IndexInfo(
-                stored.name,
-                index.kind,
-                len(index),
-                index.memory_bytes,
-                index.is_building,
-                False,
-                self.indexes.num_missed(serving.row),
-                remake,
-            )
+                status.building = True  # it is being opened, and its size is not known
+                return status
+            status.kind = INDEX_KINDS[index.kind]
+            status.vectors = len(index)
+            status.memory_bytes = index.memory_bytes
+            status.building = index.is_building
+            status.missed_vectors = self.indexes.num_missed(serving.row)
+        return status
 
 
 def _without_counters(stored: dict[str, StoredCollection]) -> dict[str, object]:

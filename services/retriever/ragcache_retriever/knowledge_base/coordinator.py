@@ -16,11 +16,7 @@ from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.concurrency.threads import StoreThreads
 from ragcache_retriever.documents.collection import CollectionDefaults, CollectionSettings
 from ragcache_retriever.knowledge_base.catch_up import ChangeFollower
-from ragcache_retriever.knowledge_base.collections import (
-    CollectionInfo,
-    CollectionRemoval,
-    CollectionSet,
-)
+from ragcache_retriever.knowledge_base.collections import CollectionRemoval, CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
 from ragcache_retriever.knowledge_base.remake import Remake
@@ -28,11 +24,11 @@ from ragcache_retriever.knowledge_base.searching import Searching
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers import score_texts
-from ragcache_retriever.search.vector_index import Vectors
+from ragcache_retriever.search.vector_index import VectorIndexes, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import OutboxClaim
 from ragcache_retriever.store.records import DiskUse
-from ragcache_retriever.store.vector_indexes import VectorIndexes
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +98,7 @@ class KnowledgeBase:
 
     async def put_collection(
         self, name: str, settings: CollectionSettings, kept: Collection[str] = ()
-    ) -> CollectionInfo:
+    ) -> pb.Collection:
         """Create a collection or change it. Its documents follow in the background.
 
         Args:

@@ -18,9 +18,9 @@ import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
+from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import IndexChange, Rows, Vectors
-from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 
 log = logging.getLogger(__name__)
 
@@ -86,15 +86,21 @@ class GenerationIndexes:
         """Drop the indexes of all other generations, open ones and stored ones."""
         kept = set(generations)
         for generation in self._open.keys() - kept:
-            self._drop(generation)
+            with self._changed:
+                opened = self._open.pop(generation)
+                opened.is_dropped = True
+                is_unused = opened.num_users == 0
+            if is_unused:
+                self._remove(generation, opened)
         for generation in set(self._indexes.stored_generations()) - kept - self._open.keys():
             self._indexes.remove(generation)
 
     def apply(self, changes: Iterable[IndexChange]) -> None:
         """Make committed changes visible to searches, now or, if the index refuses, later."""
         for change in changes:
-            opened = self._changed_index(change)
-            if opened is not None:
+            self._num_changes[change.generation] += 1
+            opened = self._open.get(change.generation)
+            if opened is not None and (change.removed or change.added):
                 self._apply(opened, change)
         self._publish()
 
@@ -193,18 +199,9 @@ class GenerationIndexes:
                 error,
                 exc_info=not isinstance(error, RagCacheError),
             )
-            self._fall_behind(opened, change)
-
-    def _fall_behind(self, opened: _OpenIndex, change: IndexChange) -> None:
-        with self._changed:
-            opened.is_behind = True
-        self._is_missed(opened, change)
-
-    def _changed_index(self, change: IndexChange) -> _OpenIndex | None:
-        """Count a change, and return the open index whose rows it changes."""
-        self._num_changes[change.generation] += 1
-        opened = self._open.get(change.generation)
-        return opened if change.removed or change.added else None
+            with self._changed:
+                opened.is_behind = True
+            self._is_missed(opened, change)
 
     def _publish(self) -> None:
         with self._changed:
@@ -236,14 +233,6 @@ class GenerationIndexes:
         present, vectors = self._store.vectors(generation, wanted)
         # All are removed first, because a change that failed may have added some.
         index.apply(wanted, present.tolist(), vectors)
-
-    def _drop(self, generation: int) -> None:
-        with self._changed:
-            opened = self._open.pop(generation)
-            opened.is_dropped = True
-            is_unused = opened.num_users == 0
-        if is_unused:
-            self._remove(generation, opened)
 
     def _remove(self, generation: int, opened: _OpenIndex) -> None:
         opened.index.close()

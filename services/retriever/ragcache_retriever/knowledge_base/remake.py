@@ -19,8 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.concurrency.bounded import for_each
-from ragcache_retriever.concurrency.item_task import ItemTask
+from ragcache_retriever.concurrency.background import ItemTask, for_each
 from ragcache_retriever.knowledge_base.collections import REMOVED_AT_ONCE, CollectionSet
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
 from ragcache_retriever.store.records import ChunkSet, Generation, StoredCollection

@@ -23,21 +23,13 @@ from ragcache_retriever.knowledge_base.ingestion import document_not_found
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode, SearchStage
 from ragcache_retriever.store.records import Neighbourhood, Rows, Vectors
+from ragcache_wire.v1 import retriever_pb2 as pb
 
 EVERYTHING = And(())
 """The filter that all documents pass."""
 MAX_ATTEMPTS = 3
 CHANGE_WAIT_S = 1.0
 """Longest wait for the write that has removed a hit. It is committed and needs milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimilarChunk:
-    """A chunk that is similar to another one, by its position in its document."""
-
-    document_id: str
-    ordinal: int
-    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +118,7 @@ class Searching:
 
     async def similar_chunks(
         self, name: str, document_id: str, top_k: int
-    ) -> list[list[SimilarChunk]]:
+    ) -> list[list[pb.SimilarChunk]]:
         """Return the most similar chunks for each chunk of a document, best first.
 
         Raises:
@@ -257,12 +249,12 @@ class Searching:
         texts = {hit.row: known[hit.row] for hit in hits}
         return replace(stage, hits=hits, texts=texts, positions=positions)
 
-    def _similar(self, generation: int, vector: Vectors, top_k: int) -> list[SimilarChunk]:
+    def _similar(self, generation: int, vector: Vectors, top_k: int) -> list[pb.SimilarChunk]:
         with self._indexes.using(generation) as index:
             *_, final = index.search(vector, top_k)
         positions = self._store.positions(final.rows)
         return [
-            SimilarChunk(*positions[row], score)
+            pb.SimilarChunk(document_id=positions[row][0], ordinal=positions[row][1], score=score)
             for row, score in zip(final.rows, final.scores, strict=True)
             if row in positions
         ]

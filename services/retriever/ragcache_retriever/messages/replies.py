@@ -7,12 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from ragcache_core.errors import TooLarge
-from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.knowledge_base.collections import (
-    CollectionInfo,
-    IndexInfo,
-    RemakeProgress,
-)
 from ragcache_retriever.ranking.search import SearchStage
 from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import StoredChunk, StoredDocument
@@ -20,54 +14,6 @@ from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 T = TypeVar("T", str, pb.OutboxDelete)
-
-_KINDS = {
-    IndexKind.AUTO: pb.INDEX_KIND_AUTO,
-    IndexKind.FLAT: pb.INDEX_KIND_FLAT,
-    IndexKind.IVF: pb.INDEX_KIND_IVF,
-    IndexKind.HNSW: pb.INDEX_KIND_HNSW,
-}
-
-
-def collection_message(info: CollectionInfo) -> pb.Collection:
-    """Return the message of a collection."""
-    return pb.Collection(
-        name=info.name,
-        chunking=pb.Chunking(
-            size_tokens=info.chunking.size_tokens, overlap_tokens=info.chunking.overlap_tokens
-        ),
-        window=info.window,
-        documents=info.num_documents,
-        chunks=info.num_chunks,
-        index=_KINDS[info.index],
-        max_documents=info.max_documents,
-        max_text_bytes=info.max_text_bytes,
-        lexical_weight=info.lexical_weight,
-        text_bytes=info.text_bytes,
-        remake=_remake_message(info.remake),
-    )
-
-
-def index_message(info: IndexInfo) -> pb.IndexStatus:
-    """Return the message of an index."""
-    return pb.IndexStatus(
-        collection=info.collection,
-        kind=_KINDS[info.kind],
-        vectors=info.num_vectors,
-        memory_bytes=info.memory_bytes,
-        building=info.is_building,
-        lexical_only=info.is_lexical_only,
-        missed_vectors=info.num_missed,
-        remake=_remake_message(info.remake),
-    )
-
-
-def _remake_message(remake: RemakeProgress | None) -> pb.Remake | None:
-    if remake is None:
-        return None
-    return pb.Remake(
-        documents_done=remake.num_done, documents=remake.num_documents, reason=remake.reason
-    )
 
 
 def document_message(collection: str, stored: StoredDocument, *, with_text: bool) -> pb.Document:

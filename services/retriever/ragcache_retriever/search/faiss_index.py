@@ -23,6 +23,7 @@ from typing import Final
 import faiss
 import numpy as np
 from threadpoolctl import threadpool_limits
+from typing_extensions import override
 
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.stage_counts import StageCounts
@@ -37,7 +38,13 @@ from ragcache_retriever.search.faiss_build import (
 from ragcache_retriever.search.faiss_files import DamagedIndex, read_base, spooled, write_base
 from ragcache_retriever.search.index_view import IndexView, Tail
 from ragcache_retriever.search.staged_hits import StagedHits
-from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+from ragcache_retriever.search.vector_index import (
+    IndexStage,
+    RowIndex,
+    Rows,
+    VectorIndexes,
+    Vectors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +87,8 @@ class IndexOptions:
     effort: SearchEffort = field(default_factory=SearchEffort)
 
 
-class FaissIndex:
-    """The vectors of one generation. See VectorIndex.
+class FaissIndex(RowIndex):
+    """The vectors of one generation.
 
     Args:
         folder: For its file. None: keep everything in memory.
@@ -137,8 +144,8 @@ class FaissIndex:
         return len(self._view)
 
     @property
+    @override
     def kind(self) -> IndexKind:
-        """The kind of the present base: FLAT, IVF or HNSW."""
         return self._view.base.kind
 
     @property
@@ -147,26 +154,24 @@ class FaissIndex:
         return self._view.base
 
     @property
+    @override
     def is_building(self) -> bool:
-        """Whether the next base is being built."""
         merge = self._merge
         return merge is not None and not merge.done()
 
     @property
+    @override
     def memory_bytes(self) -> int:
-        """Memory of vectors and rows."""
         view = self._view
         return view.base.memory_bytes + view.tail.vectors.nbytes + view.tail.rows.nbytes
 
+    @override
     def rows(self) -> Rows:
-        """Return all rows, sorted."""
         return self._view.rows()
 
+    @override
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
-        """Fill an index without rows. See RowIndex.
-
-        A graph takes about a millisecond of a core per vector, so it is built in the background.
-        """
+        # A graph takes about a millisecond of a core per vector, so a flat base serves first.
         with spooled(self._folder, self._dimension, batches) as source:
             kind = _chosen(self._options.kind, len(source.rows))
             base = self._built(source, IndexKind.FLAT if kind is IndexKind.HNSW else kind)
@@ -175,15 +180,14 @@ class FaissIndex:
             self._has_new_kind = len(base) > 0
             self._merge_if_needed()
 
+    @override
     def set_kind(self, kind: IndexKind) -> None:
-        """Change the kind, AUTO included. The index is built again in the background."""
         with self._lock:
             self._options = replace(self._options, kind=kind)
             self._has_new_kind = True
             self._merge_if_needed()
 
-    # VectorIndex
-
+    @override
     def search(
         self,
         query: Vectors,
@@ -221,8 +225,8 @@ class FaissIndex:
             if stage.final:
                 return
 
+    @override
     def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
-        """Change rows as one change. See VectorIndex."""
         gone, new = np.array(removed, np.int64), np.array(added, np.int64)
         with self._lock:
             self._view = self._view.changed(gone, new, vectors)
@@ -230,8 +234,8 @@ class FaissIndex:
                 self._removed_in_merge.append(gone)
             self._merge_if_needed()
 
+    @override
     def close(self) -> None:
-        """Wait for the background work. See VectorIndex."""
         with self._lock:
             self._is_closed = True
             merge = self._merge
@@ -294,8 +298,8 @@ class FaissIndex:
         return base
 
 
-class FaissIndexes:
-    """Opens and removes indexes. See VectorIndexes.
+class FaissIndexes(VectorIndexes):
+    """The indexes of a data folder.
 
     Args:
         folder: Has a folder for each generation. None: keep everything in memory.
@@ -307,19 +311,19 @@ class FaissIndexes:
         self._options = options
         self._builds = builds
 
+    @override
     def open(self, generation: int, dimension: int, kind: IndexKind) -> FaissIndex:
-        """Open the index of a generation. See VectorIndexes."""
         folder = None if self._folder is None else self._folder / str(generation)
         options = replace(self._options, kind=kind)
         return FaissIndex.open(folder, dimension, options, self._builds)
 
+    @override
     def remove(self, generation: int) -> None:
-        """Remove the files of a generation."""
         if self._folder is not None:
             shutil.rmtree(self._folder / str(generation), ignore_errors=True)
 
+    @override
     def stored_generations(self) -> list[int]:
-        """Return the generations that have folders."""
         if self._folder is None or not self._folder.exists():
             return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())

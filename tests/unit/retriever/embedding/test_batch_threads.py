@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 import numpy as np
 import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
-from ragcache_retriever.embedding.batch_threads import BatchThreads
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.text_encoder import Tokens
+from ragcache_retriever.embedding.batch_threads import BatchLimits, BatchThreads
+from ragcache_retriever.embedding.embedder import Tokens, Vectors
 from tests.kit.wait import let_tasks_begin
 
+Embed = Callable[[Sequence[Tokens]], Coroutine[None, None, Vectors]]
 BLOCKED = 999
 """A text of this token waits in the fake model until ``go_on`` is set."""
 
@@ -55,11 +55,8 @@ async def threads(
     made = BatchThreads(
         model.embed,
         gate or QueryGate(),
-        dimension=1,
-        num_threads=1,
-        num_query_threads=num_query_threads,
-        max_batch_tokens=max_batch_tokens,
-        max_query_tokens=4,
+        1,
+        BatchLimits(1, num_query_threads, max_batch_tokens, max_query_tokens=4),
     )
     try:
         yield made
@@ -68,9 +65,11 @@ async def threads(
         await made.stop()
 
 
-async def block(made: BatchThreads, model: Model) -> asyncio.Task[Vectors]:
-    """Let the only thread of batches wait in the model."""
-    blocking = asyncio.create_task(made.embed_documents([[BLOCKED]]))
+async def block(
+    made: BatchThreads, model: Model, embed: Embed | None = None
+) -> asyncio.Task[Vectors]:
+    """Let the only thread of batches wait in the model, or that of queries."""
+    blocking = asyncio.create_task((embed or made.embed_documents)([[BLOCKED]]))
     await asyncio.to_thread(model.running.wait, LIMIT_S)
     return blocking
 
@@ -91,11 +90,6 @@ async def test_concurrent_calls_share_a_batch_and_get_their_own_vectors() -> Non
     assert model.batches == [[BLOCKED], [4, 10], [3, 1]]
 
 
-async def test_no_texts_have_no_vectors() -> None:
-    async with threads(Model()) as made:
-        assert (await made.embed_documents([])).shape == (0, 1)
-
-
 async def test_a_query_waits_for_no_batch() -> None:
     model = Model()
     async with threads(model) as made:
@@ -107,8 +101,7 @@ async def test_a_query_waits_for_no_batch() -> None:
 async def test_queries_that_wait_share_a_batch() -> None:
     model = Model()
     async with threads(model) as made:
-        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, LIMIT_S)
+        blocking = await block(made, model, made.embed_queries)
         waiting = [
             asyncio.create_task(made.embed_queries([tokens]))
             for tokens in ([1], [2, 2], [3], [4, 4], [5] * 9, [6])
@@ -128,8 +121,7 @@ async def test_queries_that_wait_share_a_batch() -> None:
 async def test_the_queries_of_a_call_let_another_call_in_between_their_batches() -> None:
     model = Model()
     async with threads(model) as made:
-        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, LIMIT_S)
+        blocking = await block(made, model, made.embed_queries)
         many = asyncio.create_task(made.embed_queries([[1], [2, 2], [3], [5] * 9, [6]]))
         await let_tasks_begin()
         one = asyncio.create_task(made.embed_queries([[7]]))
@@ -147,7 +139,8 @@ async def test_an_error_fails_all_queries_of_its_call() -> None:
     async with threads(model) as made:
         with pytest.raises(KeyError):
             await made.embed_queries([[1], [-1], [2], [3, 3, 3, 3]])
-        assert (await made.embed_queries([])).shape == (0, 1)
+        for embed in (made.embed_queries, made.embed_documents):
+            assert (await embed([])).shape == (0, 1)
         assert (await made.embed_queries([[7]])).tolist() == [[7]]
     assert model.batches == [[1, -1, 2], [7]]
 
@@ -155,35 +148,27 @@ async def test_an_error_fails_all_queries_of_its_call() -> None:
 async def test_a_query_takes_a_free_thread() -> None:
     model = Model()
     async with threads(model, num_query_threads=2) as made:
-        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, LIMIT_S)
+        blocking = await block(made, model, made.embed_queries)
         assert (await made.embed_queries([[7]])).tolist() == [[7]]
         assert not blocking.done()
         model.go_on.set()
         await blocking
 
 
-async def test_an_error_fails_the_queries_of_its_batch_only() -> None:
+@pytest.mark.parametrize("are_queries", [True, False])
+async def test_a_stop_fails_what_waits(are_queries: bool) -> None:
     model = Model()
     async with threads(model) as made:
-        with pytest.raises(KeyError):
-            await made.embed_queries([[-1]])
-        assert (await made.embed_queries([[7]])).tolist() == [[7]]
-
-
-async def test_a_stop_fails_queries_that_wait() -> None:
-    model = Model()
-    async with threads(model) as made:
-        blocking = asyncio.create_task(made.embed_queries([[BLOCKED]]))
-        await asyncio.to_thread(model.running.wait, LIMIT_S)
-        waiting = asyncio.create_task(made.embed_queries([[1]]))
+        embed = made.embed_queries if are_queries else made.embed_documents
+        blocking = await block(made, model, embed)
+        waiting = asyncio.create_task(embed([[1]]))
         await let_tasks_begin()
         stopping = asyncio.create_task(made.stop())
         await let_tasks_begin()
         model.go_on.set()
         await stopping
         assert (await blocking).tolist() == [[BLOCKED]]
-        for refused in (waiting, made.embed_queries([[2]])):
+        for refused in (waiting, embed([[2]])):
             with pytest.raises(Unavailable, match="stopping"):
                 await refused
 
@@ -230,20 +215,3 @@ async def test_texts_of_a_cancelled_call_are_not_embedded() -> None:
         await blocking
         assert (await made.embed_documents([[2]])).tolist() == [[2]]
     assert model.batches == [[BLOCKED], [2]]
-
-
-async def test_a_stop_fails_calls_that_wait() -> None:
-    model = Model()
-    async with threads(model) as made:
-        blocking = await block(made, model)
-        waiting = asyncio.create_task(made.embed_documents([[1]]))
-        await let_tasks_begin()
-        stopping = asyncio.create_task(made.stop())
-        await let_tasks_begin()
-        model.go_on.set()
-        await stopping
-        with pytest.raises(Unavailable, match="stopping"):
-            await waiting
-        assert (await blocking).tolist() == [[BLOCKED]]
-        with pytest.raises(Unavailable, match="stopping"):
-            await made.embed_documents([[1]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.embedding.length_batcher import MIN_LENGTH_SHARE, LengthBatcher
+from ragcache_retriever.embedding.batch_threads import MIN_LENGTH_SHARE, LengthBatcher
 
 LENGTHS = st.lists(st.integers(1, 512), max_size=40)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.probe_sketch import PROBES, is_same_model, sketch
+from ragcache_retriever.embedding.endpoint import PROBES, is_same_model, sketch
 
 
 def vectors(seed: int, dimension: int, noise: float = 0.0) -> Vectors:

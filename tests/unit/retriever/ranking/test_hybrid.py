@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,22 +293,34 @@ def test_copies_displace_no_other_hits(
     assert newest == [NUM_VERSIONS - 1] * len(found)
 
 
+@pytest.mark.parametrize(
+    ("num_pages", "num_versions", "options", "found", "asked"),
+    [
+        pytest.param(12, 30, {"top_k": 3}, 3, [LEG_HITS], id="enough"),
+        pytest.param(12, 30, {"top_k": 10}, 10, [LEG_HITS, 4 * LEG_HITS], id="more"),
+        pytest.param(
+            12, 30, {"top_k": 20}, 12, [LEG_HITS, 4 * LEG_HITS], id="no more in the index"
+        ),
+        pytest.param(12, 30, {"top_k": 10, "min_score": 0.99}, 2, [LEG_HITS], id="a least score"),
+        pytest.param(2, 240, {"top_k": 5}, 2, [LEG_HITS, 4 * LEG_HITS, 450], id="a bound"),
+    ],
+)
 def test_the_legs_are_asked_for_more_until_there_are_enough_hits(
-    ranking: HybridRanking, store: SqliteDocumentStore
+    ranking: HybridRanking,
+    store: SqliteDocumentStore,
+    monkeypatch: pytest.MonkeyPatch,
+    num_pages: int,
+    num_versions: int,
+    options: dict[str, Any],
+    found: int,
+    asked: list[int],
 ) -> None:
-    pages = versioned_pages(store, 12, 30)
+    monkeypatch.setattr(hybrid, "MAX_LEG_HITS", 450)
+    pages = versioned_pages(store, num_pages, num_versions)
     index = CountingIndex(pages.exact_index(ALONG))
-    *_, final = pages.search(ranking, "-", ALONG, index, top_k=3)
-    assert [i // 30 for i in pages.indexes(final)] == [0, 1, 2]
-    assert index.asked == [LEG_HITS]
-    index.asked.clear()
-    *_, final = pages.search(ranking, "-", ALONG, index, top_k=10)
-    assert [i // 30 for i in pages.indexes(final)] == list(range(10))
-    assert index.asked == [LEG_HITS, 4 * LEG_HITS]
-    index.asked.clear()
-    *_, final = pages.search(ranking, "-", ALONG, index, top_k=20)
-    assert [i // 30 for i in pages.indexes(final)] == list(range(12))
-    assert index.asked == [LEG_HITS, 4 * LEG_HITS], "the index has no more"
+    *_, final = pages.search(ranking, "-", ALONG, index, mode=SearchMode.DENSE, **options)
+    assert [i // num_versions for i in pages.indexes(final)] == list(range(found))
+    assert index.asked == asked
 
 
 def test_words_alone_are_searched_for_more(
@@ -319,29 +332,6 @@ def test_words_alone_are_searched_for_more(
     pages = ranked_collection(store, texts, [ALONG] * len(texts))
     (only,) = pages.search(ranking, "apple", top_k=4)
     assert sorted(i // 40 for i in pages.indexes(only)) == [0, 1, 2, 3]
-
-
-def test_the_number_of_hits_that_are_asked_for_is_bounded(
-    ranking: HybridRanking, store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hybrid, "MAX_LEG_HITS", 150)
-    pages = versioned_pages(store, 2, 160)
-    index = CountingIndex(pages.exact_index(ALONG))
-    mode = SearchMode.DENSE
-    *_, final = pages.search(ranking, "-", ALONG, index, top_k=5, mode=mode)
-    assert len(final.hits) == 2
-    assert index.asked == [LEG_HITS, 150]
-
-
-def test_a_least_score_asks_for_no_more_hits(
-    ranking: HybridRanking, store: SqliteDocumentStore
-) -> None:
-    pages = versioned_pages(store, 12, 30)
-    index = CountingIndex(pages.exact_index(ALONG))
-    mode = SearchMode.DENSE
-    *_, final = pages.search(ranking, "-", ALONG, index, top_k=10, mode=mode, min_score=0.99)
-    assert [i // 30 for i in pages.indexes(final)] == [0, 1]
-    assert index.asked == [LEG_HITS]
 
 
 def test_searches_without_copies_read_no_more_texts(

@@ -6,8 +6,7 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from ragcache_retriever.readiness.monitor import ReadinessMonitor
-from ragcache_retriever.readiness.storage_probe import PROBE_FILE, StorageProbe
+from ragcache_retriever.readiness import PROBE_FILE, ReadinessMonitor, StorageProbe
 from tests.kit.wait import until
 
 LIMIT_S = 120.0
@@ -58,19 +57,22 @@ async def test_a_hanging_disk_has_one_thread_and_recovers(tmp_path: Path) -> Non
 
 
 async def test_the_monitor_reports_changes_and_each_problem() -> None:
-    told: list[str] = []
-    problems = iter(("loading", None, None, "a", None))
+    reported: list[str] = []
+    problems = iter(("loading", None, None, KeyError("row"), None))
 
     async def check() -> str | None:
-        return next(problems)
+        problem = next(problems)
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
 
     async def ready() -> None:
-        told.append("ready")
+        reported.append("ready")
 
     async def not_ready(problem: str) -> None:
-        told.append(problem)
+        reported.append(problem)
 
     monitor = ReadinessMonitor(check, ready, not_ready)
     for _ in range(5):
         await monitor.update()
-    assert told == ["loading", "ready", "a", "ready"]
+    assert reported == ["loading", "ready", "the check failed: KeyError('row')", "ready"]

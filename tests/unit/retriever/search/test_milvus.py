@@ -1,19 +1,57 @@
+"""URLs of Milvus, and its conditions for sets of rows."""
+
 from __future__ import annotations
 
 import re
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.search.remote.row_conditions import (
+from ragcache_core.errors import InvalidInput
+from ragcache_retriever.search.milvus import (
     MAX_LISTED_ROWS,
     MAX_RANGES,
     MIN_RANGE_ROWS,
+    NO_PINGS,
+    RECONNECT,
+    MilvusIndexes,
+    client_arguments,
     row_conditions,
     span,
 )
 from ragcache_retriever.search.vector_index import Rows
+
+
+@pytest.mark.parametrize(
+    ("url", "arguments"),
+    [
+        ("http://milvus", {"uri": "http://milvus:19530", "grpc_options": RECONNECT}),
+        (
+            "https://me:p%40ss@milvus:443/docs",
+            {
+                "uri": "https://milvus:443",
+                "grpc_options": RECONNECT,
+                "token": "me:p@ss",
+                "db_name": "docs",
+            },
+        ),
+        ("/data/vectors.db", {"uri": "/data/vectors.db", "grpc_options": RECONNECT | NO_PINGS}),
+    ],
+)
+def test_urls_become_arguments(url: str, arguments: dict[str, object]) -> None:
+    assert client_arguments(url) == arguments
+
+
+@pytest.mark.parametrize(
+    "url", ["", "milvus:19530", "postgresql://h/d", "http://:x", "http://u:s3cret@h:p"]
+)
+def test_other_urls_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(InvalidInput, match="RAGCACHE_BACKEND_URL") as caught:
+        MilvusIndexes(url, "identity")
+    assert "s3cret" not in str(caught.value)
+
 
 RUNS = st.lists(
     st.tuples(st.integers(1, 5), st.integers(1, 2 * MIN_RANGE_ROWS)), min_size=0, max_size=40

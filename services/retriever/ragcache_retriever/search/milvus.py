@@ -5,6 +5,8 @@ by the data folder's identity, and its owner completes it after each start. Milv
 transactions: rows are added before others are removed, and consistency level Strong lets each query
 see all acknowledged changes.
 
+log = logging.getLogger(__name__)
+
 A search of cells or of a graph has two queries, a small and a complete one. Milvus cannot continue
 a query, so the small one is the price of an early result. A scan of all vectors has one query.
 
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,18 +27,27 @@ from urllib.parse import unquote, urlsplit
 import grpc
 import numpy as np
 from pymilvus import DataType, MilvusClient, MilvusException
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.stage_counts import StageCounts
-from ragcache_retriever.search.remote.row_conditions import row_conditions, span
 from ragcache_retriever.search.staged_hits import StagedHits
-from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+from ragcache_retriever.search.vector_index import (
+    IndexStage,
+    RowIndex,
+    Rows,
+    VectorIndexes,
+    Vectors,
+)
 
-log = logging.getLogger(__name__)
-
+MAX_RANGES = 64
+"""Most ranges in a condition. Milvus parses a chain of "or" recursively."""
+MAX_LISTED_ROWS = 8192
+"""Most rows that a condition lists."""
+MIN_RANGE_ROWS = 32
+"""A run of at least this many consecutive rows is a range. The rows of shorter ones are listed."""
 T = TypeVar("T")
-
 URL_SETTING = "RAGCACHE_BACKEND_URL"
 SEARCH_LIMIT_S = 10.0
 ROWS_LIMIT_S = 10.0
@@ -54,19 +64,16 @@ GROWTH = 4
 BATCH_BYTES = 4 << 20
 """Bytes of vectors that one call inserts. A message has 64 MiB at most."""
 READ_ROWS = 8192
-
 _NOT_LOADED = 101
 """Code of Milvus for a collection that is in no memory, such as after some restarts."""
 RECONNECT: Final = {"grpc.max_reconnect_backoff_ms": 5000}
 """gRPC waits up to two minutes before it connects again to a server that was away."""
-
 NO_PINGS: Final = {
     "grpc.keepalive_time_ms": (1 << 31) - 1,
     "grpc.keepalive_permit_without_calls": False,
 }
 """pymilvus pings its server every ten seconds. Milvus allows that, and milvus-lite closes a
 connection that is idle meanwhile. Its server is a process of this machine, which needs no pings."""
-
 _ROW, _VECTOR = "row", "vector"
 _INDEX_TYPES = {IndexKind.FLAT: "FLAT", IndexKind.IVF: "IVF_FLAT", IndexKind.HNSW: "HNSW"}
 _BUILD: dict[IndexKind, dict[str, int]] = {
@@ -76,8 +83,63 @@ _BUILD: dict[IndexKind, dict[str, int]] = {
 }
 
 
-class MilvusIndex:
-    """The vectors of one generation in a collection of Milvus. See RowIndex."""
+def row_conditions(field: str, rows: Rows) -> Iterator[str]:
+    """Yield conditions that are true for the rows, each row by exactly one of them.
+
+    Args:
+        field: Name of the field that has the row.
+        rows: Sorted, without repetitions.
+    """
+    if not len(rows):
+        return
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    first = np.concatenate([[0], breaks])
+    end = np.concatenate([breaks, [len(rows)]])
+    is_range = end - first >= MIN_RANGE_ROWS
+    num_ranges = np.concatenate([[0], np.cumsum(is_range)])
+    num_listed = np.concatenate([[0], np.cumsum(np.where(is_range, 0, end - first))])
+    run = 0
+    while run < len(first):
+        last_run = min(
+            int(np.searchsorted(num_ranges, num_ranges[run] + MAX_RANGES, side="right")),
+            int(np.searchsorted(num_listed, num_listed[run] + MAX_LISTED_ROWS, side="right")),
+        )
+        part = slice(run, last_run - 1)
+        yield _condition(field, rows, first[part], end[part], is_range[part])
+        run = last_run - 1
+
+
+def span(field: str, rows: Rows) -> str:
+    """Return the condition for all rows from the first to the last one of a set."""
+    return _between(field, int(rows[0]), int(rows[-1]))
+
+
+def _condition(field: str, rows: Rows, first: Rows, end: Rows, is_range: Rows) -> str:
+    """Return the condition for runs of consecutive rows.
+
+    Args:
+        first: Index of the first row of each run, shape (num_runs,).
+        end: Index after its last row, shape (num_runs,).
+        is_range: Whether the run is a range, shape (num_runs,).
+    """
+    parts: list[str] = []
+    listed: list[int] = []
+    for i, j, range_ in zip(first.tolist(), end.tolist(), is_range.tolist(), strict=True):
+        if range_:
+            parts.append(_between(field, int(rows[i]), int(rows[j - 1])))
+        else:
+            listed += rows[i:j].tolist()
+    if listed:
+        parts.append(f"{field} in [{','.join(map(str, listed))}]")
+    return " or ".join(parts)
+
+
+def _between(field: str, first: int, last: int) -> str:
+    return f"({field} >= {first} and {field} <= {last})"
+
+
+class MilvusIndex(RowIndex):
+    """The vectors of one generation in a collection of Milvus."""
 
     def __init__(
         self,
@@ -106,34 +168,35 @@ class MilvusIndex:
         return int(found[0]["count(*)"])
 
     @property
+    @override
     def kind(self) -> IndexKind:
-        """The kind in use."""
         return self._kind
 
     @property
+    @override
     def memory_bytes(self) -> int:
-        """Memory in this process: none."""
-        return 0
+        return 0  # in this process
 
     @property
+    @override
     def is_building(self) -> bool:
-        """Milvus builds indexes by itself, and searches what is not indexed yet completely."""
-        return False
+        return False  # Milvus builds by itself, and searches what is not indexed yet completely
 
+    @override
     def rows(self) -> Rows:
-        """Return the sorted rows."""
         return np.array(sorted(self._loaded(self._read_rows)), np.int64)
 
+    @override
     def load(self, batches: Iterable[tuple[Rows, Vectors]]) -> None:
-        """Replace the content by rows and vectors in batches. No search may run."""
         with _errors():
             self._client.drop_collection(self._name, timeout=CHANGE_LIMIT_S)
             self._create()
         for rows, vectors in batches:
             self._add(rows.tolist(), vectors)
 
+    @override
     def set_kind(self, kind: IndexKind) -> None:
-        """Change the kind. Searches of this collection are unavailable for a moment."""
+        # Searches of this collection are unavailable for a moment.
         wanted = _used_kind(kind)
         if wanted is self._kind:
             return
@@ -151,17 +214,19 @@ class MilvusIndex:
         self._kind = wanted
         self._counts = StageCounts()
 
+    @override
     def apply(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
-        """Add rows, then remove rows. See VectorIndex."""
         gone = sorted(set(removed) - set(added))
         self._add(added, vectors)
         if gone:
             with _errors():
                 self._client.delete(self._name, ids=gone, timeout=ROWS_LIMIT_S)
 
+    @override
     def close(self) -> None:
-        """Do nothing: Milvus keeps the collection."""
+        pass  # Milvus keeps the collection
 
+    @override
     def search(
         self,
         query: Vectors,
@@ -171,10 +236,7 @@ class MilvusIndex:
         recall: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[IndexStage]:
-        """Yield the stages of a search. See VectorIndex.
-
-        Milvus ends no query early, so ``cancelled`` is asked between queries only.
-        """
+        # Milvus ends no query early, so ``cancelled`` is asked between queries only.
         hits = StagedHits(self._counts, top_k, self._recall if recall is None else recall)
         if allowed is not None and not len(allowed):
             yield hits.stage([], 1.0, 0, is_last=True)
@@ -325,7 +387,7 @@ class MilvusIndex:
         return index
 
 
-class MilvusIndexes:
+class MilvusIndexes(VectorIndexes):
     """The indexes of one data folder.
 
     Args:
@@ -343,18 +405,18 @@ class MilvusIndexes:
         self._prefix = f"ragcache_{identity}_"
         self._connected: MilvusClient | None = None
 
+    @override
     def open(self, generation: int, dimension: int, kind: IndexKind) -> MilvusIndex:
-        """See VectorIndexes.open."""
         name = f"{self._prefix}{generation}"
         return MilvusIndex(self._client, name, dimension, kind, self._recall)
 
+    @override
     def remove(self, generation: int) -> None:
-        """See VectorIndexes.remove."""
         with _errors():
             self._client.drop_collection(f"{self._prefix}{generation}", timeout=CHANGE_LIMIT_S)
 
+    @override
     def stored_generations(self) -> list[int]:
-        """See VectorIndexes.stored_generations."""
         with _errors():
             names = self._client.list_collections(timeout=SEARCH_LIMIT_S)
         return sorted(

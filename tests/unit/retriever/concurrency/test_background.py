@@ -9,9 +9,43 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_retriever.concurrency import item_task
-from ragcache_retriever.concurrency.item_task import ItemTask
+from ragcache_retriever.concurrency import background
+from ragcache_retriever.concurrency.background import ItemTask, for_each
 from tests.kit.wait import until
+
+
+async def test_each_item_is_used_once_and_few_at_once() -> None:
+    running, most = 0, 0
+    seen: list[int] = []
+
+    async def use(item: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        seen.append(item)
+        running -= 1
+
+    await for_each(range(20), use, at_once=3)
+    assert sorted(seen) == list(range(20))
+    assert most == 3
+
+
+async def test_an_error_cancels_the_other_calls() -> None:
+    cancelled: list[int] = []
+
+    async def use(item: int) -> None:
+        if item == 1:
+            raise KeyError(item)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+
+    with pytest.raises(KeyError):
+        await for_each(range(9), use, at_once=2)
+    assert cancelled == [0]
 
 
 class Work:
@@ -72,7 +106,7 @@ async def test_a_failed_item_delays_no_other_one(
 async def test_a_failed_item_is_tried_until_it_succeeds(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    monkeypatch.setattr(background, "FAILURE_PAUSE_S", 0.001)
     work.errors = {
         "a": [Unavailable("disk", "it is full", retry_after_s=0.001), RuntimeError("a defect")],
         "b": [NotFound("collection", "b", "-"), InvalidInput("b", "is wrong", "-")],
@@ -85,7 +119,7 @@ async def test_a_failed_item_is_tried_until_it_succeeds(
 async def test_items_that_cannot_be_listed_are_listed_again(
     work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(item_task, "FAILURE_PAUSE_S", 0.001)
+    monkeypatch.setattr(background, "FAILURE_PAUSE_S", 0.001)
     errors = [KeyError("it was deleted meanwhile")]
 
     def items() -> list[str]:

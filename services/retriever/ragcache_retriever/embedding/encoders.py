@@ -1,8 +1,9 @@
-"""BERT without padding, for the short texts of queries and for chunks alike.
+"""Models that run in this process: BERT, and other models of sentence-transformers.
 
-The texts of a batch are rows of one matrix, so no multiplication is spent on padding; only
-attention arranges them as a rectangle. The projections of queries, keys and values are one
-multiplication, and weights are packed once for the CPU's kernels.
+BERT is computed without padding, for the short texts of queries and for chunks alike. The texts of
+a batch are rows of one matrix, so no multiplication is spent on padding; only attention arranges
+them as a rectangle. The projections of queries, keys and values are one multiplication, and weights
+are packed once for the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.embedding.embedder import Vectors
-from ragcache_retriever.embedding.text_encoder import Tokens
+from ragcache_retriever.embedding.embedder import TextEncoder, Tokens, Vectors
 
 ROW_STEP = 8
 """Batches have a multiple of it as rows. Each new number of rows has kernels compiled, which takes
 as long as a short query."""
-
 Project = Callable[[torch.Tensor], torch.Tensor]
+LENGTH_STEP = 32
+"""Batches are padded to a multiple of it, because each new shape has kernels compiled."""
 
 
 class _Layer(NamedTuple):
@@ -40,7 +42,7 @@ class _Layer(NamedTuple):
     output_norm: Project
 
 
-class BertEncoder:
+class BertEncoder(TextEncoder):
     """Computes a BERT from its files, without the transformers library, which takes seconds to
     import.
 
@@ -87,8 +89,8 @@ class BertEncoder:
                 "restore the model's folder",
             ) from error
 
+    @override
     def embed(self, batch: Sequence[Tokens]) -> Vectors:
-        """See TextEncoder.embed."""
         torch.set_num_threads(1)  # it applies to the calling thread
         with torch.inference_mode():
             rows = _Rows(batch, self._device, self._words.dtype)
@@ -241,3 +243,67 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool = False) -> 
     if gelu:
         return lambda rows: F.gelu(F.linear(rows, weight, bias))
     return lambda rows: F.linear(rows, weight, bias)
+
+
+class SentenceEncoder(TextEncoder):
+    """Computes a model with the modules of the sentence-transformers library.
+
+    Args:
+        device: As torch names it.
+        dtype: Number format to compute in.
+        max_tokens: Most tokens of a text, and of a batch's width.
+        before_batch: Called before each batch. It may wait.
+
+    Raises:
+        InvalidInput: The library cannot load the model without running code of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        dtype: torch.dtype,
+        max_tokens: int,
+        before_batch: Callable[[], None],
+    ) -> None:
+        from sentence_transformers import SentenceTransformer  # noqa: PLC0415  slow to import
+
+        try:
+            model: Any = SentenceTransformer(
+                str(folder),
+                device=device,
+                trust_remote_code=False,
+                local_files_only=True,
+                model_kwargs={"dtype": dtype},
+            )
+        except Exception as error:  # each family raises errors of its own
+            raise InvalidInput(
+                "RAGCACHE_EMBEDDER",
+                f"{folder} cannot be loaded: {error}",
+                "name a model that sentence-transformers loads without code of the model's",
+            ) from error
+        self._model = model.eval()
+        self._device = device
+        self._max_tokens = max_tokens
+        self._padding = int(getattr(model.tokenizer, "pad_token_id", None) or 0)
+        self._before_batch = before_batch
+        self.dimension = self.embed([[self._padding]]).shape[1]
+
+    @override
+    def embed(self, batch: Sequence[Tokens]) -> Vectors:
+        torch.set_num_threads(1)  # it applies to the calling thread
+        self._before_batch()
+        lengths = [len(tokens) for tokens in batch]
+        width = min(-(-max(lengths) // LENGTH_STEP) * LENGTH_STEP, self._max_tokens)
+        ids = np.full((len(batch), width), self._padding, np.int64)
+        mask = np.zeros_like(ids)
+        for row, (tokens, length) in enumerate(zip(batch, lengths, strict=True)):
+            ids[row, :length] = tokens
+            mask[row, :length] = 1
+        features = {
+            "input_ids": torch.from_numpy(ids).to(self._device),
+            "attention_mask": torch.from_numpy(mask).to(self._device),
+        }
+        with torch.inference_mode():
+            vectors: Vectors = self._model(features)["sentence_embedding"].float().cpu().numpy()
+        return vectors

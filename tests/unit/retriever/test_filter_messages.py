@@ -21,7 +21,7 @@ from ragcache_core.retrieval.filters import (
     Or,
     Prefix,
 )
-from ragcache_retriever.search.filter_messages import MAX_FIELD_CHARS, filter_of
+from ragcache_retriever.messages.requests import MAX_FIELD_CHARS, filter_of
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 

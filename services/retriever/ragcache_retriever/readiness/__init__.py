@@ -1,1 +1,0 @@
-"""Whether the retriever can answer: checks of its storage."""

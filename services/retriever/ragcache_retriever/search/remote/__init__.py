@@ -1,1 +1,0 @@
-"""Vector indexes in other services, which are searched with growing effort."""
