@@ -221,7 +221,7 @@ class DocumentBatch:
                 )
             )
             self._bytes_in_work += size
-        await self._tell(index, item.fields.id, "accepted")
+        await self._report(index, item.fields.id, "accepted")
         key = item.fields.collection, item.fields.id
         earlier = self._in_work.get(key)
         self._in_work[key] = group.create_task(self._write(index, item, key, earlier))
@@ -246,7 +246,7 @@ class DocumentBatch:
                 self._summary.chunks += chunks
             else:
                 self._summary.unchanged += 1
-            await self._tell(index, name, "done", changed=reply.changed, chunks=chunks)
+            await self._report(index, name, "done", changed=reply.changed, chunks=chunks)
         except RagCacheError as error:
             await self._fail(index, name, to_rest_error(error))
         except Exception:
@@ -262,9 +262,9 @@ class DocumentBatch:
 
     async def _fail(self, index: int, name: str, error: RagCacheError | None) -> None:
         self._summary.failed += 1
-        await self._tell(index, name, "failed", error=_detail(error))
+        await self._report(index, name, "failed", error=_detail(error))
 
-    async def _tell(
+    async def _report(
         self, index: int, name: str, state: Literal["accepted", "done", "failed"], **fields: Any
     ) -> None:
         await self._events.put(BatchEvent(index=index, id=name, state=state, **fields))

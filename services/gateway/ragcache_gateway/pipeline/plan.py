@@ -166,7 +166,7 @@ def with_engine(
 def report_plan(planned: PlannedQuestion) -> None:
     """Report to a client that wants it what was planned."""
     progress, prompt = planned.question.progress, planned.prompt
-    if progress.is_told:
+    if progress.is_reported:
         parts = prompt_parts(prompt.prompt, prompt.passages, planned.plan)
         progress.prompt_planned(explain_plan(planned.plan), parts, len(prompt.prompt.token_ids))
 

@@ -65,7 +65,7 @@ class SpeculativeSearch:
     Args:
         prefetch: Prefetches stages for which no guess starts.
         collection: The collection that is searched.
-        progress: Tells the client what becomes of the guesses.
+        progress: Reports to the client what becomes of the guesses.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class SpeculativeSearch:
             hits=len(stage.hits),
         )
         if is_guess and own is not None:
-            self._tell_decision(decision, own)
+            self._report_decision(decision, own)
         if decision is Decision.CANCEL:
             await self._end_guess()
         elif engine is not None and guessed is not None and decision is not Decision.KEEP:
@@ -255,7 +255,7 @@ class SpeculativeSearch:
             "warm-up" if is_warm_up else "started", len(guessed.prompt.token_ids)
         )
 
-    def _tell_decision(self, decision: Decision, own: Guess) -> None:
+    def _report_decision(self, decision: Decision, own: Guess) -> None:
         num_tokens = len(own.guessed.prompt.token_ids)
         if decision is Decision.KEEP:
             self._progress.guess_changed("kept", num_tokens)
