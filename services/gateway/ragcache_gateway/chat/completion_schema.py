@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.schema import (
     AnswerUsage,
-    EngineRequest,
+    EndpointRequest,
     RagCacheAnswer,
     RagCacheOptions,
     RefusedFields,
@@ -46,7 +46,7 @@ _REFUSED: Final[RefusedFields] = {
 }
 
 
-class CompletionRequest(EngineRequest):
+class CompletionRequest(EndpointRequest):
     """A text to continue, with documents before it if ``ragcache`` is given.
 
     All further fields of OpenAI and vLLM reach the engine as they are.

@@ -265,7 +265,7 @@ class AnswerRequest(BaseModel):
         return screen_fields(value, cls.REFUSED) if isinstance(value, dict) else value
 
 
-class EngineRequest(AnswerRequest):
+class EndpointRequest(AnswerRequest):
     """A request in the format of an engine's own endpoint."""
 
     ID_PREFIX: ClassVar[str]
@@ -293,7 +293,7 @@ class EngineRequest(AnswerRequest):
         return n if isinstance(n, int) and n > 0 else 1
 
 
-class ChatRequest(EngineRequest):
+class ChatRequest(EndpointRequest):
     """A question to answer from documents.
 
     All further fields of OpenAI and vLLM reach the engine as they are: tools, response formats, log

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
 from ragcache_gateway.explain.schema import ExplainedStage
-from ragcache_gateway.speculation.early_stage import EarlyStage
+from ragcache_gateway.speculation.interim_stage import InterimStage
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -77,7 +77,7 @@ async def search_to_final_stage(
     request: pb.SearchRequest,
     *,
     keeps_stages: bool = False,
-    on_early_stage: Callable[[EarlyStage], None] | None = None,
+    on_interim_stage: Callable[[InterimStage], None] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> SearchResult:
     """Search and wait for the final stage. Cancelling this cancels the search.
@@ -107,8 +107,8 @@ async def search_to_final_stage(
             if stage.final:
                 final = stage
                 break
-            if on_early_stage is not None:
-                on_early_stage(_early_stage(stage, elapsed_s, asked_at_ms))
+            if on_interim_stage is not None:
+                on_interim_stage(_interim_stage(stage, elapsed_s, asked_at_ms))
     if final is None:
         raise Unavailable("retriever", "the search ended before its final stage")
     return SearchResult(
@@ -134,8 +134,8 @@ def _arrival(stage: pb.SearchStage, elapsed_s: float) -> ExplainedStage:
     )
 
 
-def _early_stage(stage: pb.SearchStage, elapsed_s: float, asked_at_ms: int) -> EarlyStage:
-    return EarlyStage(
+def _interim_stage(stage: pb.SearchStage, elapsed_s: float, asked_at_ms: int) -> InterimStage:
+    return InterimStage(
         hits=stage.hits,
         final_probability=stage.final_probability,
         progress=stage.progress,

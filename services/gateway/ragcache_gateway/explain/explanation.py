@@ -71,7 +71,7 @@ class AnsweredPrompt:
         plan: Order and engine that the gateway chose.
         record: None: the engine has dropped it.
         stages: Of the search.
-        guesses: What engines computed during the search.
+        prefills: What engines computed during the search.
     """
 
     id: str
@@ -84,7 +84,7 @@ class AnsweredPrompt:
     plan: ExplainedPlan
     record: pb.RequestRecord | None
     stages: tuple[ExplainedStage, ...] = ()
-    guesses: tuple[ExplainedGuess, ...] = ()
+    prefills: tuple[ExplainedGuess, ...] = ()
 
 
 class PartUse(NamedTuple):
@@ -190,7 +190,7 @@ def explain(answered: AnsweredPrompt) -> Explanation:
         plan=answered.plan,
         time=_explain_time(record) if record else None,
         stages=list(answered.stages),
-        speculation=list(answered.guesses),
+        speculation=list(answered.prefills),
     )
 
 

@@ -25,7 +25,7 @@ MAX_EVENTS: Final = 256
 """Most events of one answer, so that a client that reads nothing has little in memory. Searches
 have fewer stages than this; later events of one that has more are left out."""
 
-GuessStep = Literal[GuessOutcome, "started", "kept", "cancelled"]
+PrefillStep = Literal[GuessOutcome, "started", "kept", "cancelled"]
 
 
 class _StageEvent(BaseModel):
@@ -56,7 +56,7 @@ class GuessChanged(_StageEvent):
     """A prompt is computed while the search runs, or not any more."""
 
     stage: Literal["guess"] = "guess"
-    outcome: GuessStep = Field(
+    outcome: PrefillStep = Field(
         description="started; kept: a later stage has the same hits. cancelled: a later stage has "
         "others. warm-up: the prompt's beginning is computed. At the end of the search: confirmed, "
         "wrong or failed."
@@ -138,7 +138,7 @@ class Progress:
         elapsed_ms, search = self._elapsed_ms(), self._num_searches
         self._report(SearchAdvanced(elapsed_ms=elapsed_ms, search=search, **of_stage))
 
-    def guess_changed(self, outcome: GuessStep, num_tokens: int) -> None:
+    def prefill_changed(self, outcome: PrefillStep, num_tokens: int) -> None:
         """Report what becomes of a guess."""
         elapsed_ms = self._elapsed_ms()
         self._report(GuessChanged(elapsed_ms=elapsed_ms, outcome=outcome, tokens=num_tokens))

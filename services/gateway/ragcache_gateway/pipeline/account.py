@@ -36,7 +36,7 @@ from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.planning.cache_view import engine_source
-from ragcache_gateway.speculation.speculative_search import EndedGuess
+from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.metrics import AnswerCost, Metrics
 from ragcache_wire.telemetry.semantic_conventions import OUTPUT_VALUE
 from ragcache_wire.tracing import current_span
@@ -127,18 +127,18 @@ def answer_cache_use(record: engine_pb2.RequestRecord | None) -> AnswerCacheUse:
     )
 
 
-def explain_guess(guess: EndedGuess, started_s: float) -> ExplainedGuess:
+def explain_prefill(prefill: EndedPrefill, started_s: float) -> ExplainedGuess:
     """Explain what an engine computed during a search.
 
     Args:
-        started_s: When the question arrived, on the clock of the guess.
+        started_s: When the question arrived, on the clock of the prefill.
     """
     return ExplainedGuess(
-        start_ms=to_ms(guess.started_s - started_s),
-        end_ms=to_ms(guess.ended_s - started_s),
-        outcome=guess.outcome,
-        tokens=guess.num_tokens,
-        wasted_tokens=guess.wasted_tokens,
+        start_ms=to_ms(prefill.started_s - started_s),
+        end_ms=to_ms(prefill.ended_s - started_s),
+        outcome=prefill.outcome,
+        tokens=prefill.num_tokens,
+        wasted_tokens=prefill.wasted_tokens,
     )
 
 
@@ -274,7 +274,9 @@ def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) ->
         plan=explain_plan(answer.planned.plan),
         record=record,
         stages=planned.search.arrivals,
-        guesses=tuple(explain_guess(guess, planned.question.started) for guess in answer.guesses),
+        prefills=tuple(
+            explain_prefill(prefill, planned.question.started) for prefill in answer.prefills
+        ),
     )
 
 

@@ -27,7 +27,7 @@ from ragcache_gateway.explain.explanation import (
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.prompt import PromptedQuestion
 from ragcache_gateway.pipeline.question import Question
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
 from ragcache_gateway.prompts.reuse_mode import plan_reuse
 
@@ -112,7 +112,7 @@ async def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQue
 
 
 async def order_documents(
-    services: ChatServices, prompted: PromptedQuestion, ahead: Sequence[ComputedAhead] = ()
+    services: ChatServices, prompted: PromptedQuestion, prefilled: Sequence[PrefilledChunks] = ()
 ) -> OrderedPrompt:
     """Choose the order of the documents and the engine, and join the prompt in that order.
 
@@ -125,7 +125,7 @@ async def order_documents(
         question.reuse,
         question.request.ragcache.order,
         is_trial=question.is_trial,
-        ahead=ahead,
+        prefilled=prefilled,
     )
     if prompted.by_rank.num_tokens <= MAX_LOOP_TOKENS:
         prompt = parts.join(request_plan.order)
@@ -152,7 +152,7 @@ async def engine_request(
 
 
 def with_engine(
-    services: ChatServices, planned: PlannedQuestion, ahead: Sequence[ComputedAhead] = ()
+    services: ChatServices, planned: PlannedQuestion, prefilled: Sequence[PrefilledChunks] = ()
 ) -> PlannedQuestion:
     """Choose the engine again, right before the request is sent.
 
@@ -160,7 +160,7 @@ def with_engine(
         ahead: What engines have of the prompt because they computed it during the search.
     """
     by_rank, reuse = planned.ordered.by_rank, planned.question.reuse
-    return replace(planned, plan=services.planner.renew(planned.plan, by_rank, reuse, ahead))
+    return replace(planned, plan=services.planner.renew(planned.plan, by_rank, reuse, prefilled))
 
 
 def report_plan(planned: PlannedQuestion) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, explain
 from ragcache_gateway.explain.schema import ExplainedPlan, Outcome
-from ragcache_gateway.pipeline.account import explain_guess, observe_chunks
-from ragcache_gateway.speculation.speculative_search import EndedGuess
+from ragcache_gateway.pipeline.account import explain_prefill, observe_chunks
+from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2 as pb
 
@@ -21,7 +21,7 @@ def answered(
     parts: tuple[PromptPart, ...],
     record: pb.RequestRecord | None,
     *,
-    guesses: tuple[EndedGuess, ...] = (),
+    prefills: tuple[EndedPrefill, ...] = (),
 ) -> AnsweredPrompt:
     return AnsweredPrompt(
         id="chatcmpl-1",
@@ -33,7 +33,7 @@ def answered(
         parts=parts,
         plan=PLAN,
         record=record,
-        guesses=tuple(explain_guess(guess, 100.0) for guess in guesses),
+        prefills=tuple(explain_prefill(prefill, 100.0) for prefill in prefills),
     )
 
 
@@ -127,12 +127,12 @@ def test_metrics_count_what_the_explanation_says(
 
 
 def test_an_explanation_has_the_guesses_with_times_since_the_question() -> None:
-    guesses = (
-        EndedGuess(100.01, 100.025, "wrong", 512, 480),
-        EndedGuess(100.03, 100.09, "confirmed", 640, 0),
+    prefills = (
+        EndedPrefill(100.01, 100.025, "wrong", 512, 480),
+        EndedPrefill(100.03, 100.09, "confirmed", 640, 0),
     )
-    explanation = explain(answered((), None, guesses=guesses))
-    assert [guess.model_dump() for guess in explanation.speculation] == [
+    explanation = explain(answered((), None, prefills=prefills))
+    assert [prefill.model_dump() for prefill in explanation.speculation] == [
         {
             "start_ms": 10.0,
             "end_ms": 25.0,
