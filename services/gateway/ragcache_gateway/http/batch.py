@@ -23,7 +23,7 @@ from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.batch_parser import BatchItem, BatchParser, RefusedDocument
-from ragcache_gateway.http.disconnect import ClientDisconnected
+from ragcache_gateway.http.disconnect import ClientDisconnected, receive_piece
 from ragcache_gateway.http.errors import ErrorDetail, error_body, to_http
 
 log = logging.getLogger(__name__)
@@ -186,17 +186,13 @@ class DocumentBatch:
         """Receive the body ahead of its use, and then the disconnect. Raises ClientDisconnected."""
         has_more = True
         while True:
+            timeout_s = self._limit.body_timeout_s if has_more else None
             try:
-                async with asyncio.timeout(self._limit.body_timeout_s if has_more else None):
-                    message = await self._receive()
-            except TimeoutError:
-                problem = f"had a pause of {self._limit.body_timeout_s:g} s"
-                await self._pieces.put(InvalidInput("body", problem, "send it faster"))
+                piece, has_more = await receive_piece(self._receive, timeout_s)
+            except InvalidInput as error:
+                await self._pieces.put(error)
                 return
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            await self._pieces.put(message.get("body", b""))
-            has_more = message.get("more_body", False)
+            await self._pieces.put(piece)
             if not has_more:
                 await self._pieces.put(None)
 

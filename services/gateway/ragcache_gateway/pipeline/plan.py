@@ -66,33 +66,15 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedQuestion:
+class PlannedQuestion(OrderedPrompt):
     """A question with the request for the engine.
 
     Args:
-        plan: The order and the engine that were chosen, and what was predicted.
         tokenize_s: Time for prompt and plan.
     """
 
-    ordered: OrderedPrompt
-    plan: RequestPlan
     request: EngineRequest
     tokenize_s: float
-
-    @property
-    def question(self) -> Question:
-        """The question."""
-        return self.ordered.question
-
-    @property
-    def search(self) -> SearchResult:
-        """What its search has found."""
-        return self.ordered.search
-
-    @property
-    def prompt(self) -> AnswerPrompt:
-        """Its prompt, with the passages."""
-        return self.ordered.prompt
 
     def sizes(self) -> dict[str, int]:
         """Return the prompt's sizes, for traces."""
@@ -104,11 +86,19 @@ class PlannedQuestion:
 
 async def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
     """Choose the order of the documents and the engine, and say which stored KV it may load."""
-    ordered = await order_documents(services, prompted)
-    search = ordered.search
-    request = await engine_request(services, ordered.question, ordered.prompt, search.asked_at_ms)
-    tokenize_s = time.perf_counter() - ordered.started
-    return PlannedQuestion(ordered, ordered.plan, request, tokenize_s)
+    one = await order_documents(services, prompted)
+    request = await engine_request(services, one.question, one.prompt, one.search.asked_at_ms)
+    tokenize_s = time.perf_counter() - one.started
+    return PlannedQuestion(
+        one.question,
+        one.search,
+        one.prompt,
+        one.by_rank,
+        one.plan,
+        one.started,
+        request,
+        tokenize_s,
+    )
 
 
 async def order_documents(
@@ -159,8 +149,9 @@ def with_engine(
     Args:
         ahead: What engines have of the prompt because they computed it during the search.
     """
-    by_rank, reuse = planned.ordered.by_rank, planned.question.reuse
-    return replace(planned, plan=services.planner.renew(planned.plan, by_rank, reuse, prefilled))
+    reuse = planned.question.reuse
+    renewed = services.planner.renew(planned.plan, planned.by_rank, reuse, prefilled)
+    return replace(planned, plan=renewed)
 
 
 def report_plan(planned: PlannedQuestion) -> None:

@@ -207,7 +207,7 @@ class SpeculativeSearch:
         if self._usual_s <= LEAST_SAVING_S:
             return  # no saving could be large enough
         head = await build_head()
-        engine = self._speculator.engine_of(head.plan)
+        engine = self._speculator.planner.engine_of(head.plan)
         cost = self._speculator.head_cost(engine, head) if engine is not None else None
         if engine is None or cost is None:
             return
@@ -279,7 +279,7 @@ class SpeculativeSearch:
     ) -> tuple[Engine, SpeculativePrompt] | tuple[None, None]:
         """Build the prompt of a stage, with its engine; None if it should not be computed."""
         staged = await self._steps.build(stage, self._prefilled())
-        engine = self._speculator.engine_of(staged.plan)
+        engine = self._speculator.planner.engine_of(staged.plan)
         cost = self._speculator.cost(engine, staged) if engine is not None else None
         if engine is None or cost is None:
             return None, None

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ragcache_core.planner.request_plan import RequestPlan
 from ragcache_core.planner.speculation import GuessCost, Load, may_be_beneficial
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import RECOMPUTED_TOKENS, EngineLoads
@@ -34,15 +33,11 @@ class Speculator:
         tracer: Tracer,
     ) -> None:
         self._engines = engines
-        self._planner = planner
+        self.planner = planner
         self._loads = loads
         self._search_s: OrderedDict[str, float] = OrderedDict()
         self.metrics = metrics
         self.tracer = tracer
-
-    def engine_of(self, plan: RequestPlan) -> Engine | None:
-        """Return the engine that a plan has chosen. None: there is none, or it has left."""
-        return self._planner.engine_of(plan)
 
     def may_prefill(self, final_probability: float, own: SpeculativePrefill | None) -> bool:
         """Return whether a prefill may be beneficial in any engine, with any prompt."""
@@ -84,7 +79,7 @@ class Speculator:
         """Have an engine compute a prompt, at low priority."""
 
         def record(prefill: SpeculativePrefill) -> None:
-            self._planner.record_prefilled(prefill.engine, prefill.speculative.staged.plan)
+            self.planner.record_prefilled(prefill.engine, prefill.speculative.staged.plan)
 
         span = self.tracer.start_step(
             "guess",
