@@ -28,7 +28,7 @@ from ragcache_gateway.http.server import GatewayProtocol, bind_sockets
 from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.speculation.guess import GUESS_PRIORITY
+from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.messages.replies import delete_message
@@ -509,8 +509,8 @@ class FakeEngine:
         self.top_logprobs: dict[str, float] | None = None  # of the first token, if requested
         self.hold_after: int | None = None  # words, then nothing until the client leaves
         self.prefill: asyncio.Event | None = None  # before the first word, until it is set
-        self.hold_guesses: asyncio.Event | None = None  # the same, for guesses only
-        self.fails_guesses = False
+        self.hold_prefills: asyncio.Event | None = None  # the same, for guesses only
+        self.fails_prefills = False
         self.pause: asyncio.Event | None = None  # after the first word, until it is set
         self.aborted = asyncio.Event()
         self.waiting = asyncio.Event()
@@ -608,9 +608,9 @@ class FakeEngine:
 
     async def _reaches_first_word(self, body: Any, event: Any, receive: Any, send: Any) -> bool:
         held = self.prefill
-        if body.get("priority") == GUESS_PRIORITY:
-            held = self.hold_guesses
-            if self.fails_guesses:
+        if body.get("priority") == PREFILL_PRIORITY:
+            held = self.hold_prefills
+            if self.fails_prefills:
                 await event({"error": {"message": "the engine died", "code": 500}})
                 await _part(send, b"", more=False)
                 return False

@@ -20,7 +20,7 @@ from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.explain.recent_answers import RecentAnswers
+from ragcache_gateway.explain.explanation import RecentAnswers
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.component_watch import ComponentWatch

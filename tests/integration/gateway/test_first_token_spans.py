@@ -19,7 +19,7 @@ from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_core.knowledge.stored_node import StoredNode
 from ragcache_engine.telemetry.engine_feed import EngineFeed
-from ragcache_gateway.speculation.guess import GUESS_PRIORITY
+from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.v1 import retriever_pb2
 from tests.integration.gateway.test_speculation import hit
@@ -82,7 +82,7 @@ class MixedEngine(FakeEngine):
 
     @property
     def num_guesses(self) -> int:
-        return sum(one.get("priority") == GUESS_PRIORITY for one in self.requests)
+        return sum(one.get("priority") == PREFILL_PRIORITY for one in self.requests)
 
     async def _answer(self, reply: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(ENGINE_S)
@@ -251,9 +251,9 @@ async def with_guesses(world: MixedWorld) -> None:
     assert f"prefetched {world.num_requests}?" == PREFETCHED[0]
     await in_turn(4, lambda: world.ask("prefetched", ragcache={"reuse": "blend"}))
     for number in range(1, NUM_ABANDONED + 1):
-        guesses = _num_guesses(world) + 1
+        prefills = _num_guesses(world) + 1
         asking = asyncio.create_task(world.ask("abandoned", stream=True))
-        await until(partial(lambda count: _num_guesses(world) == count, guesses))
+        await until(partial(lambda count: _num_guesses(world) == count, prefills))
         asking.cancel()
         await until(partial(lambda count: retriever.num_cancelled == count, number))
     for _ in range(5):

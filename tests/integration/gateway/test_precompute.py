@@ -70,7 +70,7 @@ RECOMPUTED = {
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
-    return plan_of(body)
+    return ReusePlan.decode(body["kv_transfer_params"]["ragcache"])
 
 
 def precomputed(gateway: World) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.planner.speculation import common_tokens
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.engines import engine_load
-from ragcache_gateway.speculation.guess import GUESS_PRIORITY
+from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_wire.v1 import retriever_pb2
 from tests.integration.gateway.test_engines import Fleet, fleet
 from tests.kit.gateway import (
@@ -87,17 +87,17 @@ async def test_a_probable_guess_is_computed_while_the_search_runs(gateway: World
     stage = HeldStage(gateway.retriever.hits, 0.9)
     gateway.retriever.stages = [stage]
     asking = asyncio.create_task(gateway.ask(temperature=0.7, seed=3))
-    guess = await arrival(gateway, 1)
-    assert (guess["priority"], guess["max_tokens"]) == (GUESS_PRIORITY, 1)
+    prefill = await arrival(gateway, 1)
+    assert (prefill["priority"], prefill["max_tokens"]) == (PREFILL_PRIORITY, 1)
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     _, question = gateway.engine.requests
-    assert question["prompt"] == guess["prompt"]
+    assert question["prompt"] == prefill["prompt"]
     assert "priority" not in question
     assert (question["temperature"], question["seed"]) == (0.7, 3)
     # The engine may store and load the same for both.
-    plans = [plan_of(one) for one in (guess, question)]
-    segments = [checked_segments(one, guess["prompt"], gateway.space()) for one in plans]
+    plans = [plan_of(one) for one in (prefill, question)]
+    segments = [checked_segments(one, prefill["prompt"], gateway.space()) for one in plans]
     assert segments[0] == segments[1]
     assert plans[0].request != plans[1].request
     assert await gateway.metric('speculation_guesses_total{outcome="confirmed"}') == 1
@@ -120,7 +120,7 @@ async def test_a_guess_that_is_running_at_the_end_of_the_search_is_ended(gateway
     """The question continues where it was, at the priority of questions."""
     stage = HeldStage(gateway.retriever.hits, 0.9)
     gateway.retriever.stages = [stage]
-    gateway.engine.hold_guesses = asyncio.Event()
+    gateway.engine.hold_prefills = asyncio.Event()
     asking = asyncio.create_task(gateway.ask())
     await gateway.engine.waiting.wait()
     stage.go_on.set()
@@ -147,7 +147,7 @@ async def test_a_changed_guess_replaces_the_first_one_after_what_both_begin_with
     gateway.retriever.hits = [hit("one"), hit("two")]
     stages = [HeldStage([hit("one"), hit("three")], 0.9), HeldStage(gateway.retriever.hits, 0.9)]
     gateway.retriever.stages = stages
-    gateway.engine.hold_guesses = asyncio.Event()
+    gateway.engine.hold_prefills = asyncio.Event()
     asking = asyncio.create_task(gateway.ask())
     await gateway.engine.waiting.wait()
     stages[0].go_on.set()
@@ -171,15 +171,17 @@ async def test_a_wrong_guess_changes_nothing_and_its_tokens_are_counted(gateway:
     stage = HeldStage([hit("wrong")], 0.9)
     gateway.retriever.stages = [stage]
     asking = asyncio.create_task(gateway.ask())
-    guess = await arrival(gateway, 1)
+    prefill = await arrival(gateway, 1)
     await gateway.until_metric("engine_requests_in_flight", 0.0)
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     _, question = gateway.engine.requests
-    assert question["prompt"] != guess["prompt"]
-    common = common_tokens(guess["prompt"], question["prompt"])
+    assert question["prompt"] != prefill["prompt"]
+    common = common_tokens(prefill["prompt"], question["prompt"])
     assert 0 < common < len(question["prompt"])
-    assert await gateway.metric("speculation_wasted_tokens_total") == len(guess["prompt"]) - common
+    assert (
+        await gateway.metric("speculation_wasted_tokens_total") == len(prefill["prompt"]) - common
+    )
     assert await gateway.metric('speculation_guesses_total{outcome="wrong"}') == 1
 
 
@@ -249,7 +251,7 @@ async def check_prefetch(gateway: World) -> None:
 
 async def test_a_client_that_disconnects_ends_the_search_and_the_guess(gateway: World) -> None:
     gateway.retriever.stages = [HeldStage(gateway.retriever.hits, 0.9)]
-    gateway.engine.hold_guesses = asyncio.Event()
+    gateway.engine.hold_prefills = asyncio.Event()
     asking = asyncio.create_task(gateway.ask())
     await gateway.engine.waiting.wait()
     asking.cancel()
@@ -316,7 +318,7 @@ async def test_a_new_system_prompt_is_computed_while_the_search_runs(
         text_of(await asking)
     # The second question with this system prompt needs no warm-up.
     _, _, question, _ = gateway.engine.requests
-    assert (warm_up["priority"], warm_up["max_tokens"]) == (GUESS_PRIORITY, 1)
+    assert (warm_up["priority"], warm_up["max_tokens"]) == (PREFILL_PRIORITY, 1)
     head = len(warm_up["prompt"])
     assert 0 < head < len(question["prompt"])
     assert question["prompt"][:head] == warm_up["prompt"]
@@ -381,13 +383,13 @@ async def test_a_guess_goes_to_the_engine_that_has_its_documents(two: Fleet) -> 
     two.retriever.stages = [stage]
     # A third document, so that there is something to compute.
     two.retriever.hits = stage.hits = [*two.retriever.hits, hit("more.md")]
-    having.hold_guesses = asyncio.Event()
+    having.hold_prefills = asyncio.Event()
     asking = asyncio.create_task(two.ask())
     await having.waiting.wait()
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
-    guess, question = having.requests[1:]
-    assert question["prompt"] == guess["prompt"]
+    prefill, question = having.requests[1:]
+    assert question["prompt"] == prefill["prompt"]
 
 
 async def answered(two: Fleet) -> tuple[FakeEngine, FakeEngine]:
@@ -403,7 +405,7 @@ async def test_a_wrong_or_failed_guess_on_another_engine_does_not_take_the_quest
     two: Fleet, fails: bool
 ) -> None:
     having, other = await answered(two)
-    other.fails_guesses = fails
+    other.fails_prefills = fails
     having.pause = asyncio.Event()
     two.retriever.stages = None
     busy = asyncio.create_task(two.ask(stream=True))

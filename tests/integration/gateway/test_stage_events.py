@@ -209,7 +209,7 @@ async def test_a_guess_that_is_abandoned_writes_nothing_after_the_end(tiny_model
         # No chunk of the final stage fits the prompt.
         too_long = chunk("long.md", 0, "a word " * 4096)
         gateway.retriever.hits = [retriever_pb2.Hit(chunk=too_long, score=0.9)]
-        gateway.engine.hold_guesses = asyncio.Event()
+        gateway.engine.hold_prefills = asyncio.Event()
         async with asked(gateway) as events:
             await events.stages("search_begun", "search", "guess")
             stage.go_on.set()

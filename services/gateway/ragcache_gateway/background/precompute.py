@@ -59,7 +59,8 @@ from ragcache_gateway.background.chunk_ranking import ChunkRanking
 from ragcache_gateway.background.demand import AnsweredQuestion, prefill_demands
 from ragcache_gateway.background.idle import IdleEngines, IdleTask, now_ms
 from ragcache_gateway.background.slice_costs import SliceCosts
-from ragcache_gateway.documents.events import TextRemoved, WrittenDocument
+from ragcache_gateway.documents.removal_feed import TextRemoved
+from ragcache_gateway.documents.writer import WrittenDocument
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.engines.completion_stream import is_engine_loss

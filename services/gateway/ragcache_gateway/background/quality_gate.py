@@ -87,11 +87,8 @@ class QualityGate(BackgroundTasks):
     def describe(self) -> dict[str, Any]:
         """Return what a report is measured for, and the state of the gate, as JSON."""
         return {
+            **self._conditions(),
             "model": self._model.name,
-            "space": self._space,
-            "template": self._template,
-            "wanted_quality": self._wanted_quality,
-            "max_recompute_share": self._max_recompute_share,
             "verdict": self.verdict(self._max_recompute_share).value,
             "report": None if self.report is None else self.report.to_json(),
         }

@@ -29,7 +29,7 @@ from ragcache_core.quality.controller import (
 )
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, IdleEngines, IdleTask, now_ms
-from ragcache_gateway.documents.events import TextRemoved
+from ragcache_gateway.documents.removal_feed import TextRemoved
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import ENGINE
 from ragcache_gateway.engines.completion_stream import Completion, is_engine_loss

@@ -7,18 +7,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.chat.schema import (
     AnswerUsage,
+    EndpointRequest,
     RagCacheAnswer,
     RagCacheOptions,
-    StreamOptions,
+    RefusedFields,
     allow_null,
-    check_stream_options,
-    num_choices,
 )
-from ragcache_wire.rest_fields.integer_type import Count, PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.integer_type import Count
 
 MAX_PROMPTS = 2048
 
@@ -44,12 +41,12 @@ Prompt = Annotated[
     Discriminator(_tag),
 ]
 
-_REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+_REFUSED: Final[RefusedFields] = {
     "best_of": ((1,), "leave it out and send n"),
 }
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(EndpointRequest):
     """A text to continue, with documents before it if ``ragcache`` is given.
 
     All further fields of OpenAI and vLLM reach the engine as they are.
@@ -57,35 +54,23 @@ class CompletionRequest(BaseModel):
 
     ID_PREFIX: ClassVar = "cmpl"
     MAX_TOKENS_FIELD: ClassVar = "max_tokens"
+    REFUSED: ClassVar = _REFUSED
 
     model_config = ConfigDict(
-        extra="allow",
-        strict=True,
         json_schema_extra={
             "examples": [{"prompt": "Billing runs in the region", "max_tokens": 16}]
         },
     )
 
     prompt: Prompt = Field(description="A text, token ids, or several of either.")
-    model: Text | None = Field(default=None, description="The served model; see /v1/models.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: PositiveCount | None = None
     ragcache: RagCacheOptions = Field(
         default_factory=RagCacheOptions,
         json_schema_extra=allow_null,
         description="Given: chunks that the prompt finds come before it.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _screen(cls, value: Any) -> Any:
-        return screen_fields(value, _REFUSED) if isinstance(value, dict) else value
-
     @model_validator(mode="after")
     def _check_consistency(self) -> CompletionRequest:
-        check_stream_options(self.stream, self.stream_options)
-        self.ragcache.check_events(self.stream)
         if not self.retrieves():
             return self
         if not isinstance(self.prompt, str):
@@ -104,10 +89,6 @@ class CompletionRequest(BaseModel):
         assert isinstance(self.prompt, str)
         return self.prompt
 
-    def answer_tokens(self) -> int | None:
-        """Return the most tokens the answer may have; None if the client sets no limit."""
-        return self.max_tokens
-
     def engine_fields(self) -> dict[str, Any]:
         """Return the fields that the engine gets as they are."""
         return self.model_dump(exclude_unset=True, exclude={"ragcache"})
@@ -115,7 +96,7 @@ class CompletionRequest(BaseModel):
     def num_choices(self) -> int:
         """Return the number of answers in the response."""
         is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return num_choices(self.model_extra) * (len(self.prompt) if is_list else 1)
+        return super().num_choices() * (len(self.prompt) if is_list else 1)
 
 
 class CompletionChoice(BaseModel):

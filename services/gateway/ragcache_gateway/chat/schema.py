@@ -2,25 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
-from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.documents.search_schema import SearchOptions
-from ragcache_gateway.engines.completion import Usage
+from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
 from ragcache_gateway.explain.schema import Explanation
 from ragcache_wire.rest_fields.integer_type import INTEGRAL, PositiveCount
 from ragcache_wire.rest_fields.text_type import Text
+
+RefusedFields = Mapping[str, tuple[tuple[object, ...], str]]
+"""Fields that no engine acts on although clients expect it: the values that have no effect, and
+what to do instead."""
+
+MAX_DEPTH = 64
+"""Deepest nesting of values in a request. JSON schemas of tools need less."""
+
+_SEND_TEXT = "send text; other content is not supported"
+
+
+def screen_fields(body: Mapping[str, Any], refused: RefusedFields) -> dict[str, Any]:
+    """Return the body without nulls and without the fields that only the gateway may set.
+
+    Raises:
+        InvalidInput: A field is refused, or a value cannot be passed on.
+    """
+    kept = {}
+    for name, value in body.items():
+        if value is None or name in CONTROL_FIELDS:
+            continue
+        if name in refused:
+            neutral, fix = refused[name]
+            if value not in neutral:
+                raise InvalidInput(name, "is not supported", fix)
+            continue
+        kept[name] = value
+    for path, value in _values(kept):
+        _check_value(path, value)
+    return kept
+
+
+def _check_value(path: str, value: object) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidInput(path, "is not a finite number", "send a number")
+    if isinstance(value, str):
+        # The prompt builder marks the position of the chunks with NUL.
+        if "\0" in value:
+            raise InvalidInput(path, "holds a NUL character", _SEND_TEXT)
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InvalidInput(
+                    path, "holds half of a surrogate pair", "send whole characters"
+                ) from None
+
+
+def _values(body: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield every value with its path, and every name as a value. Raises InvalidInput."""
+    stack: list[tuple[str, int, object]] = [(name, 1, value) for name, value in body.items()]
+    while stack:
+        path, depth, value = stack.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidInput(path, f"is nested over {MAX_DEPTH} levels deep", "send less")
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield path, name
+                stack.append((f"{path}.{name}", depth + 1, inner))
+        elif isinstance(value, list):
+            stack += [(f"{path}[{i}]", depth + 1, inner) for i, inner in enumerate(value)]
+        else:
+            yield path, value
+
 
 MAX_MESSAGES = 16_384
 MAX_SEARCHES = 8
 
 _TEXT_ONLY: Final = "leave it out; messages and answers are text"
 
-REFUSED_FIELDS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+REFUSED_FIELDS: Final[RefusedFields] = {
     "audio": ((), _TEXT_ONLY),
     "chat_template": ((), "leave it out; the served model's template applies"),
     "echo": ((False,), "leave it out; the prompt holds documents, which an answer does not repeat"),
@@ -183,7 +248,52 @@ def allow_null(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"type": "null"}]
 
 
-class ChatRequest(BaseModel):
+class AnswerRequest(BaseModel):
+    """What every request for an answer has. Further fields reach the engine as they are."""
+
+    REFUSED: ClassVar[RefusedFields]
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: Text | None = Field(default=None, description="The served model; see /v1/models.")
+    stream: bool | None = None
+    ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions, json_schema_extra=allow_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, value: Any) -> Any:
+        return screen_fields(value, cls.REFUSED) if isinstance(value, dict) else value
+
+
+class EndpointRequest(AnswerRequest):
+    """A request in the format of an engine's own endpoint."""
+
+    ID_PREFIX: ClassVar[str]
+    MAX_TOKENS_FIELD: ClassVar[str]
+
+    stream_options: StreamOptions | None = None
+    max_tokens: PositiveCount | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInput(
+                "stream_options", "is only for streams", "set stream to true or leave it out"
+            )
+        self.ragcache.check_events(self.stream)
+        return self
+
+    def answer_tokens(self) -> int | None:
+        """Return the most tokens the answer may have; None if the client sets no limit."""
+        return self.max_tokens
+
+    def num_choices(self) -> int:
+        """Return the number of answers in the response. The engine refuses an ``n`` of none."""
+        n = (self.model_extra or {}).get("n", 1)
+        return n if isinstance(n, int) and n > 0 else 1
+
+
+class ChatRequest(EndpointRequest):
     """A question to answer from documents.
 
     All further fields of OpenAI and vLLM reach the engine as they are: tools, response formats, log
@@ -193,10 +303,9 @@ class ChatRequest(BaseModel):
 
     ID_PREFIX: ClassVar = "chatcmpl"
     MAX_TOKENS_FIELD: ClassVar = "max_completion_tokens"
+    REFUSED: ClassVar = REFUSED_FIELDS
 
     model_config = ConfigDict(
-        extra="allow",
-        strict=True,
         json_schema_extra={
             "examples": [
                 {
@@ -209,10 +318,6 @@ class ChatRequest(BaseModel):
     )
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    model: Text | None = Field(default=None, description="The served model; see /v1/models.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = Field(
         default=None, description="OpenAI's newer name of max_tokens."
     )
@@ -222,17 +327,9 @@ class ChatRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Further arguments of the model's chat template."
     )
-    ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions, json_schema_extra=allow_null)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _screen(cls, value: Any) -> Any:
-        return screen_fields(value, REFUSED_FIELDS) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ChatRequest:
-        check_stream_options(self.stream, self.stream_options)
-        self.ragcache.check_events(self.stream)
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidInput(
@@ -256,24 +353,6 @@ class ChatRequest(BaseModel):
         return self.model_dump(
             exclude_unset=True, exclude={"ragcache", "max_tokens", "max_completion_tokens"}
         )
-
-    def num_choices(self) -> int:
-        """Return the number of answers in the response."""
-        return num_choices(self.model_extra)
-
-
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Refuse options of a stream without one. Raises InvalidInput."""
-    if options is not None and not stream:
-        raise InvalidInput(
-            "stream_options", "is only for streams", "set stream to true or leave it out"
-        )
-
-
-def num_choices(fields: dict[str, Any] | None) -> int:
-    """Return a request's ``n``. The engine refuses values that are none."""
-    n = (fields or {}).get("n", 1)
-    return n if isinstance(n, int) and n > 0 else 1
 
 
 class Citation(BaseModel):

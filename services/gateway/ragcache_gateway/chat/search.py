@@ -5,30 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
-from ragcache_gateway.speculation.early_stage import EarlyStage
+from ragcache_gateway.explain.schema import ExplainedStage
+from ragcache_gateway.speculation.interim_stage import InterimStage
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-
-
-@dataclass(frozen=True, slots=True)
-class StageArrival:
-    """A stage of a search without its hits.
-
-    Args:
-        elapsed_s: When it arrived, since the gateway requested the search.
-        progress: Share of the search that was done, in [0, 1].
-        final_probability: Estimate that its hits are the final ones, in [0, 1].
-    """
-
-    elapsed_s: float
-    num_hits: int
-    progress: float
-    final_probability: float
-    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +29,7 @@ class SearchResult:
         embed_s: The retriever's time for embedding the question.
         search_s: The retriever's time for searching the index.
         queries: What was searched for.
-        arrivals: When each stage arrived.
+        arrivals: Each stage without its hits.
     """
 
     hits: Sequence[pb.Hit]
@@ -56,7 +40,7 @@ class SearchResult:
     embed_s: float
     search_s: float
     queries: tuple[str, ...] = ()
-    arrivals: tuple[StageArrival, ...] = ()
+    arrivals: tuple[ExplainedStage, ...] = ()
 
     def extended(self, later: SearchResult, began_s: float) -> SearchResult:
         """Add the hits of a later search after these, and its times.
@@ -78,7 +62,7 @@ class SearchResult:
             queries=(*self.queries, *later.queries),
             arrivals=(
                 *self.arrivals,
-                *(replace(one, elapsed_s=began_s + one.elapsed_s) for one in later.arrivals),
+                *(one.shifted(1e3 * began_s) for one in later.arrivals),
             ),
         )
 
@@ -93,7 +77,7 @@ async def search_to_final_stage(
     request: pb.SearchRequest,
     *,
     keeps_stages: bool = False,
-    on_early_stage: Callable[[EarlyStage], None] | None = None,
+    on_interim_stage: Callable[[InterimStage], None] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> SearchResult:
     """Search and wait for the final stage. Cancelling this cancels the search.
@@ -108,7 +92,7 @@ async def search_to_final_stage(
     """
     asked_at_ms = time.time_ns() // 1_000_000
     start = time.perf_counter()
-    arrivals: list[StageArrival] = []
+    arrivals: list[ExplainedStage] = []
     kept: list[pb.SearchStage] = []
     final: pb.SearchStage | None = None
     progress.search_begun()
@@ -117,19 +101,14 @@ async def search_to_final_stage(
             elapsed_s = time.perf_counter() - start
             arrival = _arrival(stage, elapsed_s)
             arrivals.append(arrival)
-            progress.search_advanced(
-                arrival.num_hits,
-                arrival.progress,
-                arrival.final_probability,
-                is_final=arrival.is_final,
-            )
+            progress.search_advanced(arrival)
             if keeps_stages:
                 kept.append(stage)
             if stage.final:
                 final = stage
                 break
-            if on_early_stage is not None:
-                on_early_stage(_early_stage(stage, elapsed_s, asked_at_ms))
+            if on_interim_stage is not None:
+                on_interim_stage(_interim_stage(stage, elapsed_s, asked_at_ms))
     if final is None:
         raise Unavailable("retriever", "the search ended before its final stage")
     return SearchResult(
@@ -145,18 +124,18 @@ async def search_to_final_stage(
     )
 
 
-def _arrival(stage: pb.SearchStage, elapsed_s: float) -> StageArrival:
-    return StageArrival(
-        elapsed_s=elapsed_s,
-        num_hits=len(stage.hits),
-        progress=stage.progress,
-        final_probability=1.0 if stage.final else stage.final_probability,
-        is_final=stage.final,
+def _arrival(stage: pb.SearchStage, elapsed_s: float) -> ExplainedStage:
+    return ExplainedStage(
+        elapsed_ms=round(1e3 * elapsed_s, 3),
+        hits=len(stage.hits),
+        progress=round(stage.progress, 4),
+        final_probability=1.0 if stage.final else round(stage.final_probability, 4),
+        final=stage.final,
     )
 
 
-def _early_stage(stage: pb.SearchStage, elapsed_s: float, asked_at_ms: int) -> EarlyStage:
-    return EarlyStage(
+def _interim_stage(stage: pb.SearchStage, elapsed_s: float, asked_at_ms: int) -> InterimStage:
+    return InterimStage(
         hits=stage.hits,
         final_probability=stage.final_probability,
         progress=stage.progress,

@@ -13,10 +13,10 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_gateway.documents.events import RemovalSubscriber, TextRemoved
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -34,6 +34,24 @@ for 15 minutes."""
 
 MAX_REMEMBERED = 4096
 """Removals that are remembered to decide whether a write is superseded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRemoved:
+    """A document was deleted, or has lost text.
+
+    Args:
+        document: Name of the document in reuse plans; None: any document may have lost text.
+        learned_at_ms: Unix time at which this gateway learned of it. What was planned until then
+            may contain the text.
+    """
+
+    document: str | None
+    learned_at_ms: int
+
+
+RemovalSubscriber = Callable[[TextRemoved], None]
+"""Drops what it keeps of the text."""
 
 
 class RemovalFeed(BackgroundTasks):

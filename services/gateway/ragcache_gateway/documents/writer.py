@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.documents.delete_sender import DeleteSender
-from ragcache_gateway.documents.events import WriteSubscriber, WrittenDocument
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -18,6 +18,29 @@ log = logging.getLogger(__name__)
 
 CATCH_UP_WAIT_S = 1.0
 """How long a write waits until this gateway has learned of removals."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenDocument:
+    """This gateway has written a document, and the retriever has changed it.
+
+    Args:
+        chunks: Texts of its chunks, in order.
+        written_at_ms: Unix time after the write, and after each removal learned until then.
+    """
+
+    collection: str
+    document_id: str
+    chunks: tuple[str, ...]
+    written_at_ms: int
+
+    @property
+    def document_name(self) -> str:
+        """Name of the document in reuse plans."""
+        return document_name(self.collection, self.document_id)
+
+
+WriteSubscriber = Callable[[WrittenDocument], None]
 
 
 class DocumentWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
@@ -15,21 +16,19 @@ import orjson
 
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_gateway.engines.completion import (
+    CHAT_COMPLETIONS,
     COMPLETIONS,
     ENGINE,
     MAX_LOOP_TOKENS,
+    Usage,
     encode_body,
     endpoint_of,
     error_from_response,
+    finish_reasons,
     num_prompt_tokens,
     request_id_headers,
     usage_of,
     without_plan,
-)
-from ragcache_gateway.engines.completion_span import (
-    record_end,
-    record_first_token,
-    start_completion_span,
 )
 from ragcache_gateway.engines.completion_stream import (
     Completion,
@@ -47,9 +46,69 @@ from ragcache_gateway.engines.connections import (
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.tracing import Span, Tracer
+from ragcache_wire.telemetry import semantic_conventions as names
+from ragcache_wire.telemetry import span_attributes
+from ragcache_wire.tracing import Attribute, Span, SpanKind, Tracer
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.limits import Limits
+
+
+def start_completion_span(tracer: Tracer, address: str, body: Mapping[str, Any]) -> Span:
+    """Start the span of one attempt, as a child of the current span.
+
+    Args:
+        address: ``host:port`` of the engine.
+        body: Body of the request.
+    """
+    span = tracer.start_child("engine", SpanKind.CLIENT)
+    if not span.is_recording:
+        return span
+    path = endpoint_of(body)
+    host, _, port = address.rpartition(":")
+    call: dict[str, Attribute] = {
+        "http.request.method": "POST",
+        "server.address": host.strip("[]"),
+        "server.port": int(port),
+        "url.full": f"http://{address}{path}",
+    }
+    span.set(**call, **span_attributes.model_call(body, is_chat=path == CHAT_COMPLETIONS))
+    if span.has_content:
+        asked = body.get("messages", body.get("prompt"))
+        if isinstance(asked, str):
+            span.set_content(**{names.INPUT_VALUE: asked})
+        elif "messages" in body:
+            text = json.dumps(asked, ensure_ascii=False)
+            span.set_content(**{names.INPUT_VALUE: text, names.INPUT_TYPE: "application/json"})
+    return span
+
+
+def record_first_token(span: Span) -> None:
+    """Record that the first token has come."""
+    if span.is_recording:
+        waited_s = (time.time_ns() - span.started_ns) / 1e9
+        span.event("first token")
+        span.set(**{names.RESPONSE_TIME_TO_FIRST_CHUNK: waited_s})
+
+
+def record_end(span: Span, usage: Usage | None, last: Mapping[str, Any] | None, text: str) -> None:
+    """Record what a completion has cost and why it has ended.
+
+    Args:
+        last: The answer, or the last chunk of its stream. None: it is not known.
+        text: The answer's text, which is exported only if the span exports content.
+    """
+    span.set_content(**{names.OUTPUT_VALUE: text})
+    if not span.is_recording:
+        return
+    if usage is not None:
+        details = usage.prompt_tokens_details
+        cached = details.cached_tokens if details else None
+        span.set(
+            **span_attributes.model_usage(usage.prompt_tokens, usage.completion_tokens, cached)
+        )
+    if last is not None:
+        span.set(**span_attributes.finish_reasons(finish_reasons(last)))
+
 
 log = logging.getLogger(__name__)
 

@@ -161,7 +161,7 @@ class EngineResponse:
     async def wait_for_head(self) -> None:
         """Wait for the status. Raises ConnectionProblem."""
         while not self.status:
-            self._raise_problem()
+            self.raise_problem()
             await self._wait()
 
     async def read(self) -> bytes | None:
@@ -175,7 +175,7 @@ class EngineResponse:
                 return part
             if self.is_complete:
                 return None
-            self._raise_problem()
+            self.raise_problem()
             await self._wait()
 
     async def read_all(self, max_bytes: int) -> bytes:
@@ -204,7 +204,8 @@ class EngineResponse:
 
     def raise_problem(self) -> None:
         """Raise the ConnectionProblem that ended the response, if one did."""
-        self._raise_problem()
+        if self._problem is not None:
+            raise self._problem
 
     def pause(self) -> None:
         """Read nothing more from the engine until ``resume``."""
@@ -272,10 +273,6 @@ class EngineResponse:
         if self._receive is not None:
             self._receive(None)
         self._wake()
-
-    def _raise_problem(self) -> None:
-        if self._problem is not None:
-            raise self._problem
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

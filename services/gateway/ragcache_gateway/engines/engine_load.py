@@ -22,7 +22,7 @@ REFRESH_S = 1.0
 """Time between two requests for an engine's costs. Its queue is the part that changes fast."""
 
 RECOMPUTED_TOKENS = 128
-"""Tokens of a guess that the question's own request computes again, at most: vLLM keeps full
+"""Tokens of a prefill that the question's own request computes again, at most: vLLM keeps full
 blocks, and those of a CPU have 128 tokens."""
 
 _FIRST_REFRESH_S = 1.0
@@ -33,7 +33,7 @@ class _Known:
     """The latest costs of one engine, and how long requests wait in it.
 
     ``own_queue`` is of this gateway's questions. ``all_queues`` is of the requests of all gateways,
-    guesses included, as the engine has measured it.
+    prefills included, as the engine has measured it.
     """
 
     costs: EngineCosts | None = None
@@ -67,7 +67,7 @@ class EngineLoads(BackgroundTasks):
         known = self._known.get(engine.address)
         return known.costs if known is not None else None
 
-    def guess_cost(
+    def prefill_cost(
         self, engine: Engine, cached: int, computed: int, load_s: float
     ) -> GuessCost | None:
         """Return what a prefill would cost; None if the engine has not said it.

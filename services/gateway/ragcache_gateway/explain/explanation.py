@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.plan.prompt import Prompt
-from ragcache_core.planner.request_plan import PlanAlternative, PlanSeconds, RequestPlan
+from ragcache_core.planner.request_plan import (
+    ChunkDecision,
+    PlanAlternative,
+    PlanSeconds,
+    RequestPlan,
+)
 from ragcache_gateway.explain.schema import (
     ExplainedAlternative,
     ExplainedGuess,
@@ -19,7 +25,6 @@ from ragcache_gateway.explain.schema import (
     ExplainedTime,
     Explanation,
     Outcome,
-    PlannedAction,
     PlannedTimes,
     StageTimes,
 )
@@ -39,10 +44,7 @@ class PromptPart(NamedTuple):
 
     Attributes:
         chunk: Id of the chunk. None: template or question.
-        planned: What the gateway's plan does with it. None: it is not in the plan.
-        key: Its name in the knowledge tree. None: it is not in the plan.
-        planned_tier: Tier that the plan uses it from. None: it is computed.
-        planned_source: Engine or shard that had it, as named in the knowledge tree.
+        decision: What the gateway's plan does with it. None: it is not in the plan.
     """
 
     start: int
@@ -51,11 +53,12 @@ class PromptPart(NamedTuple):
     document_id: str | None = None
     title: str | None = None
     rank: int | None = None
-    planned: PlannedAction | None = None
-    planned_reason: str = ""
-    key: ChunkKey | None = None
-    planned_tier: str | None = None
-    planned_source: str | None = None
+    decision: ChunkDecision | None = None
+
+    @property
+    def key(self) -> ChunkKey | None:
+        """Its name in the knowledge tree. None: it is not in the plan."""
+        return self.decision.chunk if self.decision is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class AnsweredPrompt:
         plan: Order and engine that the gateway chose.
         record: None: the engine has dropped it.
         stages: Of the search.
-        guesses: What engines computed during the search.
+        prefills: What engines computed during the search.
     """
 
     id: str
@@ -81,7 +84,7 @@ class AnsweredPrompt:
     plan: ExplainedPlan
     record: pb.RequestRecord | None
     stages: tuple[ExplainedStage, ...] = ()
-    guesses: tuple[ExplainedGuess, ...] = ()
+    prefills: tuple[ExplainedGuess, ...] = ()
 
 
 class PartUse(NamedTuple):
@@ -123,32 +126,21 @@ def prompt_parts(
     The decisions of the plan are those of the first parts.
     """
     decisions = iter(plan.decisions)
-
-    def planned() -> tuple[PlannedAction | None, str, ChunkKey | None, str | None, str | None]:
+    chunk_starts = (prompt.head, *prompt.chunk_ends)
+    parts = [
+        PromptPart(start, end, decision=next(decisions, None))
+        for start, end in pairwise((0, *prompt.head_ends))
+    ]
+    for passage, (start, end) in zip(passages, pairwise(chunk_starts), strict=True):
+        chunk, rank = passage.chunk, passage.rank
         decision = next(decisions, None)
-        if decision is None:
-            return None, "", None, None, None
-        return (
-            decision.action.value,
-            decision.reason.value,
-            decision.chunk,
-            decision.tier or None,
-            decision.source or None,
+        parts.append(
+            PromptPart(start, end, chunk.id, chunk.document_id, chunk.title, rank, decision)
         )
-
-    def found() -> Iterator[PromptPart]:
-        for start, end in pairwise((0, *prompt.head_ends)):
-            yield PromptPart(start, end, None, None, None, None, *planned())
-        chunk_starts = (prompt.head, *prompt.chunk_ends)
-        for passage, (start, end) in zip(passages, pairwise(chunk_starts), strict=True):
-            chunk, rank = passage.chunk, passage.rank
-            yield PromptPart(start, end, chunk.id, chunk.document_id, chunk.title, rank, *planned())
-        if chunk_starts[-1] < len(prompt.token_ids):
-            yield PromptPart(
-                chunk_starts[-1], len(prompt.token_ids), None, None, None, None, *planned()
-            )
-
-    return tuple(found())
+    if chunk_starts[-1] < len(prompt.token_ids):
+        end = len(prompt.token_ids)
+        parts.append(PromptPart(chunk_starts[-1], end, decision=next(decisions, None)))
+    return tuple(parts)
 
 
 def explain_plan(plan: RequestPlan) -> ExplainedPlan:
@@ -172,11 +164,11 @@ def _explain_alternative(plan: PlanAlternative) -> ExplainedAlternative:
 
 def _planned_times(seconds: PlanSeconds) -> PlannedTimes:
     return PlannedTimes(
-        queue=_ms(seconds.queue_s),
-        load=_ms(seconds.load_s),
-        recompute=_ms(seconds.recompute_s),
-        prefill=_ms(seconds.prefill_s),
-        total=_ms(seconds.total_s),
+        queue=to_ms(seconds.queue_s),
+        load=to_ms(seconds.load_s),
+        recompute=to_ms(seconds.recompute_s),
+        prefill=to_ms(seconds.prefill_s),
+        total=to_ms(seconds.total_s),
     )
 
 
@@ -198,7 +190,7 @@ def explain(answered: AnsweredPrompt) -> Explanation:
         plan=answered.plan,
         time=_explain_time(record) if record else None,
         stages=list(answered.stages),
-        speculation=list(answered.guesses),
+        speculation=list(answered.prefills),
     )
 
 
@@ -262,7 +254,7 @@ def _outcome(cached: int, loaded: int, computed: int, *, blended: bool) -> Outco
 
 
 def _explain_part(part: PromptPart, use: PartUse) -> ExplainedPart:
-    source = use.source
+    source, decision = use.source, part.decision
     return ExplainedPart(
         chunk=part.chunk,
         document_id=part.document_id,
@@ -280,10 +272,10 @@ def _explain_part(part: PromptPart, use: PartUse) -> ExplainedPart:
         shift_tokens=part.start - source.base_position if source else None,
         mismatch=source.fix_overhead if source and use.blended else None,
         reason=use.reason,
-        planned=part.planned,
-        planned_reason=part.planned_reason,
-        planned_tier=part.planned_tier,
-        planned_source=part.planned_source,
+        planned=decision.action.value if decision else None,
+        planned_reason=decision.reason.value if decision else "",
+        planned_tier=(decision.tier or None) if decision else None,
+        planned_source=(decision.source or None) if decision else None,
     )
 
 
@@ -299,18 +291,81 @@ def _explain_time(record: pb.RequestRecord) -> ExplainedTime:
             record.select_s,
             record.recompute_s - record.select_s + record.prefill_s,
         ),
-        queue_ms=_ms(record.queue_s),
+        queue_ms=to_ms(record.queue_s),
     )
 
 
 def _stage_times(load_s: float, select_s: float, passes_s: float) -> StageTimes:
     return StageTimes(
-        load=_ms(load_s),
-        select=_ms(select_s),
-        passes=_ms(passes_s),
-        total=_ms(load_s + select_s + passes_s),
+        load=to_ms(load_s),
+        select=to_ms(select_s),
+        passes=to_ms(passes_s),
+        total=to_ms(load_s + select_s + passes_s),
     )
 
 
-def _ms(seconds: float) -> float:
+def to_ms(seconds: float) -> float:
+    """Convert to milliseconds, rounded to the microsecond."""
     return round(1e3 * seconds, 3)
+
+
+MAX_ANSWERS = 1024
+MAX_PARTS = 65_536
+"""Parts of all kept prompts together, about 300 bytes each."""
+
+
+class RecentAnswers:
+    """The latest answers by their ids, within bounds of their number and of their parts."""
+
+    def __init__(self, max_answers: int = MAX_ANSWERS, max_parts: int = MAX_PARTS) -> None:
+        self._answers: OrderedDict[str, AnsweredPrompt] = OrderedDict()
+        self._max_answers, self._max_parts = max_answers, max_parts
+        self._num_parts = 0
+
+    def add(self, answered: AnsweredPrompt) -> None:
+        """Keep an answer, and drop the oldest ones beyond the bounds."""
+        self._drop(answered.id)
+        self._answers[answered.id] = answered
+        self._num_parts += len(answered.parts)
+        while len(self._answers) > 1 and (
+            len(self._answers) > self._max_answers or self._num_parts > self._max_parts
+        ):
+            self._drop(next(iter(self._answers)))
+
+    def find(
+        self, answer_id: str, tenant: str | None = None, *, of_any_tenant: bool = False
+    ) -> AnsweredPrompt | None:
+        """Return a kept answer. None: it is not kept, or is another tenant's.
+
+        Args:
+            tenant: Whose answer it has to be; None: that of a caller without a tenant.
+            of_any_tenant: Whether it may be of any tenant.
+        """
+        answered = self._answers.get(answer_id)
+        if answered is None or (answered.tenant != tenant and not of_any_tenant):
+            return None
+        return answered
+
+    def parts_of(self, keys: Collection[ChunkKey]) -> dict[ChunkKey, PromptPart]:
+        """Return a part of a kept prompt for each key in the knowledge tree that one has."""
+        wanted = set(keys)
+        found: dict[ChunkKey, PromptPart] = {}
+        for answered in reversed(self._answers.values()):
+            if not wanted:
+                break
+            for part in answered.parts:
+                if (key := part.key) is not None and key in wanted:
+                    wanted.discard(key)
+                    found[key] = part
+        return found
+
+    def __contains__(self, answer_id: str) -> bool:
+        return answer_id in self._answers
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def _drop(self, answer_id: str) -> None:
+        dropped = self._answers.pop(answer_id, None)
+        if dropped is not None:
+            self._num_parts -= len(dropped.parts)

@@ -1,4 +1,4 @@
-"""What happens before the first token of an answer, told to a client while it happens.
+"""What happens before the first token of an answer, reported to a client while it happens.
 
 The events have no text of the answer or of documents. Before the search has ended they have only
 counts, times and probabilities.
@@ -12,9 +12,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from ragcache_gateway.explain.explanation import PromptPart
+from ragcache_gateway.explain.explanation import PromptPart, to_ms
 from ragcache_gateway.explain.schema import (
     ExplainedPlan,
+    ExplainedStage,
     GuessOutcome,
     PlannedAction,
     PlannedTimes,
@@ -24,7 +25,7 @@ MAX_EVENTS: Final = 256
 """Most events of one answer, so that a client that reads nothing has little in memory. Searches
 have fewer stages than this; later events of one that has more are left out."""
 
-GuessStep = Literal[GuessOutcome, "started", "kept", "cancelled"]
+PrefillStep = Literal[GuessOutcome, "started", "kept", "cancelled"]
 
 
 class _StageEvent(BaseModel):
@@ -55,7 +56,7 @@ class GuessChanged(_StageEvent):
     """A prompt is computed while the search runs, or not any more."""
 
     stage: Literal["guess"] = "guess"
-    outcome: GuessStep = Field(
+    outcome: PrefillStep = Field(
         description="started; kept: a later stage has the same hits. cancelled: a later stage has "
         "others. warm-up: the prompt's beginning is computed. At the end of the search: confirmed, "
         "wrong or failed."
@@ -107,7 +108,7 @@ class StageEvent(RootModel[Annotated[AnyStageEvent, Field(discriminator="stage")
 
 
 class Progress:
-    """Tells one client what happens before its first token.
+    """Reports to one client what happens before its first token.
 
     Args:
         listener: Gets each event. None: no client wants them.
@@ -123,49 +124,40 @@ class Progress:
         self._num_left = MAX_EVENTS
 
     def end(self) -> None:
-        """Tell nothing more."""
+        """Report nothing more."""
         self._listener = None
 
     def search_begun(self) -> None:
-        """Tell that a search was requested."""
+        """Report that a search was requested."""
         self._num_searches += 1
-        self._tell(SearchBegun(elapsed_ms=self._elapsed_ms(), search=self._num_searches))
+        self._report(SearchBegun(elapsed_ms=self._elapsed_ms(), search=self._num_searches))
 
-    def search_advanced(
-        self, num_hits: int, progress: float, final_probability: float, *, is_final: bool
-    ) -> None:
-        """Tell that a stage of the latest search has come."""
-        self._tell(
-            SearchAdvanced(
-                elapsed_ms=self._elapsed_ms(),
-                search=self._num_searches,
-                hits=num_hits,
-                progress=round(progress, 4),
-                final_probability=round(final_probability, 4),
-                final=is_final,
-            )
-        )
+    def search_advanced(self, stage: ExplainedStage) -> None:
+        """Report that a stage of the latest search has come."""
+        of_stage = stage.model_dump(exclude={"elapsed_ms"})
+        elapsed_ms, search = self._elapsed_ms(), self._num_searches
+        self._report(SearchAdvanced(elapsed_ms=elapsed_ms, search=search, **of_stage))
 
-    def guess_changed(self, outcome: GuessStep, num_tokens: int) -> None:
-        """Tell what becomes of a guess."""
+    def prefill_changed(self, outcome: PrefillStep, num_tokens: int) -> None:
+        """Report what becomes of a guess."""
         elapsed_ms = self._elapsed_ms()
-        self._tell(GuessChanged(elapsed_ms=elapsed_ms, outcome=outcome, tokens=num_tokens))
+        self._report(GuessChanged(elapsed_ms=elapsed_ms, outcome=outcome, tokens=num_tokens))
 
     def prompt_planned(
         self, plan: ExplainedPlan, parts: Iterable[PromptPart], num_tokens: int
     ) -> None:
-        """Tell the plan of a prompt. Call it only after the last search has ended."""
+        """Report the plan of a prompt. Call it only after the last search has ended."""
         planned = [
             PlannedPart(
                 chunk=part.chunk,
                 tokens=part.end - part.start,
-                planned=part.planned,
-                reason=part.planned_reason,
+                planned=part.decision.action.value,
+                reason=part.decision.reason.value,
             )
             for part in parts
-            if part.planned is not None
+            if part.decision is not None
         ]
-        self._tell(
+        self._report(
             PromptPlanned(
                 elapsed_ms=self._elapsed_ms(),
                 engine=plan.engine,
@@ -176,23 +168,23 @@ class Progress:
         )
 
     def engine_accepted(self, address: str) -> None:
-        """Tell that an engine has accepted the request."""
-        self._tell(EngineAccepted(elapsed_ms=self._elapsed_ms(), engine=address))
+        """Report that an engine has accepted the request."""
+        self._report(EngineAccepted(elapsed_ms=self._elapsed_ms(), engine=address))
 
     def first_token(self) -> None:
-        """Tell that the first token has come, and then nothing more."""
-        self._tell(FirstTokenArrived(elapsed_ms=self._elapsed_ms()))
+        """Report that the first token has come, and nothing after it."""
+        self._report(FirstTokenArrived(elapsed_ms=self._elapsed_ms()))
         self.end()
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether a client gets the events."""
         return self._listener is not None
 
     def _elapsed_ms(self) -> float:
-        return round(1e3 * (time.perf_counter() - self._started_s), 3)
+        return to_ms(time.perf_counter() - self._started_s)
 
-    def _tell(self, event: AnyStageEvent) -> None:
+    def _report(self, event: AnyStageEvent) -> None:
         if self._listener is not None and self._num_left > 0:
             self._num_left -= 1
             self._listener(event)

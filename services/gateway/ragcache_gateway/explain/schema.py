@@ -129,6 +129,10 @@ class ExplainedStage(BaseModel):
     )
     final: bool
 
+    def shifted(self, by_ms: float) -> ExplainedStage:
+        """Return the stage of a search that was requested so much later."""
+        return self.model_copy(update={"elapsed_ms": round(self.elapsed_ms + by_ms, 3)})
+
 
 class ExplainedGuess(BaseModel):
     """A prefill that an engine computed while the search ran."""

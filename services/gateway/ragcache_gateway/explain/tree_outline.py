@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field
 from ragcache_core.knowledge.hottest_nodes import HottestNodes, with_ancestors
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.tree_node import TreeNode
-from ragcache_gateway.explain.explanation import PromptPart
-from ragcache_gateway.explain.recent_answers import RecentAnswers
+from ragcache_gateway.explain.explanation import PromptPart, RecentAnswers
 
 MAX_OUTLINED: Final = 500
 DEFAULT_OUTLINED: Final = 200

@@ -20,7 +20,7 @@ from ragcache_gateway.explain.progress import AnyStageEvent, Progress
 from ragcache_gateway.http.client_writer import ClientWriter
 from ragcache_gateway.http.errors import to_http
 from ragcache_gateway.http.middleware.request_span import record_refusal
-from ragcache_gateway.pipeline.account import account, answer_extension
+from ragcache_gateway.pipeline.account import account
 from ragcache_gateway.pipeline.answer import Answer, relay_events
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plain_completion import PlainCompletion
@@ -78,9 +78,8 @@ async def write_answer(
     if client.is_full:
         await client.drain()
     costs = await account(services, answer)
-    fields = {"timing_ms": costs.timing.model_dump(), "cache": costs.cache.model_dump()}
-    if costs.explanation is not None:
-        fields["explanation"] = costs.explanation.model_dump(mode="json")
+    shown = {"timing_ms", "cache"} | ({"explanation"} if costs.extension.explanation else set())
+    fields = costs.extension.model_dump(mode="json", include=shown)
     if include_usage:
         usage = costs.usage and costs.usage.model_dump(exclude_unset=True)
         end = {name: end[name] for name in ("id", "object", "created", "model") if name in end}
@@ -178,10 +177,10 @@ async def write_staged(
         stack: Gets what the answer comes from.
     """
 
-    def tell(event: AnyStageEvent) -> None:
+    def report(event: AnyStageEvent) -> None:
         client.write(f"event: {STAGE_EVENT}\n".encode() + encode_event(event.model_dump()))
 
-    progress = Progress(tell, question.started)
+    progress = Progress(report, question.started)
     try:
         answer = await answer_question(services, replace(question, progress=progress), stack)
     except RagCacheError as error:
@@ -229,9 +228,10 @@ async def write_response(
     if client.is_full:
         await client.drain()
     costs = await account(services, answer)
-    extension = answer_extension(answer, costs)
     usage = None if costs.usage is None else costs.usage.model_dump(exclude_unset=True)
-    client.write(_encode(ending.end(response_usage(usage), extension.model_dump(mode="json"))))
+    client.write(
+        _encode(ending.end(response_usage(usage), costs.extension.model_dump(mode="json")))
+    )
 
 
 def _encode(events: Iterable[dict[str, Any]]) -> bytes:

@@ -23,7 +23,7 @@ from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.batch_parser import BatchItem, BatchParser, RefusedDocument
-from ragcache_gateway.http.disconnect import ClientDisconnected
+from ragcache_gateway.http.disconnect import ClientDisconnected, receive_piece
 from ragcache_gateway.http.errors import ErrorDetail, error_body, to_http
 
 log = logging.getLogger(__name__)
@@ -186,17 +186,13 @@ class DocumentBatch:
         """Receive the body ahead of its use, and then the disconnect. Raises ClientDisconnected."""
         has_more = True
         while True:
+            timeout_s = self._limit.body_timeout_s if has_more else None
             try:
-                async with asyncio.timeout(self._limit.body_timeout_s if has_more else None):
-                    message = await self._receive()
-            except TimeoutError:
-                problem = f"had a pause of {self._limit.body_timeout_s:g} s"
-                await self._pieces.put(InvalidInput("body", problem, "send it faster"))
+                piece, has_more = await receive_piece(self._receive, timeout_s)
+            except InvalidInput as error:
+                await self._pieces.put(error)
                 return
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            await self._pieces.put(message.get("body", b""))
-            has_more = message.get("more_body", False)
+            await self._pieces.put(piece)
             if not has_more:
                 await self._pieces.put(None)
 
@@ -221,7 +217,7 @@ class DocumentBatch:
                 )
             )
             self._bytes_in_work += size
-        await self._tell(index, item.fields.id, "accepted")
+        await self._report(index, item.fields.id, "accepted")
         key = item.fields.collection, item.fields.id
         earlier = self._in_work.get(key)
         self._in_work[key] = group.create_task(self._write(index, item, key, earlier))
@@ -246,7 +242,7 @@ class DocumentBatch:
                 self._summary.chunks += chunks
             else:
                 self._summary.unchanged += 1
-            await self._tell(index, name, "done", changed=reply.changed, chunks=chunks)
+            await self._report(index, name, "done", changed=reply.changed, chunks=chunks)
         except RagCacheError as error:
             await self._fail(index, name, to_rest_error(error))
         except Exception:
@@ -262,9 +258,9 @@ class DocumentBatch:
 
     async def _fail(self, index: int, name: str, error: RagCacheError | None) -> None:
         self._summary.failed += 1
-        await self._tell(index, name, "failed", error=_detail(error))
+        await self._report(index, name, "failed", error=_detail(error))
 
-    async def _tell(
+    async def _report(
         self, index: int, name: str, state: Literal["accepted", "done", "failed"], **fields: Any
     ) -> None:
         await self._events.put(BatchEvent(index=index, id=name, state=state, **fields))

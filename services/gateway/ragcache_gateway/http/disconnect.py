@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from ragcache_core.errors import InvalidInput
 
 T = TypeVar("T")
 
@@ -45,48 +47,45 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends events until they end or the client disconnects, then closes the stack.
+async def receive_piece(receive: Receive, timeout_s: float | None) -> tuple[bytes, bool]:
+    """Receive the next piece of a body. Return it, and whether there are more.
 
     Args:
-        stack: Owns what the events come from.
+        timeout_s: Time for it to arrive. None: no limit.
+
+    Raises:
+        InvalidInput: It did not arrive in time.
+        ClientDisconnected: The client disconnected.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            message = await receive()
+    except TimeoutError:
+        raise InvalidInput("body", f"had a pause of {timeout_s:g} s", "send it faster") from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnected
+    return message.get("body", b""), message.get("more_body", False)
+
+
+class EventStream(Response):
+    """Sends events until they end. They also end when the client disconnects.
+
+    Args:
         send_timeout_s: Time for the client to take one event.
-        watches: Whether to end when the client disconnects; else the events end by themselves.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        stack: AsyncExitStack,
-        send_timeout_s: float,
-        *,
-        watches: bool = True,
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
         super().__init__()
         self._events = events
-        self._stack = stack
         self._send_timeout_s = send_timeout_s
-        self._watches = watches
         mark_as_event_stream(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises ClientDisconnected."""
-        async with self._stack:
-            if self._watches:
-                await cancel_on_disconnect(receive, self._stream(send))
-            else:
-                await self._stream(send)
-
-    async def _stream(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
         async with aclosing(self._events) as events:
             async for event in events:
                 await self._send(send, event, more=True)

@@ -8,14 +8,16 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import JSONResponse
 
 from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.scheduling.retry_after import jitter
+
+M = TypeVar("M", bound=BaseModel)
 
 UNION_TAG = "~"
 """First character of the schema's union tags, which pydantic adds to paths. No field has it."""
@@ -237,6 +239,14 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
     else:
         fix = re.sub("^Input should (be|have)", "send", message)
     return InvalidInput(path, f"is {_shown(error.get('input'))}", fix)
+
+
+def validate(model: type[M], fields: dict[str, Any]) -> M:
+    """Validate fields. Raises InvalidInput naming the first wrong one."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation([dict(e) for e in error.errors()]) from error
 
 
 def value_path(location: Sequence[int | str]) -> str:

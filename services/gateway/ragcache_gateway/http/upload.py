@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -19,11 +18,9 @@ from ragcache_core.documents.formats import (
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.documents.incoming import IncomingDocument, text_document
 from ragcache_gateway.documents.schema import DocumentFields, DocumentIn
-from ragcache_gateway.http.errors import from_validation
+from ragcache_gateway.http.errors import validate
 
 _MAX_FIELDS = len(DocumentFields.model_fields)
-
-M = TypeVar("M", bound=BaseModel)
 
 
 async def read_document(request: Request) -> IncomingDocument:
@@ -44,14 +41,6 @@ def json_document(fields: dict[str, Any]) -> IncomingDocument:
     """Return the document of a JSON object. Raises InvalidInput naming the field."""
     document = validate(DocumentIn, fields)
     return text_document(document, document.text)
-
-
-def validate(model: type[M], fields: dict[str, Any]) -> M:
-    """Validate fields. Raises InvalidInput naming the first wrong one."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise from_validation([dict(e) for e in error.errors()]) from error
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.background.demand import AnsweredQuestion
-from ragcache_gateway.chat.accounting import (
-    AnswerAccount,
-    answer_cache_use,
-    answer_timing,
-    answer_usage,
-    explain_guess,
-    explain_stage,
-    first_token_logprobs,
-    observe_account,
-    observe_chunks,
-    trace_account,
-)
 from ragcache_gateway.chat.schema import (
+    AnswerCacheUse,
+    AnswerTiming,
+    AnswerTokens,
+    AnswerUsage,
     RagCacheAnswer,
 )
+from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import (
     Usage,
     usage_of,
@@ -32,15 +27,183 @@ from ragcache_gateway.explain.explanation import (
     AnsweredPrompt,
     explain,
     explain_plan,
+    part_uses,
     prompt_parts,
+    to_ms,
 )
+from ragcache_gateway.explain.schema import ExplainedGuess
 from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.planning.cache_view import engine_source
+from ragcache_gateway.speculation.speculative_search import EndedPrefill
+from ragcache_gateway.telemetry.metrics import AnswerCost, Metrics
+from ragcache_wire.telemetry.semantic_conventions import OUTPUT_VALUE
+from ragcache_wire.tracing import current_span
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
+
+_STAGES_BEFORE_FIRST_TOKEN = (
+    "retrieve", "embed", "search", "tokenize", "queue", "load", "recompute", "prefill",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAccount:
+    """What an answer cost. ``usage`` is None if the engine did not report it."""
+
+    usage: AnswerUsage | None
+    extension: RagCacheAnswer
+
+
+def answer_timing(
+    search: SearchResult,
+    tokenize_s: float,
+    first_token_s: float | None,
+    total_s: float,
+    record: engine_pb2.RequestRecord | None,
+) -> AnswerTiming:
+    """Combine the times of retriever, gateway and engine; null where the engine has no record."""
+    return AnswerTiming(
+        retrieve=to_ms(search.retrieve_s),
+        stages=search.num_stages,
+        embed=to_ms(search.embed_s),
+        search=to_ms(search.search_s),
+        tokenize=to_ms(tokenize_s),
+        queue=to_ms(record.queue_s) if record else None,
+        load=to_ms(record.load_s) if record else None,
+        recompute=to_ms(record.recompute_s) if record else None,
+        prefill=to_ms(record.prefill_s) if record else None,
+        first_token=None if first_token_s is None else to_ms(first_token_s),
+        total=to_ms(total_s),
+    )
+
+
+def answer_usage(
+    usage: Usage | None, record: engine_pb2.RequestRecord | None
+) -> AnswerUsage | None:
+    """Add to the engine's count of tokens where the prompt's KV came from."""
+    if usage is None:
+        return None
+    fields = usage.model_dump(exclude_unset=True)
+    if record is not None:
+        tokens = _tokens_by_source(answer_cache_use(record))
+        fields["ragcache"] = AnswerTokens(
+            cached_tokens=tokens["local"],
+            loaded_tokens=tokens["loaded"],
+            blended_tokens=tokens["blended"],
+            recomputed_tokens=tokens["recomputed"],
+            computed_tokens=tokens["computed"],
+        )
+        details = fields.get("prompt_tokens_details") or {}
+        if details.get("cached_tokens") is None:
+            # The engine reports it with --enable-prompt-tokens-details only.
+            cached = record.local_tokens + record.loaded_tokens - record.recomputed_tokens
+            fields["prompt_tokens_details"] = {**details, "cached_tokens": cached}
+    return AnswerUsage.model_validate(fields)
+
+
+def first_token_logprobs(body: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the log probabilities of the likeliest first tokens of an answer, by token id."""
+    content = ((body["choices"][0].get("logprobs") or {}).get("content")) or ()
+    if not content:
+        return None
+    return {str(one["token"]): float(one["logprob"]) for one in content[0]["top_logprobs"]}
+
+
+def answer_cache_use(record: engine_pb2.RequestRecord | None) -> AnswerCacheUse:
+    """Convert the engine's record of a prompt's KV; all null without one."""
+    if record is None:
+        return AnswerCacheUse()
+    return AnswerCacheUse(
+        prompt_tokens=record.prompt_tokens,
+        local_tokens=record.local_tokens,
+        loaded_tokens=record.loaded_tokens,
+        loaded_bytes=record.loaded_bytes,
+        blended_tokens=record.blended_tokens,
+        recomputed_tokens=record.recomputed_tokens,
+        miss=record.miss,
+    )
+
+
+def explain_prefill(prefill: EndedPrefill, started_s: float) -> ExplainedGuess:
+    """Explain what an engine computed during a search.
+
+    Args:
+        started_s: When the question arrived, on the clock of the prefill.
+    """
+    return ExplainedGuess(
+        start_ms=to_ms(prefill.started_s - started_s),
+        end_ms=to_ms(prefill.ended_s - started_s),
+        outcome=prefill.outcome,
+        tokens=prefill.num_tokens,
+        wasted_tokens=prefill.wasted_tokens,
+    )
+
+
+def observe_account(account: AnswerAccount, metrics: Metrics, tenant: str) -> None:
+    """Add a complete answer to the metrics.
+
+    Args:
+        tenant: ``Caller.tenant_label``.
+    """
+    extension, usage = account.extension, account.usage
+    timing, cache = extension.timing_ms, extension.cache
+    metrics.observe_answer(
+        AnswerCost(
+            stages_ms={stage: getattr(timing, stage) for stage in _STAGES_BEFORE_FIRST_TOKEN},
+            tokens_by_source=_tokens_by_source(cache),
+            loaded_bytes=cache.loaded_bytes or 0,
+            miss=cache.miss,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else 0,
+            first_token_s=None if timing.first_token is None else timing.first_token / 1e3,
+            total_s=timing.total / 1e3,
+        ),
+        tenant,
+    )
+
+
+def observe_chunks(answered: AnsweredPrompt, metrics: Metrics) -> None:
+    """Count what was planned for the chunks of an answer's prompt, and what became of them."""
+    for part, use in zip(answered.parts, part_uses(answered), strict=True):
+        if part.chunk is None:
+            continue
+        metrics.chunks.add(use.outcome, use.tier)
+        if use.reason:
+            metrics.chunk_misses.add(use.reason)
+        if (decision := part.decision) is not None:
+            metrics.planned_chunks.add(decision.action.value, decision.reason.value)
+
+
+def trace_account(account: AnswerAccount, text: str) -> None:
+    """Set the sources of an answer's KV as attributes of the request's span.
+
+    Args:
+        text: The answer's text, which is exported only if the span exports content.
+    """
+    span = current_span()
+    span.set_content(**{OUTPUT_VALUE: text})
+    if not span.is_recording:
+        return
+    cache, usage = account.extension.cache, account.usage
+    known = cache.model_dump(exclude={"prompt_tokens"}, exclude_none=True)
+    span.set(**known, **({"completion_tokens": usage.completion_tokens} if usage else {}))
+
+
+def _tokens_by_source(cache: AnswerCacheUse) -> dict[str, int]:
+    if cache.prompt_tokens is None:
+        return {}
+    loaded, local = cache.loaded_tokens or 0, cache.local_tokens or 0
+    blended, recomputed = cache.blended_tokens or 0, cache.recomputed_tokens or 0
+    return {
+        "loaded": loaded - blended,
+        "blended": blended - recomputed,
+        "recomputed": recomputed,
+        "local": local,
+        "computed": cache.prompt_tokens - loaded - local,
+    }
 
 
 async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
@@ -66,12 +229,16 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
     answered = _answered_prompt(answer, record)
     services.recent_answers.add(answered)
     is_explained = planned.question.request.ragcache.explain
-    result = AnswerAccount(
-        usage=answer_usage(usage, record),
-        timing=answer_timing(planned.search, planned.tokenize_s, first_token_s, total_s, record),
+    search = planned.search
+    extension = RagCacheAnswer(
+        citations=answer.citations,
+        queries=list(search.queries),
+        timing_ms=answer_timing(search, planned.tokenize_s, first_token_s, total_s, record),
         cache=answer_cache_use(record),
+        quality=answer.quality,
         explanation=explain(answered) if is_explained else None,
     )
+    result = AnswerAccount(answer_usage(usage, record), extension)
     observe_account(result, services.metrics, tenant)
     observe_chunks(answered, services.metrics)
     trace_account(result, answer.completion.text)
@@ -83,7 +250,7 @@ async def complete(services: ChatServices, answer: Answer) -> dict[str, Any]:
     assert isinstance(answer.completion, WholeCompletion)
     costs = await account(services, answer)
     body = answer.completion.body
-    extension = answer_extension(answer, costs)
+    extension = costs.extension
     if answer.planned.question.is_trial:
         extension.first_token_logprobs = first_token_logprobs(body)
     # The transfer parameters are between gateway and engine.
@@ -92,18 +259,6 @@ async def complete(services: ChatServices, answer: Answer) -> dict[str, Any]:
         "usage": costs.usage and costs.usage.model_dump(exclude_unset=True),
         "ragcache": extension.model_dump(mode="json"),
     }
-
-
-def answer_extension(answer: Answer, costs: AnswerAccount) -> RagCacheAnswer:
-    """Return the ragcache extension of an answer in one piece."""
-    return RagCacheAnswer(
-        citations=answer.citations,
-        queries=list(answer.planned.search.queries),
-        timing_ms=costs.timing,
-        cache=costs.cache,
-        quality=answer.quality,
-        explanation=costs.explanation,
-    )
 
 
 def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) -> AnsweredPrompt:
@@ -118,8 +273,10 @@ def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) ->
         parts=prompt_parts(planned.prompt.prompt, planned.prompt.passages, answer.planned.plan),
         plan=explain_plan(answer.planned.plan),
         record=record,
-        stages=tuple(map(explain_stage, planned.search.arrivals)),
-        guesses=tuple(explain_guess(guess, planned.question.started) for guess in answer.guesses),
+        stages=planned.search.arrivals,
+        prefills=tuple(
+            explain_prefill(prefill, planned.question.started) for prefill in answer.prefills
+        ),
     )
 
 
@@ -139,7 +296,7 @@ def _report_hit(
     usage: Usage | None,
     record: engine_pb2.RequestRecord | None,
 ) -> None:
-    """Tell the planner what the engine had of a prompt."""
+    """Report to the planner what the engine had of a prompt."""
     question = answer.planned.question
     if question.is_trial or question.reuse.mode != "exact":
         return
@@ -167,7 +324,7 @@ def _report_prediction(
 def _report_record(
     services: ChatServices, planned: PlannedQuestion, record: engine_pb2.RequestRecord
 ) -> None:
-    """Tell the background work what the engine loaded and computed for a question."""
+    """Report to the background work what the engine loaded and computed for a question."""
     if planned.question.is_trial:
         return
     asked, reuse = planned.request.asked, planned.question.reuse

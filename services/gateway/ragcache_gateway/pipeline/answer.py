@@ -21,7 +21,7 @@ from ragcache_gateway.engines.completion_stream import Completion, WholeCompleti
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.prompts.passages import Passage
-from ragcache_gateway.speculation.speculative_search import EndedGuess
+from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.spans import record_unavailable
 
 PREVIEW_CHARS = 200
@@ -65,7 +65,7 @@ class Answer:
     Args:
         first_token_s: Time from the request to the first token. None: the answer came in one piece.
         sent_s: When the request was sent, on the planner's clock.
-        guesses: What engines computed during the search.
+        prefills: What engines computed during the search.
         created: Unix time in seconds.
     """
 
@@ -76,7 +76,7 @@ class Answer:
     first_token_s: float | None
     sent_s: float
     citations: list[Citation]
-    guesses: tuple[EndedGuess, ...] = ()
+    prefills: tuple[EndedPrefill, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -94,12 +94,12 @@ async def generate(
     services: ChatServices,
     planned: PlannedQuestion,
     stack: AsyncExitStack,
-    guesses: tuple[EndedGuess, ...] = (),
+    prefills: tuple[EndedPrefill, ...] = (),
 ) -> Answer:
     """Have an engine answer. It returns at the first token of a stream, or with the whole answer.
 
     Args:
-        guesses: What engines computed during the search, for the explanation.
+        prefills: What engines computed during the search, for the explanation.
 
     Raises:
         Unavailable: No engine could answer.
@@ -141,7 +141,7 @@ async def generate(
         first_token_s=first_token_s,
         sent_s=sent_s,
         citations=cite(planned.prompt.passages),
-        guesses=guesses,
+        prefills=prefills,
     )
 
 

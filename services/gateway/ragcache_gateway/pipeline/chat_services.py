@@ -11,7 +11,7 @@ from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.chat.search_query import RewriteMode
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.explain.recent_answers import RecentAnswers
+from ragcache_gateway.explain.explanation import RecentAnswers
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.planning.request_planner import RequestPlanner
 from ragcache_gateway.prompts.builder import PromptThread

@@ -27,7 +27,7 @@ from ragcache_gateway.explain.explanation import (
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.prompt import PromptedQuestion
 from ragcache_gateway.pipeline.question import Question
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
 from ragcache_gateway.prompts.reuse_mode import plan_reuse
 
@@ -66,33 +66,15 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedQuestion:
+class PlannedQuestion(OrderedPrompt):
     """A question with the request for the engine.
 
     Args:
-        plan: The order and the engine that were chosen, and what was predicted.
         tokenize_s: Time for prompt and plan.
     """
 
-    ordered: OrderedPrompt
-    plan: RequestPlan
     request: EngineRequest
     tokenize_s: float
-
-    @property
-    def question(self) -> Question:
-        """The question."""
-        return self.ordered.question
-
-    @property
-    def search(self) -> SearchResult:
-        """What its search has found."""
-        return self.ordered.search
-
-    @property
-    def prompt(self) -> AnswerPrompt:
-        """Its prompt, with the passages."""
-        return self.ordered.prompt
 
     def sizes(self) -> dict[str, int]:
         """Return the prompt's sizes, for traces."""
@@ -104,15 +86,23 @@ class PlannedQuestion:
 
 async def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
     """Choose the order of the documents and the engine, and say which stored KV it may load."""
-    ordered = await order_documents(services, prompted)
-    search = ordered.search
-    request = await engine_request(services, ordered.question, ordered.prompt, search.asked_at_ms)
-    tokenize_s = time.perf_counter() - ordered.started
-    return PlannedQuestion(ordered, ordered.plan, request, tokenize_s)
+    one = await order_documents(services, prompted)
+    request = await engine_request(services, one.question, one.prompt, one.search.asked_at_ms)
+    tokenize_s = time.perf_counter() - one.started
+    return PlannedQuestion(
+        one.question,
+        one.search,
+        one.prompt,
+        one.by_rank,
+        one.plan,
+        one.started,
+        request,
+        tokenize_s,
+    )
 
 
 async def order_documents(
-    services: ChatServices, prompted: PromptedQuestion, ahead: Sequence[ComputedAhead] = ()
+    services: ChatServices, prompted: PromptedQuestion, prefilled: Sequence[PrefilledChunks] = ()
 ) -> OrderedPrompt:
     """Choose the order of the documents and the engine, and join the prompt in that order.
 
@@ -125,7 +115,7 @@ async def order_documents(
         question.reuse,
         question.request.ragcache.order,
         is_trial=question.is_trial,
-        ahead=ahead,
+        prefilled=prefilled,
     )
     if prompted.by_rank.num_tokens <= MAX_LOOP_TOKENS:
         prompt = parts.join(request_plan.order)
@@ -152,21 +142,22 @@ async def engine_request(
 
 
 def with_engine(
-    services: ChatServices, planned: PlannedQuestion, ahead: Sequence[ComputedAhead] = ()
+    services: ChatServices, planned: PlannedQuestion, prefilled: Sequence[PrefilledChunks] = ()
 ) -> PlannedQuestion:
     """Choose the engine again, right before the request is sent.
 
     Args:
         ahead: What engines have of the prompt because they computed it during the search.
     """
-    by_rank, reuse = planned.ordered.by_rank, planned.question.reuse
-    return replace(planned, plan=services.planner.renew(planned.plan, by_rank, reuse, ahead))
+    reuse = planned.question.reuse
+    renewed = services.planner.renew(planned.plan, planned.by_rank, reuse, prefilled)
+    return replace(planned, plan=renewed)
 
 
 def report_plan(planned: PlannedQuestion) -> None:
     """Report to a client that wants it what was planned."""
     progress, prompt = planned.question.progress, planned.prompt
-    if progress.is_told:
+    if progress.is_reported:
         parts = prompt_parts(prompt.prompt, prompt.passages, planned.plan)
         progress.prompt_planned(explain_plan(planned.plan), parts, len(prompt.prompt.token_ids))
 

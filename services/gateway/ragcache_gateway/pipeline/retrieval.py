@@ -15,7 +15,7 @@ from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.question import Question, text_field
-from ragcache_gateway.speculation.early_stage import EarlyStage
+from ragcache_gateway.speculation.interim_stage import InterimStage
 from ragcache_wire.tracing import Span
 
 
@@ -30,7 +30,7 @@ class RetrievedQuestion:
 async def retrieve(
     services: ChatServices,
     question: Question,
-    on_early_stage: Callable[[EarlyStage], None] | None = None,
+    on_interim_stage: Callable[[InterimStage], None] | None = None,
 ) -> RetrievedQuestion:
     """Search the collection for the question. Raises errors that name fields of the request.
 
@@ -51,7 +51,7 @@ async def retrieve(
     with services.tracer.start_step("retrieve") as span, span.current():
         query = await queries.first(options.rewrite or services.default_rewrite)
         try:
-            search = await _search(services, question, queries, query, on_early_stage, span)
+            search = await _search(services, question, queries, query, on_interim_stage, span)
         except RagCacheError as error:
             raise to_rest_error(error, _rest_fields(question.request)) from error
     return RetrievedQuestion(question, search)
@@ -62,7 +62,7 @@ async def _search(
     question: Question,
     queries: QueryWriter,
     query: str,
-    on_early_stage: Callable[[EarlyStage], None] | None,
+    on_interim_stage: Callable[[InterimStage], None] | None,
     span: Span,
 ) -> SearchResult:
     """Search for a query, and for those that the model writes after it."""
@@ -71,7 +71,7 @@ async def _search(
     search = await search_to_final_stage(
         services.retriever,
         options.to_search(query, question.caller, "ragcache"),
-        on_early_stage=on_early_stage,
+        on_interim_stage=on_interim_stage,
         progress=question.progress,
     )
     if services.speculator is not None:

@@ -11,11 +11,11 @@ from ragcache_gateway.chat.schema import (
 )
 from ragcache_gateway.pipeline.answer import Answer, generate
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.early_prompts import early_steps
 from ragcache_gateway.pipeline.plan import plan, report_plan, with_engine
 from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question, read_question
 from ragcache_gateway.pipeline.retrieval import retrieve
+from ragcache_gateway.pipeline.speculative_prompts import prefill_steps
 from ragcache_gateway.speculation.prefetch import StagePrefetch
 from ragcache_gateway.speculation.speculative_search import SpeculativeSearch
 from ragcache_gateway.telemetry.spans import record_reading
@@ -47,12 +47,12 @@ async def answer_question(
     """
     record_reading(services.tracer, question.conversation.question)
     stack.enter_context(services.idle.question())
-    speculation, on_early_stage = None, None
+    speculation, on_interim_stage = None, None
     is_shared = question.reuse.mode != "off" and not question.is_trial
     if question.retrieves and is_shared:
-        steps = early_steps(services, question)
+        steps = prefill_steps(services, question)
         prefetch = StagePrefetch(services.prefetcher, steps)
-        on_early_stage = (await stack.enter_async_context(prefetch)).on_stage
+        on_interim_stage = (await stack.enter_async_context(prefetch)).on_stage
         if services.speculator is not None:
             search = SpeculativeSearch(
                 services.speculator,
@@ -62,14 +62,14 @@ async def answer_question(
                 progress=question.progress,
             )
             speculation = await stack.enter_async_context(search)
-            on_early_stage = speculation.on_stage
-    retrieved = await retrieve(services, question, on_early_stage)
+            on_interim_stage = speculation.on_stage
+    retrieved = await retrieve(services, question, on_interim_stage)
     with services.tracer.start_step("tokenize") as span, span.current():
         prompted = await build_prompt(services, retrieved)
         planned = await plan(services, prompted)
         span.set(**planned.sizes())
     current_span().set(answer=planned.request.id, reuse=question.reuse.mode, **planned.sizes())
-    ahead = await speculation.settle(planned.prompt.prompt) if speculation else ()
-    guesses = speculation.guesses if speculation else ()
+    prefilled = await speculation.settle(planned.prompt.prompt) if speculation else ()
+    prefills = speculation.prefills if speculation else ()
     report_plan(planned)
-    return await generate(services, with_engine(services, planned, ahead), stack, guesses)
+    return await generate(services, with_engine(services, planned, prefilled), stack, prefills)

@@ -37,7 +37,7 @@ _ROUNDING: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedAhead:
+class PrefilledChunks:
     """What an engine has computed for a question while its search ran.
 
     Attributes:
@@ -91,7 +91,7 @@ class RequestPlanner:
         order: Order | None,
         *,
         is_trial: bool,
-        ahead: Sequence[ComputedAhead] = (),
+        prefilled: Sequence[PrefilledChunks] = (),
     ) -> RequestPlan:
         """Choose the order of a prompt's documents and its engine.
 
@@ -109,16 +109,17 @@ class RequestPlanner:
             token_bytes=self._token_bytes,
         )
         healthy = self._engines.healthy
-        confirmed = [one.engine for one in ahead if one.is_confirmed and one.engine in healthy]
+        confirmed = [one.engine for one in prefilled if one.is_confirmed and one.engine in healthy]
         engines = [
             PlannedEngine(
                 engine_source(engine.address),
                 self._loads.costs(engine),
                 self._waiting_s.get(engine.address, 0.0) + self._loads.queue_s(engine.address),
-                engine.in_flight - sum(one.is_running and one.engine is engine for one in ahead),
+                engine.in_flight
+                - sum(one.is_running and one.engine is engine for one in prefilled),
                 self._engines.last_chosen(engine),
                 reads_store=engine.records is not None,
-                computed=[one.chunks for one in ahead if one.engine is engine],
+                computed=[one.chunks for one in prefilled if one.engine is engine],
             )
             for engine in confirmed or healthy
         ]
@@ -133,17 +134,17 @@ class RequestPlanner:
         plan: RequestPlan,
         prompt: PlannedPrompt,
         reuse: ReuseMode,
-        ahead: Sequence[ComputedAhead] = (),
+        prefilled: Sequence[PrefilledChunks] = (),
     ) -> RequestPlan:
         """Choose the engine again right before the request is sent, for the order of a plan.
 
         Other requests may have been sent since the plan was made. For ``ahead`` see ``plan``.
         """
-        if len(self._engines.healthy) < 2 and not ahead:
+        if len(self._engines.healthy) < 2 and not prefilled:
             return plan
         documents = [prompt.documents[rank] for rank in plan.order]
         ordered = replace(prompt, documents=documents)
-        renewed = self.plan(ordered, reuse, "rank", is_trial=False, ahead=ahead)
+        renewed = self.plan(ordered, reuse, "rank", is_trial=False, prefilled=prefilled)
         # Its ranks are those of the ordered documents, and it has compared no other order.
         other = renewed.runner_up
         runner_up = None if other is None else replace(other, order=plan.order)
@@ -191,8 +192,8 @@ class RequestPlanner:
             decisions = tuple(takewhile(lambda one: one.action in exact, decisions))
         self._predict(engine, decisions, now)
 
-    def computed_ahead(self, engine: Engine, plan: RequestPlan) -> None:
-        """Record that an engine has computed a guess or a system prompt exactly. It is no use."""
+    def record_prefilled(self, engine: Engine, plan: RequestPlan) -> None:
+        """Record that an engine has computed a prefill or a system prompt exactly. It is no use."""
         self._predict(engine, plan.decisions, self.now())
 
     def observe_hit(

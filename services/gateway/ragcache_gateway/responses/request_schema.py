@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.client_fields import screen_fields
-from ragcache_gateway.chat.schema import MAX_MESSAGES, RagCacheOptions, allow_null
+from ragcache_gateway.chat.schema import MAX_MESSAGES, AnswerRequest, RefusedFields
 from ragcache_wire.rest_fields.integer_type import PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
 
 _NO_STATE: Final = "leave it out and send the whole conversation; the gateway keeps no responses"
 
-REFUSED_FIELDS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+REFUSED_FIELDS: Final[RefusedFields] = {
     "background": ((False,), _NO_STATE),
     "conversation": ((), _NO_STATE),
     "include": (([],), "leave it out"),
@@ -51,16 +49,16 @@ class ResponseText(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class ResponseRequest(BaseModel):
+class ResponseRequest(AnswerRequest):
     """A question to answer from documents, in the format of the responses API.
 
     The gateway keeps no responses, so the input has the whole conversation. All further fields
     reach the engine as they are.
     """
 
+    REFUSED: ClassVar = REFUSED_FIELDS
+
     model_config = ConfigDict(
-        extra="allow",
-        strict=True,
         json_schema_extra={"examples": [{"input": "Which region does billing run in?"}]},
     )
 
@@ -68,8 +66,6 @@ class ResponseRequest(BaseModel):
         description="A question, or messages, tool calls and their results."
     )
     instructions: str | None = Field(default=None, description="The system prompt.")
-    model: Text | None = Field(default=None, description="The served model; see /v1/models.")
-    stream: bool | None = None
     max_output_tokens: PositiveCount | None = None
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="Functions that the model may call; no other tools."
@@ -77,12 +73,6 @@ class ResponseRequest(BaseModel):
     tool_choice: str | dict[str, Any] | None = None
     text: ResponseText | None = None
     reasoning: ResponseReasoning | None = None
-    ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions, json_schema_extra=allow_null)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _screen(cls, value: Any) -> Any:
-        return screen_fields(value, REFUSED_FIELDS) if isinstance(value, dict) else value
 
     def to_chat(self) -> dict[str, Any]:
         """Return the chat request that this one stands for. Raises InvalidInput."""

@@ -22,7 +22,7 @@ from ragcache_core.planner.request_plan import ChunkAction
 from ragcache_core.planner.speculation import LEAST_SAVING_S, remaining_search_s
 from ragcache_gateway.engines.completion import plan_of
 from ragcache_gateway.planning.request_planner import RequestPlanner
-from ragcache_gateway.speculation.early_stage import EarlyStage, EarlySteps
+from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.tracing import Tracer
@@ -63,7 +63,7 @@ class StorePrefetcher:
 class StagePrefetch:
     """The prefetch of one question. It is an async context; at its end a running one is ended."""
 
-    def __init__(self, prefetcher: StorePrefetcher, steps: EarlySteps) -> None:
+    def __init__(self, prefetcher: StorePrefetcher, steps: PrefillSteps) -> None:
         self._prefetcher = prefetcher
         self._steps = steps
         self._has_prefetched = False
@@ -77,12 +77,12 @@ class StagePrefetch:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
-    def on_stage(self, stage: EarlyStage) -> None:
+    def on_stage(self, stage: InterimStage) -> None:
         """Prefetch a stage beside the search, if it is probable enough."""
         if self._task is None and self._may_prefetch(stage):
             self._task = asyncio.create_task(self._run(stage))
 
-    async def prefetch(self, stage: EarlyStage) -> None:
+    async def prefetch(self, stage: InterimStage) -> None:
         """Prefetch a stage, unless an earlier one was prefetched or nothing can be gained.
 
         Raises:
@@ -94,18 +94,18 @@ class StagePrefetch:
         if not self._prefetcher.planner.is_on_disk_only(chunks):
             return
         self._has_prefetched = True
-        early = await self._steps.build(stage, ())
-        if all(one.action is ChunkAction.CACHED for one in early.plan.decisions):
+        staged = await self._steps.build(stage, ())
+        if all(one.action is ChunkAction.CACHED for one in staged.plan.decisions):
             return  # the engine needs no load
-        body = await self._steps.request(stage, early.answer)
-        await self._prefetcher.prefetch(body, early.answer.prompt)
+        body = await self._steps.request(stage, staged.answer)
+        await self._prefetcher.prefetch(body, staged.answer.prompt)
 
-    def _may_prefetch(self, stage: EarlyStage) -> bool:
+    def _may_prefetch(self, stage: InterimStage) -> bool:
         remaining_s = remaining_search_s(stage.progress, stage.search_s, stage.elapsed_s, 0.0)
         is_probable = stage.final_probability >= PREFETCH_PROBABILITY
         return is_probable and remaining_s > LEAST_SAVING_S and not self._has_prefetched
 
-    async def _run(self, stage: EarlyStage) -> None:
+    async def _run(self, stage: InterimStage) -> None:
         try:
             # If the prompt cannot be built, the question itself reports it.
             with contextlib.suppress(RagCacheError):

@@ -1,10 +1,10 @@
-"""The guesses of one question while its search runs.
+"""The prefills of one question while its search runs.
 
 Each stage of the search may start a prefill of the prompt that its candidates give. When the search
-has ended, the guess is ended too, and the question is asked as without a guess: at the priority of
-questions, with all its options. The engine finds what the guess has computed in its prefix cache.
-So a client gets nothing before the search has ended, and a guess never changes an answer. That also
-holds for sampled answers: a guess ends with the prompt, from which the engine then samples.
+has ended, the prefill is ended too, and the question is asked as without a prefill: at the priority
+of questions, with all its options. The engine finds what the prefill has computed in its prefix
+cache. So a client gets nothing before the search has ended, and a prefill never changes an answer.
+That also holds for sampled answers: a prefill ends with the prompt, from which the engine samples.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ragcache_core.planner.speculation import (
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
 from ragcache_gateway.explain.schema import GuessOutcome
-from ragcache_gateway.planning.request_planner import ComputedAhead
-from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
-from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
+from ragcache_gateway.planning.request_planner import PrefilledChunks
+from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps, StagePrompt
 from ragcache_gateway.speculation.prefetch import StagePrefetch
+from ragcache_gateway.speculation.prefill import PrefillState, SpeculativePrefill, SpeculativePrompt
 from ragcache_gateway.speculation.speculator import Speculator
 from ragcache_wire.tracing import NO_SPAN
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -41,7 +41,7 @@ _WARM_UP = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EndedGuess:
+class EndedPrefill:
     """A prefill that was computed during a search, and what became of it.
 
     Args:
@@ -58,20 +58,20 @@ class EndedGuess:
 
 
 class SpeculativeSearch:
-    """Starts and ends the guesses of one question. It is an async context.
+    """Starts and ends the prefills of one question. It is an async context.
 
-    ``guesses`` are the ended ones, after ``settle``.
+    ``prefills`` are the ended ones, after ``settle``.
 
     Args:
-        prefetch: Prefetches stages for which no guess starts.
+        prefetch: Prefetches stages for which no prefill starts.
         collection: The collection that is searched.
-        progress: Tells the client what becomes of the guesses.
+        progress: Reports to the client what becomes of the prefills.
     """
 
     def __init__(
         self,
         speculator: Speculator,
-        steps: EarlySteps,
+        steps: PrefillSteps,
         prefetch: StagePrefetch,
         *,
         collection: str,
@@ -84,18 +84,18 @@ class SpeculativeSearch:
         self._steps = steps
         self._collection = collection
         self._usual_s = speculator.usual_search_s(collection)
-        self._latest: EarlyStage | None = None
+        self._latest: InterimStage | None = None
         self._has_stage = asyncio.Event()
-        self._guess: Guess | None = None
-        self._ended: list[Guess] = []
-        self.guesses: tuple[EndedGuess, ...] = ()
+        self._prefill: SpeculativePrefill | None = None
+        self._ended: list[SpeculativePrefill] = []
+        self.prefills: tuple[EndedPrefill, ...] = ()
         self._is_settled = False
         self._task: asyncio.Task[None] | None = None
         self._span = NO_SPAN
 
     async def __aenter__(self) -> SpeculativeSearch:
         self._span = self._speculator.tracer.start_step("speculation")
-        with self._span.current():  # spans of guesses are below it
+        with self._span.current():  # spans of prefills are below it
             self._task = asyncio.create_task(self._run())
         return self
 
@@ -104,15 +104,15 @@ class SpeculativeSearch:
             await self._stop()
         finally:
             if not self._is_settled:
-                self._count_guesses(None)
+                self._count_prefills(None)
 
-    def on_stage(self, stage: EarlyStage) -> None:
+    def on_stage(self, stage: InterimStage) -> None:
         """Take a stage of the search. An earlier one that was not considered yet is dropped."""
         self._latest = stage
         self._has_stage.set()
 
-    async def settle(self, final: Prompt) -> tuple[ComputedAhead, ...]:
-        """End the guesses, because the search has ended.
+    async def settle(self, final: Prompt) -> tuple[PrefilledChunks, ...]:
+        """End the prefills, because the search has ended.
 
         Args:
             final: The prompt of the question.
@@ -122,65 +122,67 @@ class SpeculativeSearch:
         """
         await self._stop()
         self._is_settled = True
-        confirmed = self._count_guesses(final)
-        if self.guesses and self.guesses[-1].outcome != "warm-up":
-            last = self.guesses[-1]
-            self._progress.guess_changed(last.outcome, last.num_tokens)
-        ahead = tuple(guess.ahead(is_confirmed=guess is confirmed) for guess in self._ended)
+        confirmed = self._count_prefills(final)
+        if self.prefills and self.prefills[-1].outcome != "warm-up":
+            last = self.prefills[-1]
+            self._progress.prefill_changed(last.outcome, last.num_tokens)
+        prefilled = tuple(
+            prefill.prefilled(is_confirmed=prefill is confirmed) for prefill in self._ended
+        )
         self._ended.clear()
         self._latest = None
-        return ahead
+        return prefilled
 
     async def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
-        await self._end_guess()
-        for guess in self._ended:  # the task may have been interrupted while it ended one
-            await guess.cancel()
+        await self._end_prefill()
+        for prefill in self._ended:  # the task may have been interrupted while it ended one
+            await prefill.cancel()
 
-    async def _end_guess(self) -> None:
-        guess, self._guess = self._guess, None
-        if guess is not None:
-            # First, so that a guess whose end is interrupted is still counted.
-            self._ended.append(guess)
-            await guess.cancel()
+    async def _end_prefill(self) -> None:
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            # First, so that a prefill whose end is interrupted is still counted.
+            self._ended.append(prefill)
+            await prefill.cancel()
 
-    def _count_guesses(self, final: Prompt | None) -> Guess | None:
-        """Count what became of the guesses, and return the confirmed one."""
-        guesses = [one for one in self._ended if one.guessed.candidates != _WARM_UP]
+    def _count_prefills(self, final: Prompt | None) -> SpeculativePrefill | None:
+        """Count what became of the prefills, and return the confirmed one."""
+        prefills = [one for one in self._ended if one.speculative.candidates != _WARM_UP]
         is_confirmed = bool(
-            guesses
+            prefills
             and final is not None
-            and guesses[-1].guessed.prompt.token_ids == final.token_ids
-            and guesses[-1].state is not GuessState.FAILED
+            and prefills[-1].speculative.prompt.token_ids == final.token_ids
+            and prefills[-1].state is not PrefillState.FAILED
         )
         ended = []
-        for guess in self._ended:
-            if guess.guessed.candidates == _WARM_UP:
+        for prefill in self._ended:
+            if prefill.speculative.candidates == _WARM_UP:
                 outcome: GuessOutcome = "warm-up"
-            elif guess.state is GuessState.FAILED:
+            elif prefill.state is PrefillState.FAILED:
                 outcome = "failed"
             elif final is None:
                 outcome = "abandoned"
             else:
-                outcome = "confirmed" if is_confirmed and guess is guesses[-1] else "wrong"
-            ended.append(_ended_guess(guess, outcome, final))
-        self.guesses = tuple(ended)
+                outcome = "confirmed" if is_confirmed and prefill is prefills[-1] else "wrong"
+            ended.append(_ended_prefill(prefill, outcome, final))
+        self.prefills = tuple(ended)
         for one in ended:
             if one.outcome != "warm-up":
                 self._metrics.speculation_guesses.labels(one.outcome).inc()
         wasted_tokens = sum(one.wasted_tokens for one in ended)
         self._metrics.speculation_wasted_tokens.inc(wasted_tokens)
         if is_confirmed:
-            self._metrics.speculation_saved_s.inc(guesses[-1].saved_s)
-        for guess, one in zip(self._ended, ended, strict=True):
-            guess.end_span(one.outcome, one.wasted_tokens)
+            self._metrics.speculation_saved_s.inc(prefills[-1].saved_s)
+        for prefill, one in zip(self._ended, ended, strict=True):
+            prefill.end_span(one.outcome, one.wasted_tokens)
         self._span.set(
-            guesses=len(guesses), guess_confirmed=is_confirmed, wasted_tokens=wasted_tokens
+            guesses=len(prefills), guess_confirmed=is_confirmed, wasted_tokens=wasted_tokens
         )
         self._span.end()
-        return guesses[-1] if is_confirmed else None
+        return prefills[-1] if is_confirmed else None
 
     async def _run(self) -> None:
         try:
@@ -192,7 +194,7 @@ class SpeculativeSearch:
                 if self._latest is not None:
                     await self._attempt(self._consider(self._latest))
         except Exception:
-            # The question is answered without guesses.
+            # The question is answered without prefills.
             log.exception("speculation: stopped collection=%s", self._collection)
 
     async def _attempt(self, work: Awaitable[None]) -> None:
@@ -200,32 +202,32 @@ class SpeculativeSearch:
         with contextlib.suppress(RagCacheError):
             await work
 
-    async def _warm_up(self, build_head: Callable[[], Awaitable[EarlyPrompt]]) -> None:
+    async def _warm_up(self, build_head: Callable[[], Awaitable[StagePrompt]]) -> None:
         """Compute the head of the prompt, if its engine does not have it."""
         if self._usual_s <= LEAST_SAVING_S:
             return  # no saving could be large enough
         head = await build_head()
-        engine = self._speculator.engine_of(head.plan)
+        engine = self._speculator.planner.engine_of(head.plan)
         cost = self._speculator.head_cost(engine, head) if engine is not None else None
         if engine is None or cost is None:
             return
         load = self._speculator.load(engine, None)
         if is_beneficial(1.0, self._usual_s, cost, load):
-            await self._start(GuessedPrompt(_WARM_UP, head, cost), engine, None)
+            await self._start(SpeculativePrompt(_WARM_UP, head, cost), engine, None)
             self._metrics.speculation_warm_ups.inc()
 
-    async def _consider(self, stage: EarlyStage) -> None:
+    async def _consider(self, stage: InterimStage) -> None:
         """Decide what to do at a stage, and do it."""
-        own = self._guess
-        is_guess = own is not None and own.guessed.candidates != _WARM_UP
-        is_running = is_guess and own is not None and own.state is not GuessState.FAILED
+        own = self._prefill
+        is_prefill = own is not None and own.speculative.candidates != _WARM_UP
+        is_running = is_prefill and own is not None and own.state is not PrefillState.FAILED
         candidates = _candidates(stage.hits)
-        has_changed = own is None or own.guessed.candidates != candidates
-        engine, guessed = None, None
-        if has_changed and candidates and self._may_guess(stage):
-            engine, guessed = await self._beneficial_prompt(stage, candidates)
+        has_changed = own is None or own.speculative.candidates != candidates
+        engine, speculative = None, None
+        if has_changed and candidates and self._may_prefill(stage):
+            engine, speculative = await self._beneficial_prompt(stage, candidates)
         decision = decide(
-            is_running=is_running, has_changed=has_changed, is_beneficial=guessed is not None
+            is_running=is_running, has_changed=has_changed, is_beneficial=speculative is not None
         )
         self._metrics.speculation_decisions.labels(decision.value).inc()
         self._span.event(
@@ -234,69 +236,71 @@ class SpeculativeSearch:
             progress=stage.progress,
             hits=len(stage.hits),
         )
-        if is_guess and own is not None:
-            self._tell_decision(decision, own)
+        if is_prefill and own is not None:
+            self._report_decision(decision, own)
         if decision is Decision.CANCEL:
-            await self._end_guess()
-        elif engine is not None and guessed is not None and decision is not Decision.KEEP:
-            await self._start(guessed, engine, stage)
-        if guessed is None and has_changed and candidates:
+            await self._end_prefill()
+        elif engine is not None and speculative is not None and decision is not Decision.KEEP:
+            await self._start(speculative, engine, stage)
+        if speculative is None and has_changed and candidates:
             await self._prefetch.prefetch(stage)
 
     async def _start(
-        self, guessed: GuessedPrompt, engine: Engine, stage: EarlyStage | None
+        self, speculative: SpeculativePrompt, engine: Engine, stage: InterimStage | None
     ) -> None:
-        """Start a guess in place of the running one."""
-        body = await self._steps.request(stage, guessed.early.answer)
-        await self._end_guess()
-        self._guess = self._speculator.start_guess(guessed, engine, body)
-        is_warm_up = guessed.candidates == _WARM_UP
-        self._progress.guess_changed(
-            "warm-up" if is_warm_up else "started", len(guessed.prompt.token_ids)
+        """Start a prefill in place of the running one."""
+        body = await self._steps.request(stage, speculative.staged.answer)
+        await self._end_prefill()
+        self._prefill = self._speculator.start_prefill(speculative, engine, body)
+        is_warm_up = speculative.candidates == _WARM_UP
+        self._progress.prefill_changed(
+            "warm-up" if is_warm_up else "started", len(speculative.prompt.token_ids)
         )
 
-    def _tell_decision(self, decision: Decision, own: Guess) -> None:
-        num_tokens = len(own.guessed.prompt.token_ids)
+    def _report_decision(self, decision: Decision, own: SpeculativePrefill) -> None:
+        num_tokens = len(own.speculative.prompt.token_ids)
         if decision is Decision.KEEP:
-            self._progress.guess_changed("kept", num_tokens)
+            self._progress.prefill_changed("kept", num_tokens)
         elif decision in (Decision.CANCEL, Decision.REPLACE):
-            self._progress.guess_changed("cancelled", num_tokens)
+            self._progress.prefill_changed("cancelled", num_tokens)
 
-    def _may_guess(self, stage: EarlyStage) -> bool:
+    def _may_prefill(self, stage: InterimStage) -> bool:
         """Check what needs no prompt first, because a prompt takes time to build."""
-        may_guess = self._speculator.may_guess(stage.final_probability, self._guess)
-        return self._steps.can_guess and may_guess
+        may_prefill = self._speculator.may_prefill(stage.final_probability, self._prefill)
+        return self._steps.can_prefill and may_prefill
 
-    def _ahead(self) -> list[ComputedAhead]:
+    def _prefilled(self) -> list[PrefilledChunks]:
         """Return what engines have computed for the question so far."""
-        started = [*self._ended, *([self._guess] if self._guess is not None else ())]
-        return [guess.ahead() for guess in started]
+        started = [*self._ended, *([self._prefill] if self._prefill is not None else ())]
+        return [prefill.prefilled() for prefill in started]
 
     async def _beneficial_prompt(
-        self, stage: EarlyStage, candidates: tuple[str, ...]
-    ) -> tuple[Engine, GuessedPrompt] | tuple[None, None]:
+        self, stage: InterimStage, candidates: tuple[str, ...]
+    ) -> tuple[Engine, SpeculativePrompt] | tuple[None, None]:
         """Build the prompt of a stage, with its engine; None if it should not be computed."""
-        early = await self._steps.build(stage, self._ahead())
-        engine = self._speculator.engine_of(early.plan)
-        cost = self._speculator.cost(engine, early) if engine is not None else None
+        staged = await self._steps.build(stage, self._prefilled())
+        engine = self._speculator.planner.engine_of(staged.plan)
+        cost = self._speculator.cost(engine, staged) if engine is not None else None
         if engine is None or cost is None:
             return None, None
         remaining_s = remaining_search_s(
             stage.progress, stage.search_s, stage.elapsed_s, self._usual_s
         )
-        load = self._speculator.load(engine, self._guess)
+        load = self._speculator.load(engine, self._prefill)
         if not is_beneficial(stage.final_probability, remaining_s, cost, load):
             return None, None
-        return engine, GuessedPrompt(candidates, early, cost)
+        return engine, SpeculativePrompt(candidates, staged, cost)
 
 
-def _ended_guess(guess: Guess, outcome: GuessOutcome, final: Prompt | None) -> EndedGuess:
-    return EndedGuess(
-        started_s=guess.started_s,
-        ended_s=guess.ended_s,
+def _ended_prefill(
+    prefill: SpeculativePrefill, outcome: GuessOutcome, final: Prompt | None
+) -> EndedPrefill:
+    return EndedPrefill(
+        started_s=prefill.started_s,
+        ended_s=prefill.ended_s,
         outcome=outcome,
-        num_tokens=len(guess.guessed.prompt.token_ids),
-        wasted_tokens=guess.wasted_tokens(final),
+        num_tokens=len(prefill.speculative.prompt.token_ids),
+        wasted_tokens=prefill.wasted_tokens(final),
     )
 
 

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ragcache_core.planner.request_plan import RequestPlan
 from ragcache_core.planner.speculation import GuessCost, Load, may_be_beneficial
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import RECOMPUTED_TOKENS, EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.planning.request_planner import RequestPlanner
-from ragcache_gateway.speculation.early_stage import EarlyPrompt
-from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
+from ragcache_gateway.speculation.interim_stage import StagePrompt
+from ragcache_gateway.speculation.prefill import PrefillState, SpeculativePrefill, SpeculativePrompt
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.tracing import Tracer
 
@@ -34,29 +33,25 @@ class Speculator:
         tracer: Tracer,
     ) -> None:
         self._engines = engines
-        self._planner = planner
+        self.planner = planner
         self._loads = loads
         self._search_s: OrderedDict[str, float] = OrderedDict()
         self.metrics = metrics
         self.tracer = tracer
 
-    def engine_of(self, plan: RequestPlan) -> Engine | None:
-        """Return the engine that a plan has chosen. None: there is none, or it has left."""
-        return self._planner.engine_of(plan)
-
-    def may_guess(self, final_probability: float, own: Guess | None) -> bool:
-        """Return whether a guess may be beneficial in any engine, with any prompt."""
+    def may_prefill(self, final_probability: float, own: SpeculativePrefill | None) -> bool:
+        """Return whether a prefill may be beneficial in any engine, with any prompt."""
         return any(
             may_be_beneficial(final_probability, self.load(engine, own))
             for engine in self._engines.healthy
         )
 
-    def load(self, engine: Engine, own: Guess | None) -> Load:
-        """Return what an engine has to do beside a question's own guess."""
-        is_own = own is not None and own.engine is engine and own.state is GuessState.RUNNING
+    def load(self, engine: Engine, own: SpeculativePrefill | None) -> Load:
+        """Return what an engine has to do beside a question's own prefill."""
+        is_own = own is not None and own.engine is engine and own.state is PrefillState.RUNNING
         return self._loads.load(engine, own_in_flight=int(is_own), own_pending=int(is_own))
 
-    def cost(self, engine: Engine, early: EarlyPrompt, *, spared: int = 0) -> GuessCost | None:
+    def cost(self, engine: Engine, staged: StagePrompt, *, spared: int = 0) -> GuessCost | None:
         """Return what an engine loads and computes for a prompt, by the prompt's plan.
 
         None if the engine has not said what prefills cost.
@@ -64,12 +59,12 @@ class Speculator:
         Args:
             spared: Tokens at the end of the prompt that do not count.
         """
-        plan, cached = early.plan, early.plan.reused_tokens
-        computed = max(0, len(early.answer.prompt.token_ids) - cached - spared)
+        plan, cached = staged.plan, staged.plan.reused_tokens
+        computed = max(0, len(staged.answer.prompt.token_ids) - cached - spared)
         load_s = plan.seconds.load_s if plan.seconds is not None else 0.0
-        return self._loads.guess_cost(engine, cached, computed, load_s)
+        return self._loads.prefill_cost(engine, cached, computed, load_s)
 
-    def head_cost(self, engine: Engine, head: EarlyPrompt) -> GuessCost | None:
+    def head_cost(self, engine: Engine, head: StagePrompt) -> GuessCost | None:
         """Return what an engine loads and computes for a prompt's head, see ``cost``.
 
         The question has to compute the rest of its prompt anyway, so its request is not a second
@@ -78,19 +73,21 @@ class Speculator:
         cost = self.cost(engine, head, spared=RECOMPUTED_TOKENS)
         return None if cost is None else replace(cost, again_s=0.0)
 
-    def start_guess(self, guessed: GuessedPrompt, engine: Engine, body: Mapping[str, Any]) -> Guess:
+    def start_prefill(
+        self, speculative: SpeculativePrompt, engine: Engine, body: Mapping[str, Any]
+    ) -> SpeculativePrefill:
         """Have an engine compute a prompt, at low priority."""
 
-        def record(guess: Guess) -> None:
-            self._planner.computed_ahead(guess.engine, guess.guessed.early.plan)
+        def record(prefill: SpeculativePrefill) -> None:
+            self.planner.record_prefilled(prefill.engine, prefill.speculative.staged.plan)
 
         span = self.tracer.start_step(
             "guess",
             engine=engine.address,
-            prompt_tokens=len(guessed.prompt.token_ids),
-            cached_tokens=guessed.cached,
+            prompt_tokens=len(speculative.prompt.token_ids),
+            cached_tokens=speculative.cached,
         )
-        return Guess(guessed, engine, body, self._engines, record, span)
+        return SpeculativePrefill(speculative, engine, body, self._engines, record, span)
 
     def usual_search_s(self, collection: str) -> float:
         """Return the mean time of the latest searches of a collection; 0 if there was none."""

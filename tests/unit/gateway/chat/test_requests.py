@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_gateway.chat.client_fields import MAX_DEPTH
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
-from ragcache_gateway.chat.schema import REFUSED_FIELDS, ChatRequest
+from ragcache_gateway.chat.schema import MAX_DEPTH, REFUSED_FIELDS, ChatRequest
 from ragcache_gateway.engines.completion import (
     CONTROL_FIELDS,
     client_body,

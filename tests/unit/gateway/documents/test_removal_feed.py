@@ -9,8 +9,7 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.documents import removal_feed
-from ragcache_gateway.documents.events import TextRemoved
-from ragcache_gateway.documents.removal_feed import MAX_SILENCE_S, RemovalFeed
+from ragcache_gateway.documents.removal_feed import MAX_SILENCE_S, RemovalFeed, TextRemoved
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.clock import elapse

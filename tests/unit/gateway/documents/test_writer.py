@@ -10,9 +10,8 @@ import pytest
 
 from ragcache_gateway.documents import writer
 from ragcache_gateway.documents.delete_sender import DeleteSender
-from ragcache_gateway.documents.events import WrittenDocument
 from ragcache_gateway.documents.removal_feed import RemovalFeed
-from ragcache_gateway.documents.writer import DocumentWriter
+from ragcache_gateway.documents.writer import DocumentWriter, WrittenDocument
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 

@@ -75,7 +75,7 @@ async def test_costs_follow_from_the_profile_of_the_engine(
 ) -> None:
     one.correction = 2.0
     await loads.start()
-    cost = loads.guess_cost(one.as_engine(), 50, 150, load_s=0.25)
+    cost = loads.prefill_cost(one.as_engine(), 50, 150, load_s=0.25)
     assert cost is not None
     assert (cost.uncached_tokens, cost.pass_tokens) == (150, 100)
     assert cost.prefill_s == pytest.approx(0.25 + 2 * 150 * TOKEN_S)
@@ -88,13 +88,13 @@ async def test_an_engine_that_starts_later_is_known_later(
 ) -> None:
     one.is_reachable = False
     await loads.start()
-    assert loads.guess_cost(one.as_engine(), 0, 10, 0.0) is None
+    assert loads.prefill_cost(one.as_engine(), 0, 10, 0.0) is None
     one.is_reachable = True
     one.asked.clear()
     await one.asked.wait()
     one.asked.clear()
     await one.asked.wait()
-    assert loads.guess_cost(one.as_engine(), 0, 10, 0.0) is not None
+    assert loads.prefill_cost(one.as_engine(), 0, 10, 0.0) is not None
 
 
 async def test_a_question_does_not_count_its_own_guess(one: OneEngine, loads: EngineLoads) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_gateway.engines.event_parser import MAX_EVENT_BYTES, SseParser
+from ragcache_gateway.engines.completion_stream import MAX_EVENT_BYTES, SseParser
 from ragcache_gateway.http.answer_stream import encode_event
 
 

@@ -22,11 +22,11 @@ from ragcache_gateway.explain.explanation import (
     REUSE_IS_OFF,
     AnsweredPrompt,
     PromptPart,
+    RecentAnswers,
     explain,
     explain_plan,
     prompt_parts,
 )
-from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.prompts.passages import Passage
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2

@@ -10,8 +10,8 @@ import pytest
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.stored_node import StoredNode
-from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart
-from ragcache_gateway.explain.recent_answers import RecentAnswers
+from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
+from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, RecentAnswers
 from ragcache_gateway.explain.schema import ExplainedPlan
 from ragcache_gateway.explain.tree_outline import (
     MAX_OUTLINED,
@@ -27,6 +27,10 @@ HEAD, BILLING, SEARCH = (bytes([i]) * KEY_BYTES for i in range(3))
 
 def key_of(*path: ChunkKey) -> VariantKey:
     return VariantKey(path[-1], (bytes([len(path)]) + b"".join(path)[: KEY_BYTES - 1]))
+
+
+def planned(key: ChunkKey) -> ChunkDecision:
+    return ChunkDecision(key, 10, ChunkAction.COMPUTE, PlanReason.NOT_STORED)
 
 
 def answered(*parts: PromptPart) -> AnsweredPrompt:
@@ -52,8 +56,8 @@ async def test_nodes_have_their_uses_costs_copies_and_names(tree: KnowledgeTree)
     recent = RecentAnswers()
     recent.add(
         answered(
-            PromptPart(0, 30, key=HEAD),
-            PromptPart(30, 70, "billing.md#1", "billing.md", "Billing", 0, key=BILLING),
+            PromptPart(0, 30, decision=planned(HEAD)),
+            PromptPart(30, 70, "billing.md#1", "billing.md", "Billing", 0, planned(BILLING)),
         )
     )
     outline = await TreeReader(tree, recent, ManualClock(1000.0)).read(10)
@@ -127,8 +131,8 @@ async def test_other_tasks_get_their_turn_while_a_large_tree_is_read() -> None:
 
 def test_the_newest_answer_names_a_chunk() -> None:
     recent = RecentAnswers()
-    old = PromptPart(0, 10, "old#0", "old", "Old", 0, key=BILLING)
-    new = PromptPart(0, 10, "new#0", "new", "New", 0, key=BILLING)
+    old = PromptPart(0, 10, "old#0", "old", "Old", 0, decision=planned(BILLING))
+    new = PromptPart(0, 10, "new#0", "new", "New", 0, decision=planned(BILLING))
     recent.add(answered(old))
     recent.add(replace(answered(new), id="b"))
     assert recent.parts_of([BILLING, SEARCH]) == {BILLING: new}

@@ -16,7 +16,7 @@ from ragcache_core.planner.request_plan import PlannedPrompt, PlanSeconds, Reque
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.planning.cache_view import CacheView
-from ragcache_gateway.planning.request_planner import ComputedAhead, Order, RequestPlanner
+from ragcache_gateway.planning.request_planner import Order, PrefilledChunks, RequestPlanner
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
@@ -91,12 +91,14 @@ class World:
 
     def plan(
         self,
-        *ahead: ComputedAhead,
+        *prefilled: PrefilledChunks,
         order: Order | None = None,
         reuse: ReuseMode = EXACT,
         is_trial: bool = False,
     ) -> RequestPlan:
-        return self.planner.plan(self.prompt(), reuse, order, is_trial=is_trial, ahead=ahead)
+        return self.planner.plan(
+            self.prompt(), reuse, order, is_trial=is_trial, prefilled=prefilled
+        )
 
     def prompt(self) -> PlannedPrompt:
         documents = [RankedDocument((one,), (200,)) for one in (A, B)]
@@ -231,7 +233,7 @@ def test_what_may_have_been_blended_is_not_predicted() -> None:
 def test_the_engine_of_a_confirmed_guess_is_chosen_unless_it_has_failed() -> None:
     world = World()
     plan = world.compute(world.one, 0, 1)
-    confirmed = ComputedAhead(world.two.as_engine(), (HEAD, A), is_confirmed=True)
+    confirmed = PrefilledChunks(world.two.as_engine(), (HEAD, A), is_confirmed=True)
     world.two.in_flight = 3
     renewed = world.planner.renew(plan, world.prompt(), EXACT, [confirmed])
     assert world.planner.engine_of(renewed) is world.two
@@ -243,17 +245,17 @@ def test_the_engine_of_a_confirmed_guess_is_chosen_unless_it_has_failed() -> Non
 
 def test_what_a_wrong_guess_has_computed_counts_and_decides_nothing_by_itself() -> None:
     world = World()
-    ahead = ComputedAhead(world.two.as_engine(), (HEAD, A))
-    assert world.planner.engine_of(world.plan(ahead)) is world.two
+    prefilled = PrefilledChunks(world.two.as_engine(), (HEAD, A))
+    assert world.planner.engine_of(world.plan(prefilled)) is world.two
     world.compute(world.one, 0, 1)
-    assert world.planner.engine_of(world.plan(ahead)) is world.one
+    assert world.planner.engine_of(world.plan(prefilled)) is world.one
 
 
 def test_a_guess_of_the_question_itself_does_not_make_its_engine_busy() -> None:
     world = World()
     world.two.in_flight = 1
     # It has computed nothing yet, so only the requests in flight differ.
-    running = ComputedAhead(world.two.as_engine(), (), is_running=True)
+    running = PrefilledChunks(world.two.as_engine(), (), is_running=True)
     assert world.planner.engine_of(world.plan(running)) is world.one
     world.one.in_flight = 1
     assert world.planner.engine_of(world.plan(running)) is world.two
@@ -263,19 +265,19 @@ def test_a_guess_of_the_question_itself_does_not_make_its_engine_busy() -> None:
 def test_one_engine_is_planned_with_what_it_has_computed_ahead() -> None:
     world = World()
     world.two.failure = "it does not answer"
-    ahead = ComputedAhead(world.one.as_engine(), (HEAD, A, B), is_confirmed=True)
-    renewed = world.planner.renew(world.plan(), world.prompt(), EXACT, [ahead])
+    prefilled = PrefilledChunks(world.one.as_engine(), (HEAD, A, B), is_confirmed=True)
+    renewed = world.planner.renew(world.plan(), world.prompt(), EXACT, [prefilled])
     assert renewed.reused_tokens == 550
 
 
 def test_a_computed_guess_is_predicted_and_is_no_use_of_its_chunks() -> None:
     world = World()
     plan = world.plan()
-    world.planner.computed_ahead(world.one.as_engine(), plan)
+    world.planner.record_prefilled(world.one.as_engine(), plan)
     nodes = stored_prefix(world.view.tree, [HEAD, A, B])
     before = [world.view.tree.frequency(node, world.now) for node in nodes]
     assert len(before) == 3
-    world.planner.computed_ahead(world.one.as_engine(), plan)
+    world.planner.record_prefilled(world.one.as_engine(), plan)
     assert [world.view.tree.frequency(node, world.now) for node in nodes] == before
     world.planner.computed(world.one.as_engine(), plan, blends=False)
     assert all(world.view.tree.frequency(node, world.now) > 1 for node in nodes)

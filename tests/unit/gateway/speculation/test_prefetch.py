@@ -18,9 +18,9 @@ from ragcache_core.planner.request_plan import (
     RequestPlan,
 )
 from ragcache_core.planner.speculation import LEAST_SAVING_S
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
-from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
+from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps, StagePrompt
 from ragcache_gateway.speculation.prefetch import (
     PREFETCH_PROBABILITY,
     StagePrefetch,
@@ -29,7 +29,7 @@ from ragcache_gateway.speculation.prefetch import (
 from tests.kit.wait import until
 
 CHUNK = b"c" * KEY_BYTES
-STAGE = EarlyStage((), PREFETCH_PROBABILITY, 0.5, search_s=1.0, elapsed_s=1.0, asked_at_ms=0)
+STAGE = InterimStage((), PREFETCH_PROBABILITY, 0.5, search_s=1.0, elapsed_s=1.0, asked_at_ms=0)
 PROMPT = assemble([7], [[1]], [9])
 
 
@@ -57,21 +57,21 @@ class Question:
         self.action = ChunkAction.COMPUTE
         self.fails = False
 
-    async def chunk_keys(self, stage: EarlyStage) -> Sequence[ChunkKey]:
+    async def chunk_keys(self, stage: InterimStage) -> Sequence[ChunkKey]:
         return [CHUNK]
 
-    async def build(self, stage: EarlyStage, ahead: Sequence[ComputedAhead]) -> EarlyPrompt:
+    async def build(self, stage: InterimStage, prefilled: Sequence[PrefilledChunks]) -> StagePrompt:
         self.built += 1
         if self.fails:
             raise InvalidInput("messages", "take too many tokens", "shorten them")
         decision = ChunkDecision(CHUNK, 1, self.action, PlanReason.RESIDENT)
-        return EarlyPrompt(AnswerPrompt(PROMPT, (), 1), RequestPlan((0,), "one", (decision,)))
+        return StagePrompt(AnswerPrompt(PROMPT, (), 1), RequestPlan((0,), "one", (decision,)))
 
-    async def request(self, stage: EarlyStage | None, prompt: AnswerPrompt) -> Mapping[str, Any]:
+    async def request(self, stage: InterimStage | None, prompt: AnswerPrompt) -> Mapping[str, Any]:
         return {}
 
-    def steps(self) -> EarlySteps:
-        return EarlySteps(self.chunk_keys, None, self.build, self.request, can_guess=True)
+    def steps(self) -> PrefillSteps:
+        return PrefillSteps(self.chunk_keys, None, self.build, self.request, can_prefill=True)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ async def test_a_probable_stage_with_a_chunk_on_disk_is_prefetched_once(
     ],
 )
 async def test_no_prompt_is_built_for_a_stage_that_can_gain_nothing(
-    shared: Shared, question: Question, stage: EarlyStage
+    shared: Shared, question: Question, stage: InterimStage
 ) -> None:
     await prefetch_of(shared, question).prefetch(stage)
     assert question.built == 0

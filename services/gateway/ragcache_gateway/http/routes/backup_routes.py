@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from ragcache_core.documents.backup_file import BackupReader, BackupWriter
-from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_gateway.http.disconnect import ClientDisconnected
+from ragcache_core.errors import RagCacheError
+from ragcache_gateway.http.disconnect import ClientDisconnected, receive_piece
 from ragcache_gateway.http.middleware.request_pools import BACKUP_PATH, RESTORE_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Services
@@ -106,16 +106,8 @@ class _UploadedBackup:
     async def _pieces(self) -> AsyncIterator[bytes]:
         has_more = True
         while has_more:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    message = await self._request.receive()
-            except TimeoutError:
-                problem = f"had a pause of {self._timeout_s:g} s"
-                raise InvalidInput("body", problem, "send it faster") from None
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            has_more = message.get("more_body", False)
-            yield message.get("body", b"")
+            piece, has_more = await receive_piece(self._request.receive, self._timeout_s)
+            yield piece
 
 
 async def _backup_file(retriever: RetrieverClient) -> AsyncGenerator[bytes, None]:

@@ -16,8 +16,7 @@ from ragcache_core.errors import NotFound
 from ragcache_gateway.chat.completion_schema import CompletionRequest, TextCompletion
 from ragcache_gateway.chat.schema import AnswerQuality, ChatCompletion, ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
-from ragcache_gateway.explain.explanation import explain
-from ragcache_gateway.explain.recent_answers import MAX_ANSWERS
+from ragcache_gateway.explain.explanation import MAX_ANSWERS, explain
 from ragcache_gateway.explain.schema import Explanation
 from ragcache_gateway.http.answer_stream import STAGE_EVENT, write_answer, write_plain, write_staged
 from ragcache_gateway.http.client_writer import TokenStream

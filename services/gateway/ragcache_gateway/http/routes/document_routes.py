@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -145,9 +145,7 @@ async def put_documents(
         caller=caller,
         limit=BatchLimit(settings.body_max_bytes, settings.body_timeout_s),
     )
-    return EventStream(
-        _batch_events(batch), AsyncExitStack(), settings.send_timeout_s, watches=False
-    )
+    return EventStream(_batch_events(batch), settings.send_timeout_s)
 
 
 async def _batch_events(batch: DocumentBatch) -> AsyncGenerator[bytes, None]:

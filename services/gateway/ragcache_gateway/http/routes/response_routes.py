@@ -7,7 +7,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.schema import ChatRequest
@@ -15,7 +14,7 @@ from ragcache_gateway.engines.completion_stream import WholeCompletion
 from ragcache_gateway.http.answer_stream import write_response
 from ragcache_gateway.http.client_writer import TokenStream
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
-from ragcache_gateway.http.errors import from_validation
+from ragcache_gateway.http.errors import validate
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.pipeline.account import complete
@@ -60,7 +59,4 @@ def _chat(body: ResponseRequest) -> ChatRequest:
     if body.ragcache.events:
         fix = "leave it out, or ask /v1/chat/completions"
         raise InvalidInput("ragcache.events", "is not for responses", fix)
-    try:
-        return ChatRequest.model_validate(body.to_chat())
-    except ValidationError as error:
-        raise from_validation([dict(one) for one in error.errors()]) from error
+    return validate(ChatRequest, body.to_chat())

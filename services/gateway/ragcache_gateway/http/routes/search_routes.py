@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from ragcache_gateway.chat.accounting import to_ms
 from ragcache_gateway.chat.search import search_to_final_stage
 from ragcache_gateway.documents.search_schema import (
     SearchAnswer,
@@ -13,6 +12,7 @@ from ragcache_gateway.documents.search_schema import (
     hit_out,
     stage_out,
 )
+from ragcache_gateway.explain.explanation import to_ms
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_gateway.chat.accounting import explain_guess, explain_stage, observe_chunks
-from ragcache_gateway.chat.search import StageArrival
+from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, explain
-from ragcache_gateway.explain.schema import ExplainedPlan, Outcome, PlannedAction
-from ragcache_gateway.speculation.speculative_search import EndedGuess
+from ragcache_gateway.explain.schema import ExplainedPlan, Outcome
+from ragcache_gateway.pipeline.account import explain_prefill, observe_chunks
+from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2 as pb
 
@@ -21,8 +21,7 @@ def answered(
     parts: tuple[PromptPart, ...],
     record: pb.RequestRecord | None,
     *,
-    arrivals: tuple[StageArrival, ...] = (),
-    guesses: tuple[EndedGuess, ...] = (),
+    prefills: tuple[EndedPrefill, ...] = (),
 ) -> AnsweredPrompt:
     return AnsweredPrompt(
         id="chatcmpl-1",
@@ -34,13 +33,13 @@ def answered(
         parts=parts,
         plan=PLAN,
         record=record,
-        stages=tuple(map(explain_stage, arrivals)),
-        guesses=tuple(explain_guess(guess, 100.0) for guess in guesses),
+        prefills=tuple(explain_prefill(prefill, 100.0) for prefill in prefills),
     )
 
 
-def chunk(start: int, planned: PlannedAction | None, why: str = "") -> PromptPart:
-    return PromptPart(start, start + 20, f"doc#{start}", "doc", "Doc", 0, planned, why)
+def chunk(start: int, planned: ChunkAction | None = None, why: str = "") -> PromptPart:
+    decision = ChunkDecision(b"", 20, planned, PlanReason(why)) if planned else None
+    return PromptPart(start, start + 20, f"doc#{start}", "doc", "Doc", 0, decision)
 
 
 def test_chunks_are_counted_by_outcome_reason_and_plan() -> None:
@@ -62,10 +61,10 @@ def test_chunks_are_counted_by_outcome_reason_and_plan() -> None:
     )
     parts = (
         PromptPart(0, 10),
-        chunk(10, "blend", "other_prefix"),
-        chunk(30, "load", "stored"),
-        chunk(50, "load", "stored"),
-        chunk(70, None),
+        chunk(10, ChunkAction.BLEND, "other_prefix"),
+        chunk(30, ChunkAction.LOAD, "stored"),
+        chunk(50, ChunkAction.LOAD, "stored"),
+        chunk(70),
         PromptPart(90, 95),
     )
     observe_chunks(answered(parts, record), metrics)
@@ -81,7 +80,7 @@ def test_chunks_are_counted_by_outcome_reason_and_plan() -> None:
 @st.composite
 def records(draw: st.DrawFn) -> tuple[tuple[PromptPart, ...], pb.RequestRecord | None]:
     """Draw a prompt of chunks, and a record that covers some of them."""
-    parts = tuple(chunk(20 * n, None) for n in range(draw(st.integers(0, 8))))
+    parts = tuple(chunk(20 * n) for n in range(draw(st.integers(0, 8))))
     if draw(st.booleans()):
         return parts, None
     segments = []
@@ -127,37 +126,13 @@ def test_metrics_count_what_the_explanation_says(
             assert part.cached_tokens + part.loaded_tokens + part.computed_tokens == part.tokens
 
 
-def test_an_explanation_has_the_stages_of_the_search_in_their_order() -> None:
-    arrivals = (
-        StageArrival(0.0104, 4, 0.33333333, 0.61234567, is_final=False),
-        StageArrival(0.0352, 8, 1.0, 1.0, is_final=True),
-    )
-    explanation = explain(answered((), None, arrivals=arrivals))
-    assert [stage.model_dump() for stage in explanation.stages] == [
-        {
-            "elapsed_ms": 10.4,
-            "hits": 4,
-            "progress": 0.3333,
-            "final_probability": 0.6123,
-            "final": False,
-        },
-        {
-            "elapsed_ms": 35.2,
-            "hits": 8,
-            "progress": 1.0,
-            "final_probability": 1.0,
-            "final": True,
-        },
-    ]
-
-
 def test_an_explanation_has_the_guesses_with_times_since_the_question() -> None:
-    guesses = (
-        EndedGuess(100.01, 100.025, "wrong", 512, 480),
-        EndedGuess(100.03, 100.09, "confirmed", 640, 0),
+    prefills = (
+        EndedPrefill(100.01, 100.025, "wrong", 512, 480),
+        EndedPrefill(100.03, 100.09, "confirmed", 640, 0),
     )
-    explanation = explain(answered((), None, guesses=guesses))
-    assert [guess.model_dump() for guess in explanation.speculation] == [
+    explanation = explain(answered((), None, prefills=prefills))
+    assert [prefill.model_dump() for prefill in explanation.speculation] == [
         {
             "start_ms": 10.0,
             "end_ms": 25.0,

@@ -8,13 +8,13 @@ from typing import Any
 
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.planner.request_plan import RequestPlan
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyStage:
+class InterimStage:
     """A stage before the final one.
 
     Args:
@@ -32,7 +32,7 @@ class EarlyStage:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyPrompt:
+class StagePrompt:
     """A prompt before the search has ended, and the plan that has chosen its order and engine."""
 
     answer: AnswerPrompt
@@ -40,7 +40,7 @@ class EarlyPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlySteps:
+class PrefillSteps:
     """How the prompt of a question is made before its search has ended.
 
     Args:
@@ -51,12 +51,12 @@ class EarlySteps:
             computed for the question so far.
         request: Makes the body of the engine's request that computes the prompt of a stage; None
             for the head.
-        can_guess: Whether an engine keeps the KV of a whole prompt for the next request. It always
-            keeps that of the head.
+        can_prefill: Whether an engine keeps the KV of a whole prompt for the next request. It
+            always keeps that of the head.
     """
 
-    chunk_keys: Callable[[EarlyStage], Awaitable[Sequence[ChunkKey]]]
-    build_head: Callable[[], Awaitable[EarlyPrompt]] | None
-    build: Callable[[EarlyStage, Sequence[ComputedAhead]], Awaitable[EarlyPrompt]]
-    request: Callable[[EarlyStage | None, AnswerPrompt], Awaitable[Mapping[str, Any]]]
-    can_guess: bool
+    chunk_keys: Callable[[InterimStage], Awaitable[Sequence[ChunkKey]]]
+    build_head: Callable[[], Awaitable[StagePrompt]] | None
+    build: Callable[[InterimStage, Sequence[PrefilledChunks]], Awaitable[StagePrompt]]
+    request: Callable[[InterimStage | None, AnswerPrompt], Awaitable[Mapping[str, Any]]]
+    can_prefill: bool

@@ -21,17 +21,17 @@ from ragcache_gateway.pipeline.plan import engine_request, order_documents
 from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
-from ragcache_gateway.planning.request_planner import ComputedAhead
+from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder, PromptParts
-from ragcache_gateway.speculation.early_stage import EarlyPrompt, EarlyStage, EarlySteps
-from ragcache_gateway.speculation.guess import GUESS_PRIORITY
+from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps, StagePrompt
+from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 
 
-def early_steps(services: ChatServices, question: Question) -> EarlySteps:
+def prefill_steps(services: ChatServices, question: Question) -> PrefillSteps:
     """Return how the question's prompt is made while its search runs."""
     domain = question.caller.domain
 
-    async def chunk_keys(stage: EarlyStage) -> list[ChunkKey]:
+    async def chunk_keys(stage: InterimStage) -> list[ChunkKey]:
         return await services.prompts.run(
             lambda prompts: [
                 services.chunk_keys.key(domain, prompts.chunk_digest(chunk))
@@ -40,7 +40,7 @@ def early_steps(services: ChatServices, question: Question) -> EarlySteps:
             ]
         )
 
-    async def build_head() -> EarlyPrompt:
+    async def build_head() -> StagePrompt:
         def select_head(prompts: PromptBuilder) -> tuple[PromptParts, PlannedPrompt]:
             whole = prompts.frame(question.conversation, domain=domain)
             frame = replace(whole, tail=())
@@ -49,33 +49,33 @@ def early_steps(services: ChatServices, question: Question) -> EarlySteps:
 
         parts, head = await services.prompts.run(select_head)
         request_plan = services.planner.plan(head, question.reuse, "rank", is_trial=False)
-        return EarlyPrompt(parts.join(), request_plan)
+        return StagePrompt(parts.join(), request_plan)
 
-    async def build(stage: EarlyStage, ahead: Sequence[ComputedAhead]) -> EarlyPrompt:
+    async def build(stage: InterimStage, prefilled: Sequence[PrefilledChunks]) -> StagePrompt:
         retrieved = RetrievedQuestion(question, _unfinished_search(stage))
         prompted = await build_prompt(services, retrieved)
-        ordered = await order_documents(services, prompted, ahead)
-        return EarlyPrompt(ordered.prompt, ordered.plan)
+        ordered = await order_documents(services, prompted, prefilled)
+        return StagePrompt(ordered.prompt, ordered.plan)
 
-    async def request(stage: EarlyStage | None, prompt: AnswerPrompt) -> dict[str, Any]:
+    async def request(stage: InterimStage | None, prompt: AnswerPrompt) -> dict[str, Any]:
         asked_at_ms = _unfinished_search(stage).asked_at_ms
         asked = await engine_request(services, question, prompt, asked_at_ms)
-        # A guess never goes before questions of the same key.
-        priority = max(GUESS_PRIORITY, question.caller.priority + 1)
+        # A prefill never goes before questions of the same key.
+        priority = max(PREFILL_PRIORITY, question.caller.priority + 1)
         return prefill_body(asked.body, priority)
 
-    return EarlySteps(
+    return PrefillSteps(
         chunk_keys,
         # A text for completion has no template before its documents.
         build_head if isinstance(question.request, ChatRequest) else None,
         build,
         request,
         # The engine keeps no KV after a blended chunk.
-        can_guess=question.reuse.mode == "exact",
+        can_prefill=question.reuse.mode == "exact",
     )
 
 
-def _unfinished_search(stage: EarlyStage | None) -> SearchResult:
+def _unfinished_search(stage: InterimStage | None) -> SearchResult:
     """Return the result of a search so far. stage: None before the first one."""
     return SearchResult(
         hits=stage.hits if stage else (),

@@ -22,8 +22,8 @@ from ragcache_core.planner.speculation import GuessCost
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import AnswerPrompt
-from ragcache_gateway.speculation.early_stage import EarlyPrompt
-from ragcache_gateway.speculation.guess import Guess, GuessedPrompt, GuessState
+from ragcache_gateway.speculation.interim_stage import StagePrompt
+from ragcache_gateway.speculation.prefill import PrefillState, SpeculativePrefill, SpeculativePrompt
 from tests.kit.wait import until
 
 HEAD, A, B = (bytes([n]) * KEY_BYTES for n in range(3))
@@ -31,7 +31,7 @@ HEAD, A, B = (bytes([n]) * KEY_BYTES for n in range(3))
 COST = GuessCost(uncached_tokens=600, prefill_s=1e6, again_s=0.0, step_s=1e6, pass_tokens=200)
 
 
-def guessed() -> GuessedPrompt:
+def speculative() -> SpeculativePrompt:
     """Return a prompt of a cached head, two chunks and a tail."""
     prompt = assemble([7] * 100, [[1] * 200, [2] * 300], [9] * 100)
     computed = (ChunkAction.COMPUTE, PlanReason.NOT_STORED)
@@ -41,7 +41,7 @@ def guessed() -> GuessedPrompt:
         ChunkDecision(B, 300, *computed),
     )
     plan = RequestPlan((0, 1), "engine:one:1", decisions)
-    return GuessedPrompt(("a", "b"), EarlyPrompt(AnswerPrompt(prompt, (), 1), plan), COST)
+    return SpeculativePrompt(("a", "b"), StagePrompt(AnswerPrompt(prompt, (), 1), plan), COST)
 
 
 class Pool:
@@ -65,9 +65,9 @@ class OneEngine:
     address = "one:1"
 
 
-def start(pool: Pool) -> Guess:
+def start(pool: Pool) -> SpeculativePrefill:
     engine = cast("Engine", OneEngine())
-    return Guess(guessed(), engine, {}, cast("EnginePool", pool), lambda _: None)
+    return SpeculativePrefill(speculative(), engine, {}, cast("EnginePool", pool), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -77,31 +77,31 @@ def start(pool: Pool) -> Guess:
 def test_a_chunk_counts_when_all_its_tokens_are_computed(
     end: int, expected: tuple[bytes, ...]
 ) -> None:
-    assert guessed().chunks_before(end) == expected
+    assert speculative().chunks_before(end) == expected
 
 
 async def test_a_running_guess_has_what_was_cached_and_the_pass_that_runs() -> None:
-    guess = start(Pool())
-    assert guess.guessed.cached == 100
-    ahead = guess.ahead()
-    assert ahead.is_running
-    assert ahead.chunks == (HEAD, A)
-    await guess.cancel()
-    ended = guess.ahead(is_confirmed=True)
+    prefill = start(Pool())
+    assert prefill.speculative.cached == 100
+    prefilled = prefill.prefilled()
+    assert prefilled.is_running
+    assert prefilled.chunks == (HEAD, A)
+    await prefill.cancel()
+    ended = prefill.prefilled(is_confirmed=True)
     assert (ended.chunks, ended.is_running, ended.is_confirmed) == ((HEAD, A), False, True)
 
 
 @pytest.mark.parametrize(
     ("fails", "state", "expected"),
-    [(False, GuessState.COMPUTED, (HEAD, A, B)), (True, GuessState.FAILED, ())],
+    [(False, PrefillState.COMPUTED, (HEAD, A, B)), (True, PrefillState.FAILED, ())],
 )
 async def test_a_computed_guess_has_all_chunks_and_a_failed_one_has_none(
-    fails: bool, state: GuessState, expected: tuple[bytes, ...]
+    fails: bool, state: PrefillState, expected: tuple[bytes, ...]
 ) -> None:
     pool = Pool()
     pool.fails = fails
-    guess = start(pool)
+    prefill = start(pool)
     pool.go_on.set()
-    await until(lambda: guess.state is not GuessState.RUNNING)
-    assert guess.state is state
-    assert (guess.ahead().chunks, guess.ahead().is_running) == (expected, False)
+    await until(lambda: prefill.state is not PrefillState.RUNNING)
+    assert prefill.state is state
+    assert (prefill.prefilled().chunks, prefill.prefilled().is_running) == (expected, False)

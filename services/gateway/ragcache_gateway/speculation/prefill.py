@@ -23,19 +23,19 @@ from ragcache_core.planner.speculation import (
 )
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
-from ragcache_gateway.planning.request_planner import ComputedAhead
-from ragcache_gateway.speculation.early_stage import EarlyPrompt
+from ragcache_gateway.planning.request_planner import PrefilledChunks
+from ragcache_gateway.speculation.interim_stage import StagePrompt
 from ragcache_wire.tracing import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
 
-GUESS_PRIORITY = 1
-"""Priority of a guess. In vLLM a lower number comes first. A question has 0 unless its key
+PREFILL_PRIORITY = 1
+"""Priority of a prefill. In vLLM a lower number comes first. A question has 0 unless its key
 says otherwise, and background work has the lowest priority."""
 
 
-class GuessState(Enum):
-    """How far the prefill of a guess is."""
+class PrefillState(Enum):
+    """How far the prefill of a prefill is."""
 
     RUNNING = "running"
     COMPUTED = "computed"
@@ -44,7 +44,7 @@ class GuessState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GuessedPrompt:
+class SpeculativePrompt:
     """A prompt that is computed ahead.
 
     Args:
@@ -52,31 +52,31 @@ class GuessedPrompt:
     """
 
     candidates: tuple[str, ...]
-    early: EarlyPrompt
+    staged: StagePrompt
     cost: GuessCost
 
     @property
     def prompt(self) -> Prompt:
         """The prompt without what its answer needs."""
-        return self.early.answer.prompt
+        return self.staged.answer.prompt
 
     @property
     def cached(self) -> int:
         """Tokens that the engine was expected to have or to load."""
-        return self.early.plan.reused_tokens
+        return self.staged.plan.reused_tokens
 
     def chunks_before(self, end: int) -> tuple[ChunkKey, ...]:
         """Return the leading chunks, the segments of the head included, up to a token."""
-        decisions = self.early.plan.decisions
+        decisions = self.staged.plan.decisions
         ends = accumulate(decision.num_tokens for decision in decisions)
         return tuple(one.chunk for one, last in zip(decisions, ends, strict=True) if last <= end)
 
 
-class Guess:
+class SpeculativePrefill:
     """A prefill at low priority, in a task of its own, from its start until ``cancel``.
 
-    A failure stays in the guess: the question is asked again anyway. ``started_s`` and ``ended_s``
-    are on the clock of time.perf_counter; until the prefill has ended they are equal.
+    A failure stays in the prefill: the question is asked again anyway. ``started_s`` and
+    ``ended_s`` are on the clock of time.perf_counter; until the prefill has ended they are equal.
 
     Args:
         body: Body of the engine's completion.
@@ -86,16 +86,16 @@ class Guess:
 
     def __init__(
         self,
-        guessed: GuessedPrompt,
+        speculative: SpeculativePrompt,
         engine: Engine,
         body: Mapping[str, Any],
         engines: EnginePool,
-        on_computed: Callable[[Guess], None],
+        on_computed: Callable[[SpeculativePrefill], None],
         span: Span = NO_SPAN,
     ) -> None:
-        self.guessed = guessed
+        self.speculative = speculative
         self.engine = engine
-        self.state = GuessState.RUNNING
+        self.state = PrefillState.RUNNING
         self.started_s = time.perf_counter()
         self.ended_s = self.started_s
         self._ended_ns: int | None = None
@@ -106,8 +106,8 @@ class Guess:
 
     async def cancel(self) -> None:
         """End the request, if it is running; the engine aborts it after its current pass."""
-        if self.state is GuessState.RUNNING:
-            self.state = GuessState.CANCELLED
+        if self.state is PrefillState.RUNNING:
+            self.state = PrefillState.CANCELLED
             self._computed_tokens = self._expected_tokens()
             self._task.cancel()
         # Unlike gather, it does not interrupt the end of the task if the caller is cancelled.
@@ -117,7 +117,7 @@ class Guess:
         """End the span at the time at which the prefill has ended.
 
         Args:
-            outcome: What became of the guess.
+            outcome: What became of the prefill.
             wasted_tokens: See ``wasted_tokens``.
         """
         self._span.set(outcome=outcome, wasted_tokens=wasted_tokens)
@@ -125,8 +125,8 @@ class Guess:
 
     @property
     def saved_s(self) -> float:
-        """Predicted time that the guess has saved if it was right, in seconds. 0 before its end."""
-        return saved_s(self.guessed.cost, self._computed_tokens)
+        """Predicted seconds that the prefill has saved if it was right; 0 before its end."""
+        return saved_s(self.speculative.cost, self._computed_tokens)
 
     def wasted_tokens(self, final: Prompt | None) -> int:
         """Return how many tokens were computed that a prompt does not have, as far as is known.
@@ -136,32 +136,35 @@ class Guess:
         """
         useful = 0
         if final is not None:
-            useful = common_tokens(self.guessed.prompt.token_ids, final.token_ids)
-        computed_end = self.guessed.cached + self._computed_tokens
-        return max(0, computed_end - max(self.guessed.cached, useful))
+            useful = common_tokens(self.speculative.prompt.token_ids, final.token_ids)
+        computed_end = self.speculative.cached + self._computed_tokens
+        return max(0, computed_end - max(self.speculative.cached, useful))
 
-    def ahead(self, *, is_confirmed: bool = False) -> ComputedAhead:
+    def prefilled(self, *, is_confirmed: bool = False) -> PrefilledChunks:
         """Return what the engine has of the prompt now, as far as is known.
 
         Args:
             is_confirmed: Whether this is the question's prompt.
         """
-        is_running = self.state is GuessState.RUNNING
-        end = len(self.guessed.prompt.token_ids)
-        if self.state is GuessState.FAILED:
+        is_running = self.state is PrefillState.RUNNING
+        end = len(self.speculative.prompt.token_ids)
+        if self.state is PrefillState.FAILED:
             end = 0
-        elif self.state is not GuessState.COMPUTED:
+        elif self.state is not PrefillState.COMPUTED:
             computed = self._expected_tokens() if is_running else self._computed_tokens
-            end = self.guessed.cached + computed
-        chunks = self.guessed.chunks_before(end)
-        return ComputedAhead(self.engine, chunks, is_running, is_confirmed)
+            end = self.speculative.cached + computed
+        chunks = self.speculative.chunks_before(end)
+        return PrefilledChunks(self.engine, chunks, is_running, is_confirmed)
 
     def _expected_tokens(self) -> int:
         """Return how many tokens the engine will have computed if it is told to end now."""
-        return computed_tokens(self.guessed.cost, time.perf_counter() - self.started_s)
+        return computed_tokens(self.speculative.cost, time.perf_counter() - self.started_s)
 
     async def _run(
-        self, body: Mapping[str, Any], engines: EnginePool, on_computed: Callable[[Guess], None]
+        self,
+        body: Mapping[str, Any],
+        engines: EnginePool,
+        on_computed: Callable[[SpeculativePrefill], None],
     ) -> None:
         try:
             async with AsyncExitStack() as stack:
@@ -169,14 +172,14 @@ class Guess:
                 async for _ in completion.deltas():
                     pass
         except RagCacheError as error:
-            self.state = GuessState.FAILED
+            self.state = PrefillState.FAILED
             log.info("speculation: guess failed engine=%s error=%s", self.engine.address, error)
         except Exception:
-            self.state = GuessState.FAILED
+            self.state = PrefillState.FAILED
             log.exception("speculation: guess failed engine=%s", self.engine.address)
         else:
-            self.state = GuessState.COMPUTED
-            self._computed_tokens = self.guessed.cost.uncached_tokens
+            self.state = PrefillState.COMPUTED
+            self._computed_tokens = self.speculative.cost.uncached_tokens
             on_computed(self)
         finally:
             self.ended_s = time.perf_counter()
