@@ -184,7 +184,7 @@ async def run(
     lines = ProgressLines(console)
     cache = use_fast_number_type(cache, read_cpu_features())
     async with (
-        LocalPlatform(cache, data, progress=lines.tell, gateway_port=0) as platform,
+        LocalPlatform(cache, data, progress=lines.report, gateway_port=0) as platform,
         GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
     ):
         started = time.monotonic()

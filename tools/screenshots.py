@@ -93,7 +93,7 @@ async def run(cache: RagCache, folder: Path, out: Path) -> int:
     progress = ProgressLines(make_console())
     cache = use_fast_number_type(cache, read_cpu_features())
     async with (
-        LocalPlatform(cache, folder / "data", progress=progress.tell, gateway_port=0) as platform,
+        LocalPlatform(cache, folder / "data", progress=progress.report, gateway_port=0) as platform,
         GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
         console_page(platform.gateway_url, folder / "profile") as page,
     ):

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
+from ragcache_cli.commands.options import OutputOption
 from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
-from ragcache_cli.output.console import make_console
-from ragcache_cli.output.form import OutputOption, print_json
+from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space
 from ragcache_core.sizing import retriever_size, store_size

@@ -1,4 +1,4 @@
-"""A Placement for this machine: parts on loopback ports, folders as volumes."""
+"""A PlatformPlacement for this machine: parts on loopback ports, folders as volumes."""
 
 from __future__ import annotations
 

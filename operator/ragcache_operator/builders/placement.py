@@ -1,6 +1,6 @@
 """Addresses, paths and images of a platform, which depend on where it runs.
 
-Builders take a Placement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
+Builders take a PlatformPlacement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Endpoint:
     port: str
 
 
-class Placement(Protocol):
+class PlatformPlacement(Protocol):
     """Where a platform runs: a cluster, or the local machine."""
 
     @property

@@ -14,11 +14,10 @@ from ragcache_cli.sources import web as web_source
 from ragcache_cli.sources.documents import LARGEST_BYTES
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.spec import SourceSpec
+from ragcache_operator.spec import GitSource, SourceSpec
 from ragcache_operator.spec.collection import token_variable
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
@@ -278,7 +277,8 @@ def test_other_ways_than_http_are_closed(repository: Repository, here: Surroundi
     repository.commit({"a.md": b"A"})
     for url in (f"file://{repository.folder}", str(repository.folder), "ext::sh -c 'touch x'"):
         with pytest.raises(InvalidInput, match="another way than http"):
-            read_git("here", url, "main", ".", None, here.scratch, Deadline(60))
+            source = GitSource.model_construct(url=url, ref="main")
+            read_git("here", source, None, here.scratch, Deadline(60))
 
 
 def test_a_repository_past_the_scratch_folder_ends(
@@ -297,7 +297,8 @@ def test_git_has_a_deadline(web: Web, repository: Repository, here: Surroundings
     now = iter((0.0, 0.0, 11.0))
     deadline = Deadline(10, lambda: next(now))
     with pytest.raises(Unavailable, match="longer than 10 s"):
-        read_git("here", f"{web.url}/git/handbook/.git", "main", ".", None, here.scratch, deadline)
+        source = GitSource(url=f"{web.url}/git/handbook/.git", ref="main")
+        read_git("here", source, None, here.scratch, deadline)
 
 
 # What they are called

@@ -116,8 +116,8 @@ async def test_every_call_has_the_key_of_the_operator(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
     assert (await gateways.self_test(GatewayAccess(gateway.url, "rck-1"), "tinyrag")).passed
-    assert await gateways.store_usage(gateway.url, "rck-1") is not None
-    assert await gateways.blend_quality(gateway.url, "rck-1") is not None
+    assert await gateways.store_usage(GatewayAccess(gateway.url, "rck-1")) is not None
+    assert await gateways.blend_verdict(GatewayAccess(gateway.url, "rck-1")) is not None
     assert gateway.keys == {"Bearer rck-1"}
     gateway.keys.clear()
     assert (await gateways.self_test(GatewayAccess(gateway.url), "tinyrag")).passed
