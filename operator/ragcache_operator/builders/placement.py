@@ -1,6 +1,6 @@
 """Addresses, paths and images of a platform, which depend on where it runs.
 
-Builders take a PlatformPlacement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
+Builders take a PlatformPlacement: ``ClusterPlacement`` is here, and the CLI has ``LocalPlacement``.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ def test_a_private_repository_takes_the_token(
 def test_other_ways_than_http_are_closed(repository: Repository, here: Surroundings) -> None:
     repository.commit({"a.md": b"A"})
     for url in (f"file://{repository.folder}", str(repository.folder), "ext::sh -c 'touch x'"):
+        source = GitSource.model_construct(url=url, ref="main")
         with pytest.raises(InvalidInput, match="another way than http"):
-            source = GitSource.model_construct(url=url, ref="main")
             read_git("here", source, None, here.scratch, Deadline(60))
 
 
@@ -296,8 +296,8 @@ def test_git_has_a_deadline(web: Web, repository: Repository, here: Surroundings
     repository.commit({"a.md": b"A"})
     now = iter((0.0, 0.0, 11.0))
     deadline = Deadline(10, lambda: next(now))
+    source = GitSource(url=f"{web.url}/git/handbook/.git", ref="main")
     with pytest.raises(Unavailable, match="longer than 10 s"):
-        source = GitSource(url=f"{web.url}/git/handbook/.git", ref="main")
         read_git("here", source, None, here.scratch, deadline)
 
 
