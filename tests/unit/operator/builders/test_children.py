@@ -162,28 +162,6 @@ def test_the_oldest_schemas_know_every_field(spec: Object) -> None:
         kubernetes_validate.validate(child, f"1.{OLDEST_MINOR}", strict=True)
 
 
-def test_routes_are_valid_in_the_gateway_api() -> None:
-    [route] = kinds_of(
-        build(
-            gateway={
-                "port": 80,
-                "httpRoute": {
-                    "gateway": "public",
-                    "gatewayNamespace": "edge",
-                    "hostnames": ["a.b"],
-                },
-            }
-        ),
-        "HTTPRoute",
-    )
-    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
-    assert route["spec"] == {
-        "parentRefs": [{"name": "public", "namespace": "edge"}],
-        "hostnames": ["a.b"],
-        "rules": [{"backendRefs": [{"name": "docs-gateway", "port": 80}]}],
-    }
-
-
 @given(specs_of_today)
 def test_every_pod_is_restricted(spec: Object) -> None:
     for workload in workloads_of(build(**spec)):
