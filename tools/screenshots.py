@@ -37,8 +37,8 @@ from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_t
 from ragcache_cli.output.console import make_console
 from ragcache_cli.sources.documents import select
 from ragcache_core.errors import RagCacheError
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.ragcache import RagCache
 
 Colors = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 

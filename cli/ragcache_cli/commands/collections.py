@@ -25,7 +25,7 @@ WaitOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class CollectionSettings:
+class CollectionChange:
     """The settings of a collection. None means that one is not given."""
 
     chunk_size: Annotated[
@@ -118,7 +118,7 @@ def get_command(name: NameArgument, gateway: GatewayOptions, output: OutputOptio
 @grouped
 def put_command(
     name: NameArgument,
-    settings: CollectionSettings,
+    settings: CollectionChange,
     gateway: GatewayOptions,
     wait: WaitOption = False,
     output: OutputOption = "text",
@@ -133,7 +133,7 @@ def put_command(
 @grouped
 def patch_command(
     name: NameArgument,
-    settings: CollectionSettings,
+    settings: CollectionChange,
     gateway: GatewayOptions,
     wait: WaitOption = False,
     output: OutputOption = "text",

@@ -25,9 +25,9 @@ from ragcache_cli.models.cache import verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import BUNDLED_EMBEDDER, RagCacheSpec
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
-from ragcache_operator.spec.ragcache import KIND
+from ragcache_operator.spec.ragcache import KIND, RagCacheSpec
+from ragcache_operator.spec.retriever import BUNDLED_EMBEDDER
 from ragcache_operator.spec.values import API_VERSION
 
 _OLDEST_PYTHON = (3, 11)

@@ -16,7 +16,7 @@ from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.cache import fetch_model, find_model, remove_model, verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS, fetched_model
 from ragcache_cli.output.console import make_console, print_json
-from ragcache_operator.spec import BUNDLED_MODELS, RagCache
+from ragcache_operator.spec.ragcache import BUNDLED_MODELS, RagCache
 
 model_app: Final = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
 

@@ -20,7 +20,9 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space
 from ragcache_core.sizing import retriever_size, store_size
 from ragcache_kv.values.layout import ELEMENT_BYTES, value_bytes
-from ragcache_operator.spec import BUNDLED_DIMENSION, BUNDLED_MODELS, ChunkingSpec
+from ragcache_operator.spec.ragcache import BUNDLED_MODELS
+from ragcache_operator.spec.retriever import BUNDLED_DIMENSION
+from ragcache_operator.spec.values import ChunkingSpec
 
 CHUNK_TOKENS: Final = ChunkingSpec().size
 _HITS: Final = 4

@@ -45,8 +45,7 @@ from ragcache_cli.sources.sync_plan import (
     said,
 )
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_operator.spec import RagCollection, SourceSpec
-from ragcache_operator.spec.collection import MOUNTS, RagCollectionSpec
+from ragcache_operator.spec.collection import MOUNTS, RagCollection, RagCollectionSpec, SourceSpec
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_operator.spec.quantity import parse_quantity
 

@@ -30,8 +30,8 @@ from ragcache_cli.local.state_file import (
 )
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
 from ragcache_cli.output.console import make_console
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.ragcache import RagCache
 
 _POLL_S = 0.2
 _STOP_S = 60.0

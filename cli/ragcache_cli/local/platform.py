@@ -33,7 +33,7 @@ from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPo
 from ragcache_cli.local.supervisor import LONGEST_GRACE_S, ComponentSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 _LOG_LINES = 12
 _STATUS_PATH = "/v1/status"

@@ -21,8 +21,8 @@ from ragcache_cli.sources.reading import (
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, suffix_of
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import SecretKey, SourceSpec
-from ragcache_operator.spec.collection import mount_name, token_variable
+from ragcache_operator.spec.collection import SourceSpec, mount_name, token_variable
+from ragcache_operator.spec.values import SecretKey
 
 
 def read_folder(what: str, root: Path, path: str = "") -> SourceContents:

@@ -16,7 +16,7 @@ from ragcache_operator.builders import (
 )
 from ragcache_operator.builders.metadata import Object, with_owner, with_spec_hash
 from ragcache_operator.builders.placement import PlatformPlacement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 
 def build_children(cache: RagCache, placement: PlatformPlacement) -> list[Object]:

@@ -14,7 +14,7 @@ from ragcache_operator.builders.pod import DerivedResources, Probes, resources
 from ragcache_operator.builders.services import HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.watched_files import MEMBERS, members_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import PrecisionSpec, RagCache
+from ragcache_operator.spec.ragcache import PrecisionSpec, RagCache
 from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"

@@ -18,7 +18,7 @@ from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, reso
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import EngineSettings
 
 COMPONENT: Final = "engine"

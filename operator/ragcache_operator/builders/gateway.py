@@ -21,7 +21,7 @@ from ragcache_operator.builders.pod import DerivedResources, Probes, resources
 from ragcache_operator.builders.services import http_route, ingress, service
 from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 

@@ -29,7 +29,7 @@ from ragcache_operator.builders.placement import (
     PlatformPlacement,
 )
 from ragcache_operator.builders.pod import Mount
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 OPERATOR: Final = "operator"
 SYNC: Final = "sync"

@@ -20,7 +20,9 @@ from ragcache_operator.builders.metadata import (
     object_name,
 )
 from ragcache_operator.builders.placement import PORT_NUMBERS, PlatformPlacement
-from ragcache_operator.spec import COMPONENTS, ClientSpec, RagCache, RetrieverSpec
+from ragcache_operator.spec.cluster import ClientSpec
+from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
+from ragcache_operator.spec.retriever import RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
 

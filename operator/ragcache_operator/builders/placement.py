@@ -12,7 +12,8 @@ from typing import Final, Protocol
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import EnvValue, FromField
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache, RerankerSpec
+from ragcache_operator.spec.ragcache import ModelSource, RagCache
+from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 PORT_NUMBERS: Final = {
     "http": 8000,

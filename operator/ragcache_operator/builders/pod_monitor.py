@@ -13,7 +13,7 @@ from ragcache_operator.builders.metadata import (
     object_name,
 )
 from ragcache_operator.builders.placement import PlatformPlacement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 PORTS: Final = ("metrics", "health")
 """Ports that serve metrics. A pod has one of them."""

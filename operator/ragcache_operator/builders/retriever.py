@@ -22,12 +22,8 @@ from ragcache_operator.builders.placement import (
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import HEADLESS, HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import (
-    BUNDLED_DIMENSION,
-    BUNDLED_EMBEDDER,
-    RagCache,
-    RetrieverSpec,
-)
+from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.retriever import BUNDLED_DIMENSION, BUNDLED_EMBEDDER, RetrieverSpec
 from ragcache_wire.settings import RetrieverSettings
 
 COMPONENT: Final = "retriever"

@@ -15,7 +15,7 @@ from ragcache_operator.builders.placement import (
     PORT_NUMBERS,
 )
 from ragcache_operator.builders.pod import Mount
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_wire.watched.limits import GatewayLimits, limits_json
 
 

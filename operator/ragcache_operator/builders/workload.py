@@ -11,8 +11,10 @@ from ragcache_operator.builders.environment import EnvValue
 from ragcache_operator.builders.metadata import Object, component_selector, labels, object_name
 from ragcache_operator.builders.placement import Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import SCRATCH, Container, Mount, Probes, pod_template
-from ragcache_operator.spec import RagCache, SchedulingSpec, StorageSpec
+from ragcache_operator.spec.cluster import SchedulingSpec
 from ragcache_operator.spec.quantity import canonical
+from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.values import StorageSpec
 
 _PROGRESS_DEADLINE_S = 3600
 """After this time a rollout counts as failed. Loading a large model takes half of it."""

@@ -9,18 +9,14 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from ragcache_operator.spec import (
-    COLLECTION_KIND,
-    GROUP,
-    KIND,
-    VERSION,
-    RagCache,
-    RagCollection,
-)
+from ragcache_operator.spec.collection import KIND as COLLECTION_KIND
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
+from ragcache_operator.spec.ragcache import KIND, RagCache
 from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule
 from ragcache_operator.spec.status import RagCacheStatus, RagCollectionStatus
 from ragcache_operator.spec.validation import CelRule, Rule
+from ragcache_operator.spec.values import GROUP, VERSION
 
 Schema = dict[str, Any]
 

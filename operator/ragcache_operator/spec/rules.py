@@ -13,18 +13,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import (
-    CacheRef,
-    CacheStoreSpec,
-    EngineSpec,
-    ModelSpec,
-    RagCollection,
-    ResourcesSpec,
-    RetrieverSpec,
-    StorageSpec,
-)
+from ragcache_operator.spec.collection import CacheRef, RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
 from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
+from ragcache_operator.spec.ragcache import CacheStoreSpec, EngineSpec, ModelSpec
+from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.validation import (
     NO_CEL_FOR_QUANTITIES,
     CelRule,
@@ -33,6 +26,7 @@ from ragcache_operator.spec.validation import (
     cel_rule,
     check_rules,
 )
+from ragcache_operator.spec.values import ResourcesSpec, StorageSpec
 
 
 @dataclass(frozen=True, slots=True)

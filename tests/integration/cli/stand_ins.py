@@ -14,7 +14,7 @@ from typing import Any
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.metadata import WORKLOADS
 from ragcache_operator.builders.placement import PlatformPlacement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 HABITS = ("dies", "dies-once", "ignores-term", "has-child", "never-ready", "no-answers")
 

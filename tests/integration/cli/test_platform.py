@@ -29,8 +29,8 @@ from ragcache_cli.local.supervisor import ComponentSupervisor
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.placement import Address
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import RagCache
 from tests.integration.cli.stand_ins import living, stand_ins
 
 QUICK = RestartPolicy(first_wait_s=0.01, longest_wait_s=0.1)

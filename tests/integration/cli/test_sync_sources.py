@@ -17,8 +17,7 @@ from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_s
 from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.spec import GitSource, SourceSpec
-from ragcache_operator.spec.collection import token_variable
+from ragcache_operator.spec.collection import GitSource, SourceSpec, token_variable
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20

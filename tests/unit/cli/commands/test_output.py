@@ -30,8 +30,8 @@ from ragcache_cli.models.cache import model_folder
 from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import EngineSpec, RagCacheSpec
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import EngineSpec, RagCacheSpec
 
 milliseconds = st.floats(0, 1e6)
 

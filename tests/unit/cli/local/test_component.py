@@ -26,8 +26,9 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
 from ragcache_core.retrieval.filters import In
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import ModelSource
+from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 
 @pytest.fixture

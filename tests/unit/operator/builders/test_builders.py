@@ -21,9 +21,9 @@ from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
 from ragcache_operator.builders.keys import signing_secret
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.ragcache import CacheStoreSpec
 from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
 from tests.kit.operator import (
     UID,

@@ -22,8 +22,8 @@ from ragcache_operator.builders.metadata import (
     selector_text,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import COMPONENTS
 from ragcache_operator.spec.quantity import canonical, parse_quantity
+from ragcache_operator.spec.ragcache import COMPONENTS
 from tests.kit.operator import (
     NAMESPACE,
     UID,

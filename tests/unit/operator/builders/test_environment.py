@@ -11,7 +11,7 @@ from ragcache_operator.builders.environment import (
     settings_environment,
     spec_value,
 )
-from ragcache_operator.spec import SecretKey
+from ragcache_operator.spec.values import SecretKey
 from ragcache_wire.settings import (
     TABLES,
     CacheStoreSettings,
