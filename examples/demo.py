@@ -59,8 +59,8 @@ from ragcache_cli.models.number_type import (  # noqa: E402
 from ragcache_cli.output.console import make_console  # noqa: E402
 from ragcache_cli.sources.documents import DocumentFile, select  # noqa: E402
 from ragcache_core.errors import InvalidInput, RagCacheError  # noqa: E402
-from ragcache_operator.spec import RagCache  # noqa: E402
 from ragcache_operator.spec.manifest import load_manifest  # noqa: E402
+from ragcache_operator.spec.ragcache import RagCache  # noqa: E402
 
 QUESTIONS = (
     "How do I copy a whole directory tree with shutil?",
@@ -184,7 +184,7 @@ async def run(
     lines = ProgressLines(console)
     cache = use_fast_number_type(cache, read_cpu_features())
     async with (
-        LocalPlatform(cache, data, progress=lines.tell, gateway_port=0) as platform,
+        LocalPlatform(cache, data, progress=lines.report, gateway_port=0) as platform,
         GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
     ):
         started = time.monotonic()

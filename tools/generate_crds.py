@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from ragcache_operator.spec import API_VERSION
 from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
+from ragcache_operator.spec.values import API_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITIONS = (ROOT / "crds", ROOT / "charts" / "ragcache-operator" / "files" / "crds")

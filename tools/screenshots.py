@@ -37,8 +37,8 @@ from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_t
 from ragcache_cli.output.console import make_console
 from ragcache_cli.sources.documents import select
 from ragcache_core.errors import RagCacheError
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.ragcache import RagCache
 
 Colors = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -93,7 +93,7 @@ async def run(cache: RagCache, folder: Path, out: Path) -> int:
     progress = ProgressLines(make_console())
     cache = use_fast_number_type(cache, read_cpu_features())
     async with (
-        LocalPlatform(cache, folder / "data", progress=progress.tell, gateway_port=0) as platform,
+        LocalPlatform(cache, folder / "data", progress=progress.report, gateway_port=0) as platform,
         GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
         console_page(platform.gateway_url, folder / "profile") as page,
     ):

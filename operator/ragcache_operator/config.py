@@ -13,7 +13,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 ROOT_KEY_SECRET: Final = "ragcache-operator-root-key"
 

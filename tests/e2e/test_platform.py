@@ -33,7 +33,7 @@ from harness.browser import (
 from harness.processes import free_port
 from harness.tiny_model import TINYRAG
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
-from ragcache_cli.local.state_file import PartRecord, read_record
+from ragcache_cli.local.state_file import ComponentRecord, read_record
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -90,7 +90,7 @@ class Platform:
         assert found is not None
         return found
 
-    def part(self, component: str) -> PartRecord:
+    def part(self, component: str) -> ComponentRecord:
         record = read_record(self.data)
         assert record is not None
         (found,) = (part for part in record.parts if part.component == component)

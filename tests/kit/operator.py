@@ -11,8 +11,8 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.metadata import WORKLOADS
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import GatewaySpec, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import GatewaySpec, RagCache
 from tests.kit import manifests
 
 Object = dict[str, Any]

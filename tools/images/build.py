@@ -173,7 +173,7 @@ class _Builder:
         return self._layer(
             f"{target} from {model.requirement}",
             [target, sorted((name, check.sha256) for name, check in model.files.items())],
-            lambda: folder_entries(fetch_model(model.name, tell=self.log), target),
+            lambda: folder_entries(fetch_model(model.name, report=self.log), target),
         )
 
     def _own(self, name: str, recipe: Recipe) -> Layer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +24,12 @@ _REPLY_S = 120.0
 """Longest wait between two parts of a response: the engine may first serve a full queue."""
 _COPY_TIMEOUT = httpx.Timeout(600.0, connect=_CONNECT_S)
 """Before the first and after the last byte of a backup the retriever copies and checks it."""
+_DOCUMENTS = "/v1/documents"
+_PAGE = 1000
+SYNC_REPLY_S = 900.0
+"""A slow CPU embeds the largest document for minutes, without a byte of response meanwhile."""
+_SHORTEST_WAIT_S = 1.0
+"""Lower bound of the retry interval, also when the gateway suggests a shorter one."""
 _EVENT_PREFIX = "data:"
 _END = "[DONE]"
 
@@ -54,6 +62,28 @@ class BatchFile:
     id: str
     content_type: str
     content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentContent:
+    """What a document consists of.
+
+    Args:
+        fields: Fields of the document in the REST API, without its id and its collection.
+        file: Its bytes, unless the fields have its text.
+    """
+
+    fields: Mapping[str, Any]
+    file: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionDocument:
+    """A document of the collection, without its text."""
+
+    id: str
+    metadata: Mapping[str, str]
+    chunks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +136,27 @@ class GatewayApiClient:
     """Calls to one gateway.
 
     Args:
-        target: The gateway.
         reply_s: Longest wait between two parts of a response.
+        patience_s: How long a call with JSON is repeated while the gateway is unavailable or busy.
 
     Raises:
-        RequestRefused: The gateway refused the request.
-        Unavailable: No gateway answered.
+        RequestRefused: The gateway refused the request; this is not repeated.
+        TryLater: The gateway stayed busy.
+        Unavailable: No gateway answered in that time.
     """
 
-    def __init__(self, target: GatewayTarget, reply_s: float = _REPLY_S) -> None:
+    def __init__(
+        self,
+        target: GatewayTarget,
+        reply_s: float = _REPLY_S,
+        patience_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._url = target.url
+        self._patience_s = patience_s
+        self._clock = clock
+        self._sleep = sleep
         timeout = httpx.Timeout(reply_s, connect=_CONNECT_S)
         key = target.api_key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -132,15 +173,9 @@ class GatewayApiClient:
     ) -> None:
         await self._http.aclose()
 
-    async def has_collection(self, name: str) -> bool:
-        """Return whether the collection exists."""
-        try:
-            await self._call("GET", f"/v1/collections/{quote(name, safe='')}")
-        except RequestRefused as error:
-            if error.status == httpx.codes.NOT_FOUND:
-                return False
-            raise
-        return True
+    async def find_collection(self, name: str) -> dict[str, Any] | None:
+        """Return settings and counts of a collection, or None if it does not exist."""
+        return await self._find("GET", _collection(name))
 
     async def collections(self) -> list[dict[str, Any]]:
         """Return settings and counts of all collections."""
@@ -148,21 +183,21 @@ class GatewayApiClient:
 
     async def collection(self, name: str) -> dict[str, Any]:
         """Return settings and counts of a collection."""
-        return await self._call("GET", f"/v1/collections/{quote(name, safe='')}")
+        return await self._call("GET", _collection(name))
 
     async def put_collection(
         self, name: str, settings: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Create a collection or replace its settings; those left out get their defaults."""
-        return await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", settings or {})
+        return await self._call("PUT", _collection(name), settings or {})
 
     async def patch_collection(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Create a collection or change some settings; those left out stay as they are."""
-        return await self._call("PATCH", f"/v1/collections/{quote(name, safe='')}", settings)
+        return await self._call("PATCH", _collection(name), settings)
 
     async def delete_collection(self, name: str) -> dict[str, Any]:
         """Delete a collection with all its documents."""
-        return await self._call("DELETE", f"/v1/collections/{quote(name, safe='')}")
+        return await self._call("DELETE", _collection(name))
 
     async def put_batch(
         self, collection: str, files: Sequence[BatchFile]
@@ -171,7 +206,7 @@ class GatewayApiClient:
 
         Closing early stops the batch.
         """
-        path = f"/v1/documents:batch?collection={quote(collection, safe='')}"
+        path = f"/v1/documents:batch?collection={_quoted(collection)}"
         form: list[tuple[str, Any]] = []
         for file in files:
             if file.id:
@@ -234,17 +269,49 @@ class GatewayApiClient:
 
     async def explanation(self, request_id: str) -> dict[str, Any]:
         """Return where the KV of an answer's prompt came from."""
-        return await self._call("GET", f"/v1/requests/{quote(request_id, safe='')}")
+        return await self._call("GET", f"/v1/requests/{_quoted(request_id)}")
 
-    async def list_documents(self, collection: str, limit: int) -> list[dict[str, Any]]:
-        """Return the first documents of a collection, without their text."""
-        path = f"/v1/documents?collection={quote(collection, safe='')}&limit={limit}"
-        return list((await self._call("GET", path))["data"])
+    async def documents(self, collection: str) -> AsyncGenerator[CollectionDocument, None]:
+        """Yield every document of a collection, by id."""
+        after = ""
+        while True:
+            query = f"collection={_quoted(collection)}&limit={_PAGE}&after={_quoted(after)}"
+            found = await self._call("GET", f"{_DOCUMENTS}?{query}")
+            for one in found["data"]:
+                yield CollectionDocument(one["id"], one["metadata"], one["chunks"])
+            if not found["has_more"]:
+                return
+            after = found["next"]
 
     async def get_document(self, collection: str, document_id: str) -> dict[str, Any]:
         """Return a document with its text."""
-        path = f"/v1/documents/{quote(document_id, safe='')}"
-        return await self._call("GET", f"{path}?collection={quote(collection, safe='')}")
+        return await self._call("GET", _document(collection, document_id))
+
+    async def put_document(
+        self,
+        collection: str,
+        document_id: str,
+        content: DocumentContent,
+        metadata: Mapping[str, str],
+    ) -> int:
+        """Insert or replace a document and return the number of its chunks.
+
+        Args:
+            metadata: Of the caller. It goes before that of the document.
+        """
+        fields = {
+            **content.fields,
+            "collection": collection,
+            "id": document_id,
+            "metadata": {**content.fields.get("metadata", {}), **metadata},
+        }
+        if content.file is not None:
+            fields["metadata"] = json.dumps(fields["metadata"])
+        return int((await self._call("POST", _DOCUMENTS, fields, content.file))["chunks"])
+
+    async def delete_document(self, collection: str, document_id: str) -> None:
+        """Delete a document if it exists."""
+        await self._find("DELETE", _document(collection, document_id))
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chat completion in one piece."""
@@ -286,12 +353,34 @@ class GatewayApiClient:
             finally:
                 await reply.aclose()
 
+    async def _find(self, method: str, path: str) -> dict[str, Any] | None:
+        try:
+            return await self._call(method, path)
+        except RequestRefused as error:
+            if error.status == httpx.codes.NOT_FOUND:
+                return None
+            raise
+
     async def _call(
         self,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         file: bytes | None = None,
+    ) -> dict[str, Any]:
+        """Send a request, and repeat it while the gateway is unavailable or busy."""
+        began_s = self._clock()
+        while True:
+            try:
+                return await self._send(method, path, body, file)
+            except (TryLater, Unavailable) as error:
+                wait_s = max(_SHORTEST_WAIT_S, error.retry_after_s)
+                if self._clock() - began_s + wait_s > self._patience_s:
+                    raise
+                await self._sleep(wait_s)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, file: bytes | None
     ) -> dict[str, Any]:
         """Send a request with a JSON object, or with a file and the fields of a form."""
         async with self._translated():
@@ -317,6 +406,18 @@ class GatewayApiClient:
         except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             problem = f"{self._url} does not answer as a gateway does ({error})"
             raise Unavailable("gateway", problem) from error
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")
+
+
+def _collection(name: str) -> str:
+    return f"/v1/collections/{_quoted(name)}"
+
+
+def _document(collection: str, document_id: str) -> str:
+    return f"{_DOCUMENTS}/{_quoted(document_id)}?collection={_quoted(collection)}"
 
 
 def _refusal(reply: httpx.Response) -> RequestRefused:

@@ -1,17 +1,25 @@
-"""Asks one question, streams the answer, and shows the time of each step."""
+"""``ragcache ask`` and ``ragcache explain``: an answer, its sources, and what it reused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Final, Literal
 
-from rich.console import Console
+import typer
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.clients.gateway_client import GatewayApiClient
-from ragcache_cli.output.console import printable
+from ragcache_cli.commands.options import (
+    CollectionOption,
+    GatewayOptions,
+    OutputOption,
+    grouped,
+)
+from ragcache_cli.output.console import make_console, print_json, printable
+from ragcache_core.errors import InvalidInput
 
 _BAR_CELLS = 32
 _STEPS = ("retrieve", "tokenize", "queue", "load", "prefill")
@@ -56,13 +64,48 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the model writes an answer. Temperature 0 takes the most likely token each time.
+    """How the model writes an answer."""
 
-    ``max_tokens`` None means the gateway's limit.
-    """
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", min=0, max=2, help="0 takes the most likely token each time."
+        ),
+    ] = 0.0
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Limit of the answer.", show_default="512"),
+    ] = None
 
-    temperature: float = 0.0
-    max_tokens: int | None = None
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """What a question's prompt is made of, and how it is computed."""
+
+    collection: CollectionOption = "default"
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "-k", help="Chunks to retrieve.", show_default="4")
+    ] = None
+    reuse: Annotated[
+        Literal["exact", "blend", "off"] | None,
+        typer.Option(
+            "--reuse",
+            help="exact; blend, which also loads KV computed after other chunks; or off.",
+            show_default="the platform's",
+        ),
+    ] = None
+    max_recompute_share: Annotated[
+        float | None,
+        typer.Option(
+            "--max-recompute-share",
+            help="Share, from 0 to 1, that blend recomputes.",
+            show_default="the platform's",
+        ),
+    ] = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``ragcache`` object of a request."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +118,49 @@ class TimingStep:
 
 
 _GREEDY = Sampling()
+
+
+@grouped
+def ask_command(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    prompting: Prompting,
+    sampling: Sampling,
+    gateway: GatewayOptions,
+    output: OutputOption = "text",
+) -> None:
+    """Ask a question; show the answer, its sources and the time of each step."""
+    if not question.strip():
+        raise InvalidInput("QUESTION", "is empty", "write one")
+    console = None if output == "json" else make_console()
+    reply = gateway.call(
+        lambda client: ask(client, question, prompting.to_json(), console, sampling)
+    )
+    if console is None:
+        print_json(reply.to_json())
+        return
+    for table in (render_citations(reply), render_timing(reply)):
+        if table is not None:
+            console.print()
+            console.print(table)
+    if reply.id:
+        console.print(Text(f"\nragcache explain {printable(reply.id)}", style="dim"))
+
+
+@grouped
+def explain_command(
+    request_id: Annotated[
+        str,
+        typer.Argument(metavar="REQUEST_ID", help="Id of an answer; `ragcache ask` prints it."),
+    ],
+    gateway: GatewayOptions,
+    output: OutputOption = "text",
+) -> None:
+    """Show for each chunk of an answer's prompt where its KV came from, and why."""
+    explanation = gateway.call(lambda client: client.explanation(request_id))
+    if output == "json":
+        print_json(explanation)
+        return
+    make_console().print(render_explanation(explanation))
 
 
 async def ask(
@@ -183,3 +269,85 @@ def render_timing(reply: Reply) -> Table | None:
 
 def _ms(value: float) -> Text:
     return Text(f"{value:,.1f} ms", justify="right")
+
+
+_COLUMNS: Final = (
+    ("PART", "left"),
+    ("TOKENS", "right"),
+    ("OUTCOME", "left"),
+    ("CACHED", "right"),
+    ("LOADED", "right"),
+    ("COMPUTED", "right"),
+    ("TIER", "left"),
+    ("REASON", "left"),
+    ("PLANNED", "left"),
+    ("FROM", "left"),
+)
+"""REASON: why not all was reused. PLANNED: what the gateway had predicted, and why."""
+
+
+def render_explanation(explanation: Mapping[str, Any]) -> Group:
+    """Render the explanation of an answer: a summary, a table of the parts, and the times."""
+    table = Table(box=None, pad_edge=False)
+    for name, justify in _COLUMNS:
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for index, part in enumerate(explanation["parts"]):
+        table.add_row(*(Text(printable(cell)) for cell in _row(part, is_first=index == 0)))
+    return Group(Text(printable(_summary(explanation))), table, Text(_times(explanation)))
+
+
+def _row(part: Mapping[str, Any], *, is_first: bool) -> tuple[str, ...]:
+    name = part["chunk"] or ("template" if is_first or part["start"] == 0 else "question")
+    computed = part["computed_tokens"] + part["recomputed_tokens"]
+    return (
+        name,
+        f"{part['tokens']:,}",
+        part["outcome"],
+        _count(part["cached_tokens"]),
+        _count(part["loaded_tokens"]),
+        _count(computed),
+        part["tier"] or "",
+        part["reason"],
+        f"{part['planned']}: {part['planned_reason']}" if part["planned"] else "",
+        part["planned_source"] or "",
+    )
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens else ""
+
+
+def _summary(explanation: Mapping[str, Any]) -> str:
+    lines = [
+        f"{explanation['id']}: {explanation['prompt_tokens']:,} tokens, "
+        f"reuse {explanation['reuse']}, engine {explanation['engine']}"
+    ]
+    if explanation["miss"]:
+        lines.append(f"no more was reused: {explanation['miss']}")
+    return "\n".join(lines)
+
+
+def _times(explanation: Mapping[str, Any]) -> str:
+    time = explanation["time"]
+    if time is None:
+        return "the engine has no record of this answer"
+    lines = [f"queue {time['queue_ms']:,.1f} ms, then {_stages(time['measured_ms'])}"]
+    if time["predicted_ms"] is not None:
+        lines.append(f"predicted {_stages(time['predicted_ms'])}")
+    return "\n".join([*lines, *_plan_lines(explanation["plan"])])
+
+
+def _plan_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Return what the gateway predicted when it chose the engine, and the next best plan."""
+    lines = []
+    if plan["predicted_ms"] is not None:
+        lines.append(f"planned {plan['predicted_ms']['total']:,.1f} ms on {plan['engine']}")
+    if (other := plan["next_best"]) is not None:
+        predicted_ms = other["predicted_ms"]["total"]
+        lines.append(f"next best: {predicted_ms:,.1f} ms, {other['kind']} on {other['engine']}")
+    return lines
+
+
+def _stages(times: Mapping[str, float]) -> str:
+    stages = ", ".join(f"{name} {times[name]:,.1f}" for name in ("load", "select", "passes"))
+    return f"{times['total']:,.1f} ms ({stages})"

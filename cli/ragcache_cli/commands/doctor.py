@@ -1,4 +1,4 @@
-"""Checks what this machine lacks to run a RagCache, and how to fix each point."""
+"""``ragcache doctor``: what this machine lacks to run a RagCache, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import typer
+from rich.text import Text
 
+from ragcache_cli.commands.options import FAILED, DataOption, OutputOption
 from ragcache_cli.local.placement import LocalPlacement
 from ragcache_cli.local.ports import demand_free
+from ragcache_cli.local.state_file import ROOT
 from ragcache_cli.models.cache import verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
+from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import BUNDLED_EMBEDDER, RagCacheSpec
+from ragcache_operator.spec.manifest import load_manifest, parse_manifest
+from ragcache_operator.spec.ragcache import KIND, RagCacheSpec
+from ragcache_operator.spec.retriever import BUNDLED_EMBEDDER
+from ragcache_operator.spec.values import API_VERSION
 
 _OLDEST_PYTHON = (3, 11)
 _GIB = 1 << 30
@@ -58,6 +67,32 @@ class Finding:
     def is_well(self) -> bool:
         """Return whether the check passed."""
         return not self.fix
+
+
+def doctor_command(
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Manifest to run.")
+    ] = None,
+    data: DataOption = None,
+    output: OutputOption = "text",
+) -> None:
+    """Check what this machine lacks to run a RagCache, and how to fix it."""
+    smallest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}}
+    cache = load_manifest(file) if file else parse_manifest(smallest)
+    findings = examine(cache.spec, data or ROOT / cache.metadata.name)
+    if output == "json":
+        found = list(findings)
+        print_json([asdict(finding) for finding in found])
+        raise typer.Exit(0 if all(finding.is_well for finding in found) else FAILED)
+    console, is_well = make_console(), True
+    for finding in findings:
+        mark, style = ("ok  ", "green") if finding.is_well else ("FIX ", "red")
+        console.print(Text(mark, style=style), f"{finding.what}: {finding.found}", sep="")
+        if not finding.is_well:
+            is_well = False
+            console.print(f"      {finding.fix}")
+    if not is_well:
+        raise typer.Exit(FAILED)
 
 
 def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:

@@ -1,16 +1,33 @@
-"""Ingests files into a collection, in batches."""
+"""``ragcache ingest``: files into a collection, in batches, with progress."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
-from ragcache_cli.clients.gateway_client import BatchFile, GatewayApiClient, TryLater
-from ragcache_cli.sources.documents import DocumentFile, documents_in, read_content
-from ragcache_core.documents.formats import DocumentFormat
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ragcache_cli.clients.gateway_client import BatchFile, GatewayApiClient, GatewayTarget, TryLater
+from ragcache_cli.commands.options import FAILED, CollectionOption, GatewayOptions, grouped
+from ragcache_cli.commands.progress import IngestProgress
+from ragcache_cli.output.console import make_console
+from ragcache_cli.sources.documents import (
+    DocumentFile,
+    Selection,
+    documents_in,
+    num_documents,
+    read_content,
+    select,
+)
+from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 
 CONCURRENCY: Final = 8
@@ -79,7 +96,7 @@ async def ingest(
         TryLater: The gateway or a part stayed busy.
         RequestRefused: The gateway refused the collection itself.
     """
-    if not await gateway.has_collection(collection):
+    if await gateway.find_collection(collection) is None:
         await gateway.put_collection(collection)
     results: list[DocumentResult] = []
 
@@ -209,3 +226,76 @@ def _size(file: DocumentFile) -> int:
         return file.path.stat().st_size
     except OSError:
         return 0  # reading it says why
+
+
+@grouped
+def ingest_command(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
+    options: GatewayOptions,
+    collection: CollectionOption = "default",
+    output: Annotated[
+        Literal["text", "json"],
+        typer.Option("--output", "-o", help="json: a line per document, and then the counts."),
+    ] = "text",
+) -> None:
+    """Ingest documents into a collection; unchanged ones are skipped.
+
+    Markdown, text, HTML, PDF, JSON lines, and Word, PowerPoint and Excel files.
+    """
+    selection = select(paths)
+    if not selection.files and not selection.refused:
+        known = ", ".join(FORMAT_OF_SUFFIX)
+        raise InvalidInput("PATH", f"holds no file of {known}", "name another folder")
+    console = make_console(stderr=True)
+    begun = time.monotonic()
+    as_json = output == "json"
+    done = asyncio.run(_ingest(options.target, collection, selection, console, as_json=as_json))
+    refused = (*selection.refused, *done.refused)
+    if as_json:
+        _print_json(selection, done, collection)
+    else:
+        if done.chunks and console.is_terminal:
+            rate = done.chunks / (time.monotonic() - begun)
+            console.print(f"{done.chunks:,} chunks, {rate:.0f} chunks/s")
+        for error in refused:
+            console.print(Text(f"skipped {error}", style="yellow"))
+        print(
+            f"{done.written} written, {done.unchanged} unchanged, {len(refused)} skipped "
+            f"in collection {collection!r}"
+        )
+    if refused:
+        raise typer.Exit(FAILED)
+
+
+async def _ingest(
+    url: GatewayTarget, collection: str, selection: Selection, console: Console, *, as_json: bool
+) -> Ingested:
+    total = await asyncio.to_thread(num_documents, selection.files)
+    async with GatewayApiClient(url) as client:
+        with IngestProgress(console, total) as progress:
+
+            def show(result: DocumentResult) -> None:
+                progress.advance(result.new_chunks)
+                if as_json:
+                    print(_line(result.id, result.error, result.changed, result.chunks), flush=True)
+
+            return await ingest(client, collection, selection.files, show)
+
+
+def _print_json(selection: Selection, done: Ingested, collection: str) -> None:
+    for error in selection.refused:
+        print(_line(error.field, error, changed=False, chunks=0))
+    counts = {
+        "collection": collection,
+        "written": done.written,
+        "unchanged": done.unchanged,
+        "skipped": len(selection.refused) + len(done.refused),
+        "chunks": done.chunks,
+    }
+    print(json.dumps(counts))
+
+
+def _line(name: str, error: RagCacheError | None, changed: bool, chunks: int) -> str:
+    if error is not None:
+        return json.dumps({"id": name, "state": "failed", "error": str(error)})
+    return json.dumps({"id": name, "state": "done", "changed": changed, "chunks": chunks})

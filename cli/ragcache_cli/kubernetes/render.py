@@ -12,7 +12,7 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.config import own_tag
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 
 def objects(cache: RagCache, capabilities: Capabilities | None = None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A Placement for this machine: parts on loopback ports, folders as volumes."""
+"""A PlatformPlacement for this machine: parts on loopback ports, folders as volumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import EnvValue
 from ragcache_operator.builders.placement import Address, Endpoint
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
+from ragcache_operator.spec.ragcache import ModelSource
+from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 API_KEYS_FILE: Final = "api-keys.toml"
 """Name of the user's file of API keys in the data folder."""

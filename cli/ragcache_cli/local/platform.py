@@ -16,14 +16,13 @@ from typing import Self
 
 import psutil
 
+from ragcache_cli.local.component import LocalComponent, Prober, components_from
 from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
-from ragcache_cli.local.part import Part, parts_from
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
-from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.process import end_families, last_lines
 from ragcache_cli.local.state_file import (
-    PartRecord,
+    ComponentRecord,
     PlatformRecord,
     only_supervisor,
     read_record,
@@ -31,10 +30,10 @@ from ragcache_cli.local.state_file import (
     write_record,
 )
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy, is_crash_loop
-from ragcache_cli.local.supervisor import LONGEST_GRACE_S, PartSupervisor
+from ragcache_cli.local.supervisor import LONGEST_GRACE_S, ComponentSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 _LOG_LINES = 12
 _STATUS_PATH = "/v1/status"
@@ -44,45 +43,46 @@ _DEFAULT_POLICY = RestartPolicy()
 
 
 @dataclass(frozen=True, slots=True)
-class PartEvent:
-    """A part changed its phase."""
+class ComponentEvent:
+    """A component changed its phase."""
 
-    part: str
+    component: str
     state: ProcessState
     elapsed_s: float
     """Since the platform began to start."""
     crash_loop: bool
     log: Path
     lines: tuple[str, ...] = ()
-    """The last lines of the log, if the part died and will be restarted."""
+    """The last lines of the log, if the component died and will be restarted."""
 
 
-class PartFailed(RagCacheError):
-    """A part never became ready and is not restarted any more."""
+class ComponentFailed(RagCacheError):
+    """A component never became ready and is not restarted any more."""
 
-    def __init__(self, part: str, cause: str, log: Path) -> None:
+    def __init__(self, component: str, cause: str, log: Path) -> None:
         lines = "".join(f"\n  | {line}" for line in last_lines(log, _LOG_LINES))
-        super().__init__(f"the {part} {cause}; the end of {log}:{lines}")
-        self.part = part
+        super().__init__(f"the {component} {cause}; the end of {log}:{lines}")
+        self.component = component
         self.log = log
 
 
 class LocalPlatform:
-    """All parts of one RagCache, as an async context manager.
+    """All components of one RagCache, as an async context manager.
 
-    Entering returns when all parts are ready and questions can be answered. Leaving stops every
-    process that was started. If that is cancelled once more, the processes are killed at once.
+    Entering returns when all components are ready and questions can be answered. Leaving stops
+    every process that was started. If that is cancelled once more, the processes are killed at
+    once.
 
     Args:
         data: Folder for volumes, logs and the state file; it is created if missing.
         gateway_port: Replaces the port of the manifest; 0 takes a free one.
-        progress: Called in the event loop with each change of a part's phase.
+        progress: Called in the event loop with each change of a component's phase.
 
     Raises:
         InvalidInput: A port or the data folder is in use, or the model does not exist.
-        PartFailed: A part does not start.
-        Unavailable: The parts were not ready after ``start_timeout_s``, or the gateway could not
-            answer questions.
+        ComponentFailed: A component does not start.
+        Unavailable: The components were not ready after ``start_timeout_s``, or the gateway could
+            not answer questions.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LocalPlatform:
         cache: RagCache,
         data: Path,
         *,
-        progress: Callable[[PartEvent], None] | None = None,
+        progress: Callable[[ComponentEvent], None] | None = None,
         gateway_port: int | None = None,
         policy: RestartPolicy = _DEFAULT_POLICY,
         start_timeout_s: float = 1800.0,
@@ -101,9 +101,9 @@ class LocalPlatform:
         self._gateway_port = cache.spec.gateway.port if gateway_port is None else gateway_port
         self._policy = policy
         self._start_timeout_s = start_timeout_s
-        self._supervisors: list[PartSupervisor] = []
-        self._tasks: dict[PartSupervisor, asyncio.Task[None]] = {}
-        self._told: dict[PartSupervisor, ProcessPhase] = {}
+        self._supervisors: list[ComponentSupervisor] = []
+        self._tasks: dict[ComponentSupervisor, asyncio.Task[None]] = {}
+        self._reported: dict[ComponentSupervisor, ProcessPhase] = {}
         self._held = ExitStack()
         self._prober = Prober()
         self._begun = 0.0
@@ -121,32 +121,32 @@ class LocalPlatform:
         return self._data
 
     def states(self) -> dict[str, ProcessState]:
-        """Return the state of every part, by name."""
-        return {supervisor.part.name: supervisor.state for supervisor in self._supervisors}
+        """Return the state of every component, by name."""
+        return {supervisor.component.name: supervisor.state for supervisor in self._supervisors}
 
     def pid(self, name: str) -> int:
-        """Return the process id of a part. Raises NotFound without a process."""
+        """Return the process id of a component. Raises NotFound without a process."""
         [supervisor] = self._named(name)
         if supervisor.child is None:
-            raise NotFound("process of part", name, "wait until it is ready")
+            raise NotFound("process of component", name, "wait until it is ready")
         return supervisor.child.pid
 
     def address(self, name: str, port: str) -> str:
-        """Return host:port of a part for a port name such as ``http``. Raises NotFound."""
+        """Return host:port of a component for a port name such as ``http``. Raises NotFound."""
         [supervisor] = self._named(name)
-        if port not in supervisor.part.ports:
-            raise NotFound("port", port, f"the ports are {', '.join(supervisor.part.ports)}")
-        return str(supervisor.part.ports[port])
+        if port not in supervisor.component.ports:
+            raise NotFound("port", port, f"the ports are {', '.join(supervisor.component.ports)}")
+        return str(supervisor.component.ports[port])
 
     def log(self, name: str) -> Path:
-        """Return the log file of a part."""
+        """Return the log file of a component."""
         return self._data / "logs" / f"{name}.log"
 
     async def restart(self, name: str) -> None:
-        """Restart a part, or every part of a component such as ``engine``, until it is ready.
+        """Restart a component, or all of a kind such as ``engine``, until they are ready.
 
         Raises:
-            NotFound: No part has this name.
+            NotFound: No component has this name.
             Unavailable: It was not ready in time.
         """
         supervisors = self._named(name)
@@ -162,11 +162,11 @@ class LocalPlatform:
 
     async def keep_running(self) -> None:
         """Wait until cancelled. Raises the unexpected error of a supervisor."""
-        # gather would pass the cancellation on, and the parts would lose their grace period.
+        # gather would pass the cancellation on, and the components would lose their grace period.
         ended, _ = await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
-        raise RagCacheError("a part has ended for good")
+        raise RagCacheError("a component has ended for good")
 
     async def __aenter__(self) -> Self:
         self._begun = time.monotonic()
@@ -189,7 +189,7 @@ class LocalPlatform:
         await self._finish()
 
     async def _prepare(self) -> None:
-        """Lock the folder, choose the ports, build the parts and start them."""
+        """Lock the folder, choose the ports, build the components and start them."""
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
         # The folder is private: its socket gives access to the store's memory, and its key signs
         # plans that engines accept.
@@ -197,7 +197,7 @@ class LocalPlatform:
         self._held.enter_context(only_supervisor(self._data))
         left_behind = read_record(self._data)
         if left_behind is not None:
-            # A killed supervisor leaves its parts running, with their files and ports.
+            # A killed supervisor leaves its components running, with their files and ports.
             await asyncio.to_thread(end_families, left_behind.leaders, LONGEST_GRACE_S)
         ports = free_ports(random.Random())
         if self._gateway_port == 0:
@@ -210,20 +210,21 @@ class LocalPlatform:
             key_hash = self._held.enter_context(platform_key(self._data))
         placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)
         self._held.enter_context(plan_key_file(Path(placement.signing_key_file())))
-        for part in parts_from(build_children(self._cache, placement), self._cache.metadata.name):
-            self._supervisors.append(self._make_supervisor(part))
+        children = build_children(self._cache, placement)
+        for component in components_from(children, self._cache.metadata.name):
+            self._supervisors.append(self._make_supervisor(component))
         for supervisor in self._supervisors:
             self._tasks[supervisor] = asyncio.create_task(
-                self._keep(supervisor), name=supervisor.part.name
+                self._keep(supervisor), name=supervisor.component.name
             )
 
-    def _make_supervisor(self, part: Part) -> PartSupervisor:
-        folder, log = self._data / part.name, self.log(part.name)
+    def _make_supervisor(self, component: LocalComponent) -> ComponentSupervisor:
+        folder, log = self._data / component.name, self.log(component.name)
         folder.mkdir(exist_ok=True)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        return PartSupervisor(
-            part,
+        return ComponentSupervisor(
+            component,
             folder,
             log,
             prober=self._prober,
@@ -231,25 +232,25 @@ class LocalPlatform:
             on_change=self._on_change,
         )
 
-    async def _keep(self, supervisor: PartSupervisor) -> None:
-        awaited = [k for k in self._supervisors if k.part.component in supervisor.part.after]
+    async def _keep(self, supervisor: ComponentSupervisor) -> None:
+        awaited = [k for k in self._supervisors if k.component.kind in supervisor.component.after]
         await self._until(
             lambda: self._phase == "stopping" or all(k.state.was_ready for k in awaited)
         )
         if self._phase != "stopping":
             await supervisor.run()
 
-    def _named(self, name: str) -> list[PartSupervisor]:
-        named = [k for k in self._supervisors if name in (k.part.name, k.part.component)]
+    def _named(self, name: str) -> list[ComponentSupervisor]:
+        named = [k for k in self._supervisors if name in (k.component.name, k.component.kind)]
         if not named:
-            raise NotFound("part", name, f"the parts are {', '.join(self.states())}")
+            raise NotFound("component", name, f"the components are {', '.join(self.states())}")
         return named
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             await self._changed.wait()
 
-    async def _until_ready(self, supervisors: Sequence[PartSupervisor]) -> None:
+    async def _until_ready(self, supervisors: Sequence[ComponentSupervisor]) -> None:
         def is_settled() -> bool:
             failed = any(k.state.phase is ProcessPhase.FAILED for k in self._supervisors)
             broken = any(task.done() for task in self._tasks.values())
@@ -261,33 +262,35 @@ class LocalPlatform:
         except TimeoutError:
             pending = next(k for k in supervisors if k.state.phase is not ProcessPhase.READY)
             problem = f"not ready after {self._start_timeout_s:g} s ({pending.state.cause})"
-            raise Unavailable(pending.part.name, f"{problem}; see {pending.log}") from None
-        self._check_parts()
+            raise Unavailable(pending.component.name, f"{problem}; see {pending.log}") from None
+        self._check_components()
 
     async def _until_answering(self, deadline: float) -> None:
         """Wait for the gateway, which is ready before it has heard from the engines."""
         [gateway] = self._named("gateway")
-        check = replace(gateway.part.readiness, path=_STATUS_PATH)
+        check = replace(gateway.component.readiness, path=_STATUS_PATH)
         while (problem := await self._prober.ask(check, read_api_key(self._data))) is not None:
-            self._check_parts()
+            self._check_components()
             if time.monotonic() > deadline:
                 problem = f"no answers after {self._start_timeout_s:g} s ({problem})"
-                raise Unavailable(gateway.part.name, f"{problem}; see {gateway.log}")
+                raise Unavailable(gateway.component.name, f"{problem}; see {gateway.log}")
             await asyncio.sleep(_STATUS_POLL_S)
 
-    def _check_parts(self) -> None:
-        """Raise the error of a part that is not restarted any more, or of its supervisor."""
+    def _check_components(self) -> None:
+        """Raise the error of a component that is not restarted any more, or of its supervisor."""
         for supervisor, task in self._tasks.items():
             if supervisor.state.phase is ProcessPhase.FAILED:
-                raise PartFailed(supervisor.part.name, supervisor.state.cause, supervisor.log)
+                raise ComponentFailed(
+                    supervisor.component.name, supervisor.state.cause, supervisor.log
+                )
             if task.done():
                 task.result()
 
-    def _on_change(self, supervisor: PartSupervisor) -> None:
+    def _on_change(self, supervisor: ComponentSupervisor) -> None:
         self._signal()
-        if self._told.get(supervisor) is supervisor.state.phase:
+        if self._reported.get(supervisor) is supervisor.state.phase:
             return
-        self._told[supervisor] = supervisor.state.phase
+        self._reported[supervisor] = supervisor.state.phase
         self._write()
         if self._progress is not None:
             self._progress(self._event(supervisor))
@@ -297,12 +300,12 @@ class LocalPlatform:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _event(self, supervisor: PartSupervisor) -> PartEvent:
+    def _event(self, supervisor: ComponentSupervisor) -> ComponentEvent:
         state = supervisor.state
-        # PartFailed shows the log of a part that is not restarted.
+        # ComponentFailed shows the log of a component that is not restarted.
         has_died = state.deaths > 0 and state.phase is ProcessPhase.BACKOFF
-        return PartEvent(
-            part=supervisor.part.name,
+        return ComponentEvent(
+            component=supervisor.component.name,
             state=state,
             elapsed_s=time.monotonic() - self._begun,
             crash_loop=is_crash_loop(state, self._policy),
@@ -332,8 +335,8 @@ class LocalPlatform:
         self._write()
         self._signal()
         # Clients stop before the servers they call: the gateway first, the cache store last.
-        in_order = sorted(self._supervisors, key=lambda supervisor: supervisor.part.stop_rank)
-        for _, rank in groupby(in_order, key=lambda supervisor: supervisor.part.stop_rank):
+        in_order = sorted(self._supervisors, key=lambda supervisor: supervisor.component.stop_rank)
+        for _, rank in groupby(in_order, key=lambda supervisor: supervisor.component.stop_rank):
             supervisors = [supervisor for supervisor in rank if supervisor in self._tasks]
             for supervisor in supervisors:
                 supervisor.stop()
@@ -346,7 +349,7 @@ class LocalPlatform:
 
     def _write(self) -> None:
         if not self._supervisors:
-            # No part has started; an existing record belongs to another supervisor.
+            # No component has started; an existing record belongs to another supervisor.
             return
         record = PlatformRecord(
             name=self._cache.metadata.name,
@@ -357,20 +360,20 @@ class LocalPlatform:
             model=self._cache.spec.model.served_name,
             parts=tuple(self._record(supervisor) for supervisor in self._supervisors),
         )
-        # A full disk must neither stop the parts nor prevent them from stopping.
+        # A full disk must neither stop the components nor prevent them from stopping.
         with suppress(OSError):
             write_record(self._data, record)
 
-    def _record(self, supervisor: PartSupervisor) -> PartRecord:
+    def _record(self, supervisor: ComponentSupervisor) -> ComponentRecord:
         state, child = supervisor.state, supervisor.child
-        return PartRecord(
-            name=supervisor.part.name,
-            component=supervisor.part.component,
+        return ComponentRecord(
+            name=supervisor.component.name,
+            component=supervisor.component.kind,
             pid=child.pid if child else 0,
             started=child.create_time if child else 0.0,
             phase=state.phase.value,
             cause=state.cause,
             restarts=state.restarts,
-            addresses={name: str(address) for name, address in supervisor.part.ports.items()},
+            addresses={name: str(address) for name, address in supervisor.component.ports.items()},
             log=str(supervisor.log),
         )

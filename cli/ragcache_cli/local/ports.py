@@ -13,7 +13,7 @@ from ragcache_core.errors import InvalidInput, Unavailable
 LOOPBACK = "127.0.0.1"
 
 # These ports are below the ephemeral range (32768 on Linux). So no outgoing connection takes a port
-# between its choice here and its use by a part, or while a part restarts.
+# between its choice here and its use by a component, or while a component restarts.
 _FIRST, _LAST = 20_000, 32_000
 _TRIES = 1_000
 

@@ -23,7 +23,7 @@ _SAME_START_S = 2.0
 class ChildProcess:
     """A running command that leads its own session and process group.
 
-    Ctrl-C in a terminal therefore reaches only the supervisor, which stops its parts in order.
+    Ctrl-C in a terminal therefore reaches only the supervisor, which stops its components in order.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:

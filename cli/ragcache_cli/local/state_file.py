@@ -22,7 +22,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PartRecord:
+class ComponentRecord:
     """The last known state of a part. ``pid`` 0 means no process; ``started`` is Unix time."""
 
     name: str
@@ -46,7 +46,7 @@ class PlatformRecord:
     phase: str
     gateway_url: str
     model: str
-    parts: tuple[PartRecord, ...]
+    parts: tuple[ComponentRecord, ...]
 
     @property
     def supervisor_lives(self) -> bool:
@@ -83,7 +83,7 @@ def read_record(data: Path) -> PlatformRecord | None:
         fields = json.loads(path.read_text())
         if fields.pop("format") != _FORMAT:
             raise ValueError("another version wrote it")
-        parts = tuple(PartRecord(**part) for part in fields.pop("parts"))
+        parts = tuple(ComponentRecord(**part) for part in fields.pop("parts"))
         return PlatformRecord(**fields, parts=parts)
     except FileNotFoundError:
         return None

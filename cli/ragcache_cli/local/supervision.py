@@ -1,4 +1,4 @@
-"""The life of a part as a pure state machine; the time is an argument.
+"""The life of a component as a pure state machine; the time is an argument.
 
     WAITING ──started──▶ STARTING ──ready──▶ READY ◀──ready / unready──▶ UNREADY
                             │                  │                            │
@@ -7,7 +7,7 @@
                BACKOFF (start_at) ◀────────────┴────────────▶ FAILED
                    └──started──▶ STARTING
 
-A part that was ready once is restarted without limit, with growing waits. A part that was never
+A component that was ready once is restarted without limit, with growing waits. One that was never
 ready fails after a few deaths: a mistake causes them, which waiting does not correct.
 """
 
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 
 class ProcessPhase(StrEnum):
-    """The phase of a part."""
+    """The phase of a component."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -31,10 +31,10 @@ class ProcessPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a dead part is started again.
+    """When a dead component is started again.
 
     After the n-th consecutive death the wait is ``first_wait_s * 2^(n-1)``, up to
-    ``longest_wait_s``. A life of ``settled_s`` resets the count. A part that was never ready fails
+    ``longest_wait_s``. A life of ``settled_s`` resets the count. One that was never ready fails
     after ``fail_after`` deaths. From ``crash_loop_after`` deaths on it is a crash loop.
     """
 
@@ -46,13 +46,13 @@ class RestartPolicy:
 
     def wait_s(self, deaths: int) -> float:
         """Return the wait after this many consecutive deaths."""
-        # The exponent is bounded, because a part may keep dying for weeks.
+        # The exponent is bounded, because a component may keep dying for weeks.
         return min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(deaths - 1, 30))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The state of a part. Times are seconds of one monotonic clock.
+    """The state of a component. Times are seconds of one monotonic clock.
 
     ``since`` is the start of the phase, ``started_at`` that of the process, ``start_at`` the end of
     a BACKOFF. ``deaths`` are consecutive, ``restarts`` are all. ``cause`` says why it is not ready.
@@ -128,5 +128,5 @@ def stopped(state: ProcessState, now: float) -> ProcessState:
 
 
 def is_crash_loop(state: ProcessState, policy: RestartPolicy) -> bool:
-    """Return whether the part is in a crash loop."""
+    """Return whether the component is in a crash loop."""
     return state.deaths >= policy.crash_loop_after

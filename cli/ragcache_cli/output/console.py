@@ -1,10 +1,15 @@
-"""The console that commands write to, and text that is formatted for it."""
+"""The console that commands write to, and text, JSON and bars that are formatted for it."""
 
 from __future__ import annotations
 
+import json
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _UNCUT_COLUMNS = 160
 """Width without a terminal: tables in a log file are not folded."""
@@ -37,3 +42,40 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes}m {whole % 60}s"
     return f"{whole}s"
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON value to standard output."""
+    print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+@contextmanager
+def counting_bar(console: Console, title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, elsewhere nothing.
+
+    Yields:
+        A function to call with how much is done, and how much there is.
+    """
+    bar = Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def remake_line(collection: str, num_done: int, num_documents: int, reason: str) -> str:
+    """Return the progress of a collection whose documents are prepared again.
+
+    Args:
+        reason: What has changed, like ``embedder``.
+    """
+    counts = f"{num_done:,} of {num_documents:,} documents"
+    return f"remake of {printable(collection)}: {counts} ({printable(reason)})"

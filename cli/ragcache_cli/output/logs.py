@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ragcache_cli.output.console import printable
 from ragcache_core.errors import NotFound
-from ragcache_operator.spec import COMPONENTS
+from ragcache_operator.spec.ragcache import COMPONENTS
 
 _STYLES: Final = ("cyan", "green", "yellow", "magenta", "blue")
 

@@ -21,11 +21,11 @@ from typing import IO, Any, cast
 from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.reading import (
     RejectedDocument,
+    Scratch,
     SourceContents,
     checked_number,
     is_hidden,
 )
-from ragcache_cli.sources.scratch import Scratch
 from ragcache_core.documents.formats import suffix_of
 from ragcache_core.errors import InvalidInput, TooLarge
 

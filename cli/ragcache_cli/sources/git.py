@@ -19,17 +19,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.archive import read_tar
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
+from ragcache_operator.spec.collection import GitSource
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
 _KEPT_VARIABLES = re.compile(r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)", re.IGNORECASE)
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
-_LONGEST_COMPLAINT = 200
-_MISTAKES = {
+_MAX_STDERR_CHARS = 200
+_STDERR_PROBLEMS = {
     "could not read Username": "asks for a token, or refuses this one; name a Secret, or renew it",
     "couldn't find remote ref": "has no such ref; name a branch, a tag or a whole commit",
     "not our ref": "has no such commit; name a branch, a tag or a whole commit",
@@ -41,15 +41,9 @@ _MISTAKES = {
 
 
 def read_git(
-    what: str,
-    url: str,
-    ref: str,
-    path: str,
-    token: str | None,
-    scratch: Scratch,
-    deadline: Deadline,
+    what: str, source: GitSource, token: str | None, scratch: Scratch, deadline: Deadline
 ) -> SourceContents:
-    """Read documents at and below ``path`` of the commit that ``ref`` names.
+    """Read documents at and below the source's path, of the commit that its ref names.
 
     Raises:
         InvalidInput, TooLarge: The source is invalid; the field is ``what``.
@@ -57,17 +51,17 @@ def read_git(
     """
     home = scratch.new_path()
     home.mkdir()
-    git = _Git(what, home, _environment(home, url, token), scratch.free_bytes, deadline)
+    git = _Git(what, home, _environment(home, source.url, token), scratch.free_bytes, deadline)
     try:
         git.run("init", "--quiet", "--bare", "--template=", ".")
         git.run(
             *("fetch", "--quiet", "--depth=1", "--no-tags", "--no-recurse-submodules"),
-            *("--no-auto-maintenance", "--end-of-options", url, ref),
+            *("--no-auto-maintenance", "--end-of-options", source.url, source.ref),
         )
         fetched_bytes = _size_bytes(home)
         scratch.take(fetched_bytes, what)
         commit = git.run("rev-parse", "FETCH_HEAD^{commit}").strip()
-        reading = git.archive(commit, path, scratch)
+        reading = git.archive(commit, source.path, scratch)
         scratch.give_back(fetched_bytes)
         return replace(reading, revision=commit)
     finally:
@@ -90,11 +84,11 @@ class _Git:
         """Return the output of git. Raises InvalidInput, TooLarge or Unavailable."""
         with self._started(*arguments) as process:
             try:
-                output, complaint = process.communicate(timeout=self._deadline.left_s(self._what))
+                output, stderr = process.communicate(timeout=self._deadline.left_s(self._what))
             except subprocess.TimeoutExpired as error:
                 raise self._deadline.missed(self._what) from error
         if process.returncode:
-            raise self._error(process.returncode, complaint.decode(errors="replace"))
+            raise self._error(process.returncode, stderr.decode(errors="replace"))
         return output.decode(errors="replace")
 
     def archive(self, commit: str, path: str, scratch: Scratch) -> SourceContents:
@@ -132,19 +126,19 @@ class _Git:
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def _error(self, status: int, complaint: str) -> RagCacheError:
-        if "File too large" in complaint or f"died of signal {signal.SIGXFSZ:d}" in complaint:
+    def _error(self, status: int, stderr: str) -> RagCacheError:
+        if "File too large" in stderr or f"died of signal {signal.SIGXFSZ:d}" in stderr:
             return TooLarge(
                 self._what,
                 f"with the sources before it takes more than {self._most_blocks >> 11} MiB",
                 "keep documents in a repository of their own",
             )
-        for said, words in _MISTAKES.items():
-            if said in complaint:
+        for text, words in _STDERR_PROBLEMS.items():
+            if text in stderr:
                 problem, _, fix = words.partition("; ")
                 return InvalidInput(self._what, problem, fix)
-        last = complaint.strip().splitlines()[-1:] or [f"git ended with {status}"]
-        return Unavailable(self._what, last[0][:_LONGEST_COMPLAINT])
+        last = stderr.strip().splitlines()[-1:] or [f"git ended with {status}"]
+        return Unavailable(self._what, last[0][:_MAX_STDERR_CHARS])
 
 
 def _environment(home: Path, url: str, token: str | None) -> dict[str, str]:

@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from ragcache_cli.sources.folder import read_folder
+from ragcache_cli.sources.documents import DocumentFile
 from ragcache_cli.sources.git import read_git
-from ragcache_cli.sources.reading import SourceContents, with_lines
-from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.reading import (
+    Deadline,
+    RejectedDocument,
+    Scratch,
+    SourceContents,
+    checked_number,
+    with_lines,
+)
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
-from ragcache_core.documents.formats import FORMAT_OF_SUFFIX
+from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, suffix_of
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import SecretKey, SourceSpec
-from ragcache_operator.spec.collection import mount_name, token_variable
+from ragcache_operator.spec.collection import SourceSpec, mount_name, token_variable
+from ragcache_operator.spec.values import SecretKey
+
+
+def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
+    """Read files of known formats at and below ``root/path``, without hidden ones.
+
+    A ConfigMap's files are links into a hidden folder, so links are followed. A link that leads
+    out of ``root`` is not: a writer to the volume must not read other files of this machine.
+
+    Raises:
+        InvalidInput: The folder does not exist or cannot be read; the field is ``what``.
+    """
+    inside = root.resolve()
+    top = (inside / path).resolve()
+    if not top.is_relative_to(inside):
+        raise InvalidInput(what, f"path {path!r} leads out of the volume", "name a folder in it")
+    if not top.is_dir():
+        where = f"holds no folder {path!r}" if path else "is not there"
+        raise InvalidInput(what, where, "correct its name, or create it")
+    files: list[DocumentFile] = []
+    refused: list[RejectedDocument] = []
+    for parent, folders, names in os.walk(top, onerror=_refuse(what)):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(parent, name)
+            if name.startswith(".") or suffix_of(name) is None:
+                continue
+            key = file.relative_to(top).as_posix()
+            if not file.resolve().is_relative_to(inside):
+                refused.append(
+                    RejectedDocument(key, "is a link out of its source; put the file itself")
+                )
+            elif file.is_file():
+                files.append(DocumentFile(key, file))
+                checked_number(what, len(files))
+    return SourceContents(tuple(files), tuple(refused))
+
+
+def _refuse(what: str) -> Callable[[OSError], None]:
+    def refuse(error: OSError) -> None:
+        raise InvalidInput(
+            what, f"cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+
+    return refuse
+
 
 TIMEOUT_S = 900.0
 """Time limit of one source."""
@@ -92,7 +144,7 @@ def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> Sour
     git = source.git
     assert git is not None
     token = _token(what, index, git.bearer_secret, here.environ)
-    return read_git(what, git.url, git.ref, git.path, token, here.scratch, deadline)
+    return read_git(what, git, token, here.scratch, deadline)
 
 
 def _token(

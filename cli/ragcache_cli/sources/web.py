@@ -10,8 +10,7 @@ import httpx
 
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
 from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
 from ragcache_core.documents.formats import (
     FORMAT_OF_MEDIA_TYPE,
     FORMAT_OF_SUFFIX,

@@ -1,4 +1,4 @@
-"""Pure functions that build the Kubernetes objects of a RagCache for a Placement.
+"""Pure functions that build the Kubernetes objects of a RagCache for a PlatformPlacement.
 
 ``ragcache up`` runs the containers of the same objects locally. Builders write values in the API
 server's canonical form, so that a comparison with live objects finds only real differences.
@@ -15,11 +15,11 @@ from ragcache_operator.builders import (
     retriever,
 )
 from ragcache_operator.builders.metadata import Object, with_owner, with_spec_hash
-from ragcache_operator.builders.placement import Placement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.builders.placement import PlatformPlacement
+from ragcache_operator.spec.ragcache import RagCache
 
 
-def build_children(cache: RagCache, placement: Placement) -> list[Object]:
+def build_children(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return every object of a RagCache in the order of creation.
 
     The objects that a pod needs come before the pod, and servers come before their clients.

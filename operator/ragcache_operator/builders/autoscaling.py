@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec import GROUP
+from ragcache_operator.spec.values import GROUP
 
 REPLICA_RANGE: Final = f"{GROUP}/replica-bounds"
 """Annotation of an autoscaled Deployment with its range of replicas, like ``2-8``."""

@@ -9,12 +9,12 @@ from ragcache_core.sizing.store_size import disk_tier_bytes, shard_memory_bytes
 from ragcache_operator.builders.environment import EnvValue, settings_environment
 from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import Object, object_name
-from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, Placement
+from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Probes, resources
 from ragcache_operator.builders.services import HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.watched_files import MEMBERS, members_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import PrecisionSpec, RagCache
+from ragcache_operator.spec.ragcache import PrecisionSpec, RagCache
 from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"
@@ -28,7 +28,7 @@ _ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score"
 """The store's names of the spec's values."""
 
 
-def build(cache: RagCache, placement: Placement) -> list[Object]:
+def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of the cache store."""
     store = cache.spec.cache_store
     shards_service = object_name(cache, SHARDS.workload)
@@ -62,7 +62,7 @@ def build(cache: RagCache, placement: Placement) -> list[Object]:
     ]
 
 
-def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     store = cache.spec.cache_store
     return {
         **placement.pod_identity(),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 OLDEST_MINOR: Final = 29
 """The oldest supported Kubernetes is 1.29, the first whose CEL rules in CRDs are stable."""

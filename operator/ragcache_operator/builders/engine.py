@@ -13,12 +13,12 @@ from ragcache_operator.builders.environment import EnvValue, FromResource, setti
 from ragcache_operator.builders.keys import signing_mount, uses_keys
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
-from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, Placement
+from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import EngineSettings
 
 COMPONENT: Final = "engine"
@@ -61,7 +61,7 @@ def workload_name(engine: EngineSpec) -> str:
     return f"{COMPONENT}-{engine.name}"
 
 
-def build(cache: RagCache, engine: EngineSpec, placement: Placement) -> list[Object]:
+def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of one group of engines."""
     memory = EngineMemory(
         weights_bytes(cache.spec.model), engine.kv_memory_gib << 30, engine.host_tier_bytes
@@ -113,7 +113,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: Placement) -> list[Obj
     return children
 
 
-def _arguments(cache: RagCache, engine: EngineSpec, placement: Placement) -> list[str]:
+def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[str]:
     model = cache.spec.model
     bind_address = placement.bind_address(http(engine))
     return [
@@ -137,7 +137,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: Placement) -> lis
     ]
 
 
-def _uses_priorities(cache: RagCache, placement: Placement) -> bool:
+def _uses_priorities(cache: RagCache, placement: PlatformPlacement) -> bool:
     reuse = cache.spec.reuse
     background = reuse.precompute or reuse.quality is not None
     return background or cache.spec.gateway.speculation != "off" or uses_keys(cache, placement)
@@ -147,7 +147,9 @@ def _json(config: Mapping[str, object]) -> str:
     return json.dumps(config, separators=(",", ":"))
 
 
-def _environment(cache: RagCache, engine: EngineSpec, placement: Placement) -> dict[str, EnvValue]:
+def _environment(
+    cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
+) -> dict[str, EnvValue]:
     return {
         **model_environment(cache.spec.model),
         **settings_environment(

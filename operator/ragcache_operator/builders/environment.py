@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pydantic.alias_generators import to_camel
 
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec import EngineSpec, RagCache, SecretKey
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
+from ragcache_operator.spec.values import SecretKey
 from ragcache_wire.settings.table import ServiceSettings, rows
 
 _ENGINE = "spec.engines[]."

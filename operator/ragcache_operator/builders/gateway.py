@@ -11,12 +11,17 @@ from ragcache_operator.builders.environment import EnvValue, settings_environmen
 from ragcache_operator.builders.keys import api_key_mounts, signing_mount, uses_keys
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
-from ragcache_operator.builders.placement import LIMITS_FILE, LIMITS_FOLDER, Endpoint, Placement
+from ragcache_operator.builders.placement import (
+    LIMITS_FILE,
+    LIMITS_FOLDER,
+    Endpoint,
+    PlatformPlacement,
+)
 from ragcache_operator.builders.pod import DerivedResources, Probes, resources
 from ragcache_operator.builders.services import http_route, ingress, service
 from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 
@@ -51,7 +56,7 @@ _LIMITS_FROM_FILE: Final[Mapping[str, EnvValue | None]] = {
 pod, so a change would restart it."""
 
 
-def build(cache: RagCache, placement: Placement) -> list[Object]:
+def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of the gateway."""
     model, gateway = cache.spec.model, cache.spec.gateway
     replica_range = gateway.autoscaling and ReplicaRange(
@@ -102,7 +107,7 @@ def build(cache: RagCache, placement: Placement) -> list[Object]:
     return children
 
 
-def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     model, has_keys = cache.spec.model, uses_keys(cache, placement)
     return {
         **model_environment(model),
@@ -135,7 +140,7 @@ def _memory_bytes() -> int:
     return _PROCESS_BYTES + max_nodes * _NODE_BYTES
 
 
-def _allowed_hosts(cache: RagCache, placement: Placement) -> tuple[str, ...]:
+def _allowed_hosts(cache: RagCache, placement: PlatformPlacement) -> tuple[str, ...]:
     """Return the host names of the spec, of the Service and of what exposes it."""
     gateway = cache.spec.gateway
     hosts = [*gateway.allowed_hosts, *placement.host_names(HTTP)]
@@ -147,7 +152,7 @@ def _allowed_hosts(cache: RagCache, placement: Placement) -> tuple[str, ...]:
     return tuple(dict.fromkeys(hosts))
 
 
-def _engine_address(group: EngineSpec, placement: Placement) -> EngineAddress:
+def _engine_address(group: EngineSpec, placement: PlatformPlacement) -> EngineAddress:
     if group.url is not None:
         return EngineAddress.of_url(group.url)
     http, records = (

@@ -26,10 +26,10 @@ from ragcache_operator.builders.placement import (
     API_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
-    Placement,
+    PlatformPlacement,
 )
 from ragcache_operator.builders.pod import Mount
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 
 OPERATOR: Final = "operator"
 SYNC: Final = "sync"
@@ -75,13 +75,13 @@ class ComponentKeys:
         return ",".join(f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES)
 
 
-def uses_keys(cache: RagCache, placement: Placement) -> bool:
+def uses_keys(cache: RagCache, placement: PlatformPlacement) -> bool:
     """Whether requests need a key: by default in a cluster, and not on one machine."""
     auth = cache.spec.gateway.auth
     return placement.is_cluster if auth is None else auth.enabled
 
 
-def api_key_secret_name(cache: RagCache, placement: Placement) -> str | None:
+def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | None:
     """Return the name of the Secret that the operator creates; None if it creates none."""
     auth = cache.spec.gateway.auth
     if not uses_keys(cache, placement) or (auth is not None and auth.secret_ref is not None):
@@ -89,7 +89,9 @@ def api_key_secret_name(cache: RagCache, placement: Placement) -> str | None:
     return _unique_name(cache, placement, _API_KEYS)
 
 
-def api_key_secret(cache: RagCache, placement: Placement, name: str, random_bytes: bytes) -> Object:
+def api_key_secret(
+    cache: RagCache, placement: PlatformPlacement, name: str, random_bytes: bytes
+) -> Object:
     """Return the generated Secret: a key file with one admin key, and that key.
 
     Args:
@@ -100,7 +102,7 @@ def api_key_secret(cache: RagCache, placement: Placement, name: str, random_byte
     return _secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
 
 
-def api_key_mounts(cache: RagCache, placement: Placement) -> tuple[Mount, ...]:
+def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount, ...]:
     """Return the mount of the key file alone: gateways do not get the admin key."""
     if not uses_keys(cache, placement):
         return ()
@@ -116,25 +118,25 @@ def api_key_mounts(cache: RagCache, placement: Placement) -> tuple[Mount, ...]:
     return (Mount(_API_KEYS, API_KEYS_FOLDER, {"secret": volume}, read_only=True),)
 
 
-def sync_secret(cache: RagCache, placement: Placement, keys: ComponentKeys) -> Object:
+def sync_secret(cache: RagCache, placement: PlatformPlacement, keys: ComponentKeys) -> Object:
     """Return the Secret with the key of syncs. Its name follows from the key."""
     key = keys.key(SYNC, placement.owner)
     return _secret(cache, placement, _sync_secret_name(cache, key), {_SYNC_ENTRY: key})
 
 
-def sync_variable(cache: RagCache, placement: Placement, keys: ComponentKeys) -> Object:
+def sync_variable(cache: RagCache, placement: PlatformPlacement, keys: ComponentKeys) -> Object:
     """Return the environment variable of a sync's container with its key."""
     name = _sync_secret_name(cache, keys.key(SYNC, placement.owner))
     reference = {"name": name, "key": _SYNC_ENTRY}
     return {"name": "RAGCACHE_API_KEY", "valueFrom": {"secretKeyRef": reference}}
 
 
-def signing_secret_name(cache: RagCache, placement: Placement) -> str:
+def signing_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
     """Return the name of the Secret with the key that signs plans."""
     return _unique_name(cache, placement, _SIGNING_KEY)
 
 
-def signing_secret(cache: RagCache, placement: Placement, key: bytes) -> Object:
+def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
     """Return the Secret with one signing key. Kubernetes deletes it together with the RagCache.
 
     The gateway signs plans, and engines accept only plans with a valid signature.
@@ -143,7 +145,7 @@ def signing_secret(cache: RagCache, placement: Placement, key: bytes) -> Object:
     return _secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
 
 
-def signing_mount(cache: RagCache, placement: Placement) -> Mount:
+def signing_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
     volume = {
         "secretName": signing_secret_name(cache, placement),
@@ -152,7 +154,7 @@ def signing_mount(cache: RagCache, placement: Placement) -> Mount:
     return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
 
 
-def _unique_name(cache: RagCache, placement: Placement, suffix: str) -> str:
+def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:
     """Return the name of a Secret, which is unique for each RagCache object.
 
     The operator cannot read the owner of an existing Secret. Another user may have created it, or
@@ -166,7 +168,9 @@ def _sync_secret_name(cache: RagCache, key: str) -> str:
     return f"{object_name(cache, _SYNC_KEY)}-{digest}"
 
 
-def _secret(cache: RagCache, placement: Placement, name: str, entries: Mapping[str, str]) -> Object:
+def _secret(
+    cache: RagCache, placement: PlatformPlacement, name: str, entries: Mapping[str, str]
+) -> Object:
     child: Object = {
         "apiVersion": "v1",
         "kind": "Secret",

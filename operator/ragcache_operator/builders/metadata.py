@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ragcache_operator.spec import API_VERSION, COMPONENTS, GROUP, KIND, RagCache
+from ragcache_operator.spec.ragcache import COMPONENTS, KIND, RagCache
+from ragcache_operator.spec.values import API_VERSION, GROUP
 
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 ENGINE_LABEL: Final = f"{GROUP}/engine"

@@ -9,8 +9,8 @@ from typing import Final
 from ragcache_operator.builders.environment import EnvValue, FromSecret
 from ragcache_operator.builders.placement import MODEL_FOLDER
 from ragcache_operator.builders.pod import Mount
-from ragcache_operator.spec import ModelSpec
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.ragcache import ModelSpec
 
 HUB_START_S: Final = 1800
 """Time for a pod to download weights from the hub."""

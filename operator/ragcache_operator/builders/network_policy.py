@@ -19,8 +19,10 @@ from ragcache_operator.builders.metadata import (
     labels,
     object_name,
 )
-from ragcache_operator.builders.placement import PORT_NUMBERS, Placement
-from ragcache_operator.spec import COMPONENTS, ClientSpec, RagCache, RetrieverSpec
+from ragcache_operator.builders.placement import PORT_NUMBERS, PlatformPlacement
+from ragcache_operator.spec.cluster import ClientSpec
+from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
+from ragcache_operator.spec.retriever import RetrieverSpec
 
 _BOTH: Final = ["Ingress", "Egress"]
 
@@ -70,7 +72,7 @@ _BACKEND_PORTS: Final = {"postgres": (5432,), "milvus": (19530,)}
 """Usual ports of the backends."""
 
 
-def build(cache: RagCache, placement: Placement) -> list[Object]:
+def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return all policies of a RagCache, or none if its spec disables them."""
     if not cache.spec.network_policy.enabled:
         return []
@@ -106,7 +108,7 @@ def _policy(cache: RagCache, name: str, component: str | None, spec: Object) -> 
     }
 
 
-def _component_policy(cache: RagCache, component: str, placement: Placement) -> Object:
+def _component_policy(cache: RagCache, component: str, placement: PlatformPlacement) -> Object:
     spec: Object = {
         "podSelector": {"matchLabels": component_selector(cache.metadata.name, component)},
         "policyTypes": _BOTH,
@@ -116,14 +118,14 @@ def _component_policy(cache: RagCache, component: str, placement: Placement) -> 
     return _policy(cache, component, component, spec)
 
 
-def _ingress(cache: RagCache, component: str, placement: Placement) -> list[Object]:
+def _ingress(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     rules = _client_rules(cache, component, placement)
     readers = _peers(cache.spec.network_policy.metrics_from) or [_PROMETHEUS]
     rules.append({"from": readers, "ports": _ports(PORT_NUMBERS[_METRICS_PORTS[component]])})
     return rules
 
 
-def _client_rules(cache: RagCache, component: str, placement: Placement) -> list[Object]:
+def _client_rules(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     name = cache.metadata.name
     rules = [
         {"from": [_pods_of(name, source)], "ports": _ports(PORT_NUMBERS[port])}
@@ -147,7 +149,7 @@ def _peers(clients: Sequence[ClientSpec]) -> list[Object]:
     ]
 
 
-def _egress(cache: RagCache, component: str, placement: Placement) -> list[Object]:
+def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     name = cache.metadata.name
     dns_ports = [
         {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
@@ -171,7 +173,7 @@ def _egress(cache: RagCache, component: str, placement: Placement) -> list[Objec
     return rules
 
 
-def _retriever_egress(retriever: RetrieverSpec, placement: Placement) -> list[Object]:
+def _retriever_egress(retriever: RetrieverSpec, placement: PlatformPlacement) -> list[Object]:
     rules: list[Object] = []
     if retriever.embedder.is_endpoint:
         rules += _to_url(retriever.embedder.source, placement)
@@ -193,7 +195,7 @@ def _pods_of(cache_name: str, component: str) -> Object:
     return {"podSelector": {"matchLabels": component_selector(cache_name, component)}}
 
 
-def _operator(placement: Placement) -> Object:
+def _operator(placement: PlatformPlacement) -> Object:
     namespace = _namespace(placement.operator_namespace)
     return {
         "namespaceSelector": namespace,
@@ -208,7 +210,7 @@ def _namespace(name: str | None) -> Object:
     return {"matchLabels": {"kubernetes.io/metadata.name": name}}
 
 
-def _to_url(url: str, placement: Placement) -> list[Object]:
+def _to_url(url: str, placement: PlatformPlacement) -> list[Object]:
     """Return the egress rules for a URL.
 
     Policies match addresses and pods, not host names. The pods of a Service may listen on other
@@ -224,7 +226,7 @@ def _to_url(url: str, placement: Placement) -> list[Object]:
     return [{"to": [{"ipBlock": block}], "ports": _ports(port)}]
 
 
-def _to_name(labels: Sequence[str], port: int, placement: Placement) -> list[Object]:
+def _to_name(labels: Sequence[str], port: int, placement: PlatformPlacement) -> list[Object]:
     """Return the rules for a host name, given as its DNS labels.
 
     It is ``service``, ``service.namespace(.svc...)`` or a name outside the cluster.

@@ -1,6 +1,6 @@
 """Addresses, paths and images of a platform, which depend on where it runs.
 
-Builders take a Placement: ``ClusterPlacement`` is here, and the CLI has one for ``ragcache up``.
+Builders take a PlatformPlacement: ``ClusterPlacement`` is here, and the CLI has ``LocalPlacement``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Final, Protocol
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import EnvValue, FromField
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RagCache, RerankerSpec
+from ragcache_operator.spec.ragcache import ModelSource, RagCache
+from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 PORT_NUMBERS: Final = {
     "http": 8000,
@@ -63,7 +64,7 @@ class Endpoint:
     port: str
 
 
-class Placement(Protocol):
+class PlatformPlacement(Protocol):
     """Where a platform runs: a cluster, or the local machine."""
 
     @property

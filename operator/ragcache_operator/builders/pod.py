@@ -8,8 +8,9 @@ from typing import Final
 
 from ragcache_operator.builders.environment import EnvValue, container_environment
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec import ResourcesSpec, SchedulingSpec
+from ragcache_operator.spec.cluster import SchedulingSpec
 from ragcache_operator.spec.quantity import canonical, format_bytes, parse_quantity
+from ragcache_operator.spec.values import ResourcesSpec
 
 
 @dataclass(frozen=True, slots=True)

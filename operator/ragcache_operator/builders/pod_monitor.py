@@ -12,8 +12,8 @@ from ragcache_operator.builders.metadata import (
     labels,
     object_name,
 )
-from ragcache_operator.builders.placement import Placement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.builders.placement import PlatformPlacement
+from ragcache_operator.spec.ragcache import RagCache
 
 PORTS: Final = ("metrics", "health")
 """Ports that serve metrics. A pod has one of them."""
@@ -26,7 +26,7 @@ _TARGET_LABELS: Final = {
 """Labels of every series, by the pod's label that they are read from."""
 
 
-def build(cache: RagCache, placement: Placement) -> list[Object]:
+def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the PodMonitor, or nothing if the spec disables it or the cluster lacks the kind."""
     monitor = cache.spec.telemetry.pod_monitor
     if not monitor.enabled or not placement.capabilities.pod_monitors:

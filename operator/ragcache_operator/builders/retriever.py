@@ -17,17 +17,13 @@ from ragcache_operator.builders.placement import (
     EMBEDDER_FOLDER,
     PORT_NUMBERS,
     Endpoint,
-    Placement,
+    PlatformPlacement,
 )
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import HEADLESS, HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec import (
-    BUNDLED_DIMENSION,
-    BUNDLED_EMBEDDER,
-    RagCache,
-    RetrieverSpec,
-)
+from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.retriever import BUNDLED_DIMENSION, BUNDLED_EMBEDDER, RetrieverSpec
 from ragcache_wire.settings import RetrieverSettings
 
 COMPONENT: Final = "retriever"
@@ -38,7 +34,7 @@ _ENDPOINT_DIMENSION: Final = 1024
 """Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
 
 
-def build(cache: RagCache, placement: Placement) -> list[Object]:
+def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
     derived = DerivedResources("250m", _memory_bytes(retriever))
@@ -68,7 +64,7 @@ def build(cache: RagCache, placement: Placement) -> list[Object]:
     ]
 
 
-def _environment(cache: RagCache, placement: Placement) -> dict[str, EnvValue]:
+def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     model, retriever = cache.spec.model, cache.spec.retriever
     url = retriever.backend.url_secret
     return {

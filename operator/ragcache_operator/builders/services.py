@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec import HTTPRouteSpec, IngressSpec
+from ragcache_operator.spec.ragcache import HTTPRouteSpec, IngressSpec
 
 Addressing = Mapping[str, str | bool]
 

@@ -15,12 +15,12 @@ from ragcache_operator.builders.placement import (
     PORT_NUMBERS,
 )
 from ragcache_operator.builders.pod import Mount
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_wire.watched.limits import GatewayLimits, limits_json
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedFile:
+class MountedFile:
     """A ConfigMap with one file, and the folder in which containers find it.
 
     Args:
@@ -54,9 +54,9 @@ class WatchedFile:
         return Mount(self.volume, self.folder, volume, read_only=True)
 
 
-MEMBERS: Final = WatchedFile("members", "members", MEMBERS_FOLDER, MEMBERS_FILE)
+MEMBERS: Final = MountedFile("members", "members", MEMBERS_FOLDER, MEMBERS_FILE)
 """The members of the cache store. Scaling the store restarts no other pods."""
-LIMITS: Final = WatchedFile("limits", "gateway-limits", LIMITS_FOLDER, LIMITS_FILE)
+LIMITS: Final = MountedFile("limits", "gateway-limits", LIMITS_FOLDER, LIMITS_FILE)
 """The limits of the gateway. A change of ``spec.gateway.limits`` restarts no pod."""
 
 

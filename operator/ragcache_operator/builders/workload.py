@@ -9,10 +9,12 @@ from ragcache_operator.builders import autoscaling
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue
 from ragcache_operator.builders.metadata import Object, component_selector, labels, object_name
-from ragcache_operator.builders.placement import Endpoint, Placement
+from ragcache_operator.builders.placement import Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import SCRATCH, Container, Mount, Probes, pod_template
-from ragcache_operator.spec import RagCache, SchedulingSpec, StorageSpec
+from ragcache_operator.spec.cluster import SchedulingSpec
 from ragcache_operator.spec.quantity import canonical
+from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.values import StorageSpec
 
 _PROGRESS_DEADLINE_S = 3600
 """After this time a rollout counts as failed. Loading a large model takes half of it."""
@@ -69,7 +71,9 @@ def selector(cache: RagCache, workload: Workload) -> dict[str, str]:
     return {**component, **workload.own_labels}
 
 
-def build_workload(cache: RagCache, workload: Workload, placement: Placement) -> list[Object]:
+def build_workload(
+    cache: RagCache, workload: Workload, placement: PlatformPlacement
+) -> list[Object]:
     """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
     controller = _deployment if workload.storage is None else _stateful_set
@@ -80,7 +84,7 @@ def build_workload(cache: RagCache, workload: Workload, placement: Placement) ->
     ]
 
 
-def _deployment(cache: RagCache, workload: Workload, placement: Placement) -> Object:
+def _deployment(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
     # With a surge the update loses no capacity. Without one, the old pod ends first, where two pods
     # may not fit.
     surge = {"maxSurge": 1, "maxUnavailable": 0}
@@ -106,7 +110,7 @@ def _deployment(cache: RagCache, workload: Workload, placement: Placement) -> Ob
     }
 
 
-def _stateful_set(cache: RagCache, workload: Workload, placement: Placement) -> Object:
+def _stateful_set(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
     assert workload.storage is not None
     name = object_name(cache, workload.name)
     return {
@@ -130,7 +134,7 @@ def _stateful_set(cache: RagCache, workload: Workload, placement: Placement) -> 
     }
 
 
-def _template(cache: RagCache, workload: Workload, placement: Placement) -> Object:
+def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
     mounts = [SCRATCH, *workload.mounts]
     if workload.storage is not None:
         mounts.append(Mount(DATA_VOLUME, placement.data_dir(workload.name), None))

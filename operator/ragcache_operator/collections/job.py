@@ -15,14 +15,16 @@ from ragcache_operator.builders.pod import CONTAINER_SECURITY, POD_SECURITY, sch
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
-from ragcache_operator.spec import (
-    GROUP,
-    RagCache,
+from ragcache_operator.spec.collection import (
+    MOUNTS,
     RagCollection,
     SourceSpec,
+    mount_name,
     parse_duration,
+    token_variable,
 )
-from ragcache_operator.spec.collection import MOUNTS, mount_name, token_variable
+from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.values import GROUP
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""

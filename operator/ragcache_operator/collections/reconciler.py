@@ -73,8 +73,9 @@ from ragcache_operator.kube.resources import (
     SECRETS,
     Object,
 )
-from ragcache_operator.spec import RagCache, RagCollection, parse_duration
+from ragcache_operator.spec.collection import RagCollection, parse_duration
 from ragcache_operator.spec.manifest import parse_collection, parse_manifest
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.rules import find_problems
 from ragcache_operator.status.conditions import ObjectEvent, PostEvent, find
 

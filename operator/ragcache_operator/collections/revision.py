@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.spec import RagCollection
+from ragcache_operator.spec.collection import RagCollection
 
 _CHARS = 8
 

@@ -24,7 +24,7 @@ from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
 from ragcache_operator.reconcile.wakeups import Key, Wakeups, wait_for_wakeup
-from ragcache_operator.spec import GROUP
+from ragcache_operator.spec.values import GROUP
 from ragcache_operator.status.conditions import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)

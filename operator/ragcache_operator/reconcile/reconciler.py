@@ -24,8 +24,8 @@ from ragcache_operator.reconcile.child_writer import ChildWriter
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
 from ragcache_operator.reconcile.status_reporter import StatusReporter
-from ragcache_operator.spec import COMPONENTS, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
 from ragcache_operator.spec.rules import find_problems
 from ragcache_operator.status.conditions import VALID, ConditionState, ObjectEvent, PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient

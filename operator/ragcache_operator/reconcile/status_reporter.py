@@ -16,7 +16,7 @@ from ragcache_operator.kube.resources import Object
 from ragcache_operator.reconcile.actions import is_owned
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.status.component import component_states, is_ready, workload_states
 from ragcache_operator.status.conditions import (
     Condition,

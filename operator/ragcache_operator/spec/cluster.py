@@ -11,8 +11,10 @@ from ragcache_operator.spec.values import (
     HTTP_URL,
     ForeignName,
     LabelKey,
+    Labels,
     LabelValue,
     ManifestModel,
+    ServerList,
     ServerSchema,
     StringPattern,
 )
@@ -46,23 +48,11 @@ class SchedulingSpec(ManifestModel):
 
     priority_class_name: ForeignName | None = None
     """Priority class of each pod. If unset, the cluster's default applies."""
-    node_selector: Annotated[
-        Mapping[LabelKey, LabelValue],
-        Field(max_length=32),
-        ServerSchema({"x-kubernetes-map-type": "atomic"}),
-    ] = {}
+    node_selector: Labels = Field(default_factory=dict)
     """Labels that a node must have to run the pods."""
-    tolerations: Annotated[
-        tuple[TolerationSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    tolerations: Annotated[tuple[TolerationSpec, ...], ServerList(32)] = ()
     """Tolerations of each pod."""
-    image_pull_secrets: Annotated[
-        tuple[PullSecret, ...],
-        Field(strict=False, max_length=16),
-        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = ()
+    image_pull_secrets: Annotated[tuple[PullSecret, ...], ServerList(16, kind="map")] = ()
     """Secrets with the credentials of the image registry."""
 
     def overridden_by(self, other: SchedulingSpec | None) -> SchedulingSpec:
@@ -80,11 +70,7 @@ class LabelRequirement(ManifestModel):
     """Key of the label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     """Relation of the label's value to values."""
-    values: Annotated[
-        tuple[LabelValue, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    values: Annotated[tuple[LabelValue, ...], ServerList(32)] = ()
     """Values of the label. In and NotIn need at least one, Exists and DoesNotExist take none."""
 
 
@@ -92,17 +78,9 @@ class LabelSelector(ManifestModel):
     """LabelSelector selects objects whose labels meet all conditions. An empty selector selects
     every object."""
 
-    match_labels: Annotated[
-        Mapping[LabelKey, LabelValue],
-        Field(max_length=32),
-        ServerSchema({"x-kubernetes-map-type": "atomic"}),
-    ] = {}
+    match_labels: Labels = Field(default_factory=dict)
     """Labels that a selected object has."""
-    match_expressions: Annotated[
-        tuple[LabelRequirement, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    match_expressions: Annotated[tuple[LabelRequirement, ...], ServerList(32)] = ()
     """Further conditions on the labels of a selected object."""
 
 
@@ -123,24 +101,12 @@ class NetworkPolicySpec(ManifestModel):
     enabled: bool = True
     """Whether the operator creates NetworkPolicies that allow only the connections that components
     need. The cluster's network plugin must enforce them."""
-    clients: Annotated[
-        tuple[ClientSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    clients: Annotated[tuple[ClientSpec, ...], ServerList(32)] = ()
     """Pods that may connect to the gateway's port. If empty, every client may connect."""
-    admin_clients: Annotated[
-        tuple[ClientSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    admin_clients: Annotated[tuple[ClientSpec, ...], ServerList(32)] = ()
     """Pods that may connect to the gateway's adminPort. If empty, pods in the namespace of this
     object may connect. The operator always may."""
-    metrics_from: Annotated[
-        tuple[ClientSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    metrics_from: Annotated[tuple[ClientSpec, ...], ServerList(32)] = ()
     """Pods that may connect to the ports with metrics and health, which serve nothing else. If
     empty, pods of all namespaces may that have the Prometheus Operator's label
     app.kubernetes.io/name: prometheus."""

@@ -16,7 +16,7 @@ from ragcache_operator.spec.values import (
     ObjectName,
     RelativePath,
     SecretKey,
-    ServerSchema,
+    ServerList,
     StringPattern,
 )
 
@@ -185,11 +185,7 @@ class RagCollectionSpec(ManifestModel):
     documents that it did not add."""
     sync: SyncSpec = SyncSpec()
     """When the operator reads the sources again."""
-    sources: Annotated[
-        tuple[SourceSpec, ...],
-        Field(strict=False, min_length=1, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ]
+    sources: Annotated[tuple[SourceSpec, ...], ServerList(32, min_items=1)]
     """The sources of the documents."""
 
 

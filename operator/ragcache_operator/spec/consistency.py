@@ -107,9 +107,8 @@ def _bundled_lengths() -> Iterator[str]:
         yield f"self.source != 'bundled:{name}' || self.maxLength <= {limit}"
 
 
-def _max_replicas(name: str, component: type[GatewaySpec | EngineSpec]) -> Rule:
+def _max_replicas(component: type[GatewaySpec | EngineSpec]) -> Rule:
     return cel_rule(
-        name,
         component,
         "autoscaling.maxReplicas",
         "!has(self.autoscaling) || self.autoscaling.maxReplicas >= self.replicas",
@@ -144,21 +143,13 @@ def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
     return check
 
 
-def _name(field: str) -> str:
-    return f"no {field} with a url"
-
-
 EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
     *(
-        cel_rule(
-            *(_name(field), EngineSpec, field),
-            f"!has(self.url) || {condition}",
-            *(_PROBLEM, _FIX),
-        )
+        cel_rule(EngineSpec, field, f"!has(self.url) || {condition}", _PROBLEM, _FIX)
         for field, condition in _CONDITIONS.items()
     ),
     *(
-        Rule(_name(field), EngineSpec, field, _unset(attribute), NO_CEL_FOR_QUANTITIES)
+        Rule(EngineSpec, field, _unset(attribute), NO_CEL_FOR_QUANTITIES)
         for field, attribute in _QUANTITIES.items()
     ),
 )
@@ -166,7 +157,6 @@ EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
 
 RETRIEVER_RULES: tuple[Rule, ...] = (
     cel_rule(
-        "no model name without an embeddings endpoint",
         EmbedderSpec,
         "model",
         "self.source.startsWith('http') || !has(self.model)",
@@ -174,7 +164,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to the URL of an endpoint",
     ),
     cel_rule(
-        "model name for an embeddings endpoint",
         EmbedderSpec,
         "model",
         "!self.source.startsWith('http') || has(self.model)",
@@ -182,7 +171,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "name one of them",
     ),
     cel_rule(
-        "no API key without an embeddings endpoint",
         EmbedderSpec,
         "keySecret",
         "self.source.startsWith('http') || !has(self.keySecret)",
@@ -190,7 +178,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to the URL of an endpoint",
     ),
     cel_rule(
-        "model of the reranker if there is one",
         RerankerSpec,
         "model",
         "self.source == 'none' || has(self.model)",
@@ -198,7 +185,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "name one",
     ),
     cel_rule(
-        "no model without a reranker",
         RerankerSpec,
         "model",
         "self.source != 'none' || !has(self.model)",
@@ -206,7 +192,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to cross-encoder or the URL of an endpoint",
     ),
     cel_rule(
-        "name or folder of a cross-encoder",
         RerankerSpec,
         "model",
         f"self.source != '{CROSS_ENCODER}' || !has(self.model) || "
@@ -215,7 +200,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "use ORGANISATION/NAME of the hub, pvc:CLAIM/FOLDER or path:FOLDER",
     ),
     cel_rule(
-        "API key of the reranker only for an endpoint",
         RerankerSpec,
         "keySecret",
         "self.source.startsWith('http') || !has(self.keySecret)",
@@ -223,7 +207,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to the URL of an endpoint",
     ),
     cel_rule(
-        "postgres or milvus",
         BackendSpec,
         "milvus",
         "!has(self.postgres) || !has(self.milvus)",
@@ -231,7 +214,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "keep the one that has your documents",
     ),
     cel_rule(
-        "several retriever replicas only with PostgreSQL",
         RetrieverSpec,
         "replicas",
         "self.replicas == 1 || (has(self.backend) && has(self.backend.postgres))",
@@ -239,7 +221,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "use 1, or set backend.postgres",
     ),
     cel_rule(
-        "precision of the index only in the embedded backend",
         RetrieverSpec,
         "index",
         "!has(self.index) || self.index.precision == 'float32' || !has(self.backend) || "
@@ -252,7 +233,6 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
 
 CONSISTENCY: tuple[Rule, ...] = (
     cel_rule(
-        "overlap below half of size",
         ChunkingSpec,
         "overlap",
         "2 * self.overlap < self.size",
@@ -260,7 +240,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "use about an eighth of the size",
     ),
     cel_rule(
-        "maxLength within the bundled model's context length",
         ModelSpec,
         "maxLength",
         " && ".join(f"({condition})" for condition in _bundled_lengths()),
@@ -268,7 +247,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "use " + ", ".join(f"{limit} or less for {name}" for name, limit in BUNDLED_MODELS.items()),
     ),
     cel_rule(
-        "tokenSecret only for a hub model",
         ModelSpec,
         "tokenSecret",
         "!has(self.tokenSecret) || self.source.startsWith('hf:')",
@@ -276,7 +254,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "leave it out, or set source to hf:ORGANISATION/NAME",
     ),
     cel_rule(
-        "ingress or httpRoute",
         GatewaySpec,
         "httpRoute",
         "!has(self.ingress) || !has(self.httpRoute)",
@@ -284,7 +261,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "keep the one that your cluster supports",
     ),
     cel_rule(
-        "two ports of the gateway",
         GatewaySpec,
         "adminPort",
         "self.adminPort != self.port",
@@ -292,26 +268,23 @@ CONSISTENCY: tuple[Rule, ...] = (
         "use another port",
     ),
     cel_rule(
-        "no keys without auth",
         GatewayAuthSpec,
         "secretRef",
         "!has(self.secretRef) || self.enabled == true",
         "is set, but enabled is false",
         "leave it out, or set enabled to true",
     ),
-    _max_replicas("gateway's maxReplicas at least replicas", GatewaySpec),
-    _max_replicas("engine's maxReplicas at least replicas", EngineSpec),
+    _max_replicas(GatewaySpec),
+    _max_replicas(EngineSpec),
     *EXTERNAL_ENGINE_RULES,
     *RETRIEVER_RULES,
     Rule(
-        "memory limit at least the request",
         ResourcesSpec,
         "memoryLimit",
         _memory_limit_at_least_request,
         NO_CEL_FOR_QUANTITIES,
     ),
     cel_rule(
-        "admission fits the policy",
         CacheStoreSpec,
         "admission",
         "!has(self.admission) || self.admission != 'score' || self.policy == 'score'",
@@ -319,23 +292,20 @@ CONSISTENCY: tuple[Rule, ...] = (
         "use policy score, or admission always or secondTouch",
     ),
     Rule(
-        "store memory holds values in transit",
         CacheStoreSpec,
         "memory",
         _memory_holds_transfers,
         NO_CEL_FOR_QUANTITIES,
     ),
-    Rule("engine names differ", RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
+    Rule(RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
     Rule(
-        "pull secrets differ",
         SchedulingSpec,
         "imagePullSecrets",
         _pull_secrets_differ,
         ENFORCED_BY_SCHEMA,
     ),
-    Rule("host names differ", HTTPRouteSpec, "hostnames", _hostnames_differ, ENFORCED_BY_SCHEMA),
+    Rule(HTTPRouteSpec, "hostnames", _hostnames_differ, ENFORCED_BY_SCHEMA),
     cel_rule(
-        "label values fit the operator",
         LabelRequirement,
         "values",
         "(self.operator == 'In' || self.operator == 'NotIn') == "
@@ -343,9 +313,8 @@ CONSISTENCY: tuple[Rule, ...] = (
         "do not fit the operator",
         "list at least one for In and NotIn, none for Exists and DoesNotExist",
     ),
-    Rule("a client selects something", ClientSpec, "", _selects_something, ENFORCED_BY_SCHEMA),
+    Rule(ClientSpec, "", _selects_something, ENFORCED_BY_SCHEMA),
     cel_rule(
-        "a toleration's key unless it matches every taint",
         TolerationSpec,
         "key",
         "has(self.key) || self.operator == 'Exists'",
@@ -353,7 +322,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "name the taint's key",
     ),
     cel_rule(
-        "no value for Exists",
         TolerationSpec,
         "value",
         "self.operator == 'Equal' || !has(self.value) || self.value == ''",
@@ -361,7 +329,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "leave it out, or use Equal",
     ),
     cel_rule(
-        "seconds only for NoExecute",
         TolerationSpec,
         "tolerationSeconds",
         "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
@@ -369,7 +336,6 @@ CONSISTENCY: tuple[Rule, ...] = (
         "leave it out, or use NoExecute",
     ),
     cel_rule(
-        "interval in range",
         SyncSpec,
         "interval",
         f"duration(self.interval) >= duration('{MIN_INTERVAL_S}s') && "
@@ -378,5 +344,5 @@ CONSISTENCY: tuple[Rule, ...] = (
         "use 10s to 24h",
     ),
     *ENGINE_ARGUMENT_RULES,
-    Rule("exactly one source", SourceSpec, "", _is_one_source, ENFORCED_BY_SCHEMA),
+    Rule(SourceSpec, "", _is_one_source, ENFORCED_BY_SCHEMA),
 )

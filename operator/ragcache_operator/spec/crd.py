@@ -9,22 +9,16 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from ragcache_operator.spec import (
-    COLLECTION_KIND,
-    GROUP,
-    KIND,
-    VERSION,
-    RagCache,
-    RagCollection,
-)
+from ragcache_operator.spec.collection import KIND as COLLECTION_KIND
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
-from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule
+from ragcache_operator.spec.ragcache import KIND, RagCache
+from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES
 from ragcache_operator.spec.status import RagCacheStatus, RagCollectionStatus
-from ragcache_operator.spec.validation import CelRule, Rule
+from ragcache_operator.spec.validation import CelRule
+from ragcache_operator.spec.values import GROUP, VERSION
 
 Schema = dict[str, Any]
-
-_CONDITION: Final = '.status.conditions[?(@.type=="{}")].status'
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +27,9 @@ class PrinterColumn:
 
     name: str
     path: str
-    type: str
     description: str
     priority: int = 0
+    type: str = "string"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,10 @@ class ResourceKind:
         return f"{self.plural}.{GROUP}"
 
 
-_AGE: Final = PrinterColumn("Age", ".metadata.creationTimestamp", "date", "Time since creation.")
+_READY: Final = '.status.conditions[?(@.type=="Ready")].status'
+_AGE: Final = PrinterColumn(
+    "Age", ".metadata.creationTimestamp", "Time since creation.", type="date"
+)
 
 KINDS: Final = (
     ResourceKind(
@@ -66,33 +63,18 @@ KINDS: Final = (
         RagCache,
         RagCacheStatus,
         (
+            PrinterColumn("Ready", _READY, "Whether all components run and the self-test passed."),
+            PrinterColumn("Phase", ".status.phase", "Summary of the conditions."),
+            PrinterColumn("Engines", ".status.enginesReady", "Ready and desired engine replicas."),
             PrinterColumn(
-                "Ready",
-                _CONDITION.format("Ready"),
-                "string",
-                "Whether all components run and the self-test passed.",
+                "Hit Rate", ".status.cache.hitRate", "Share of reads that found a variant."
             ),
-            PrinterColumn("Phase", ".status.phase", "string", "Summary of the conditions."),
-            PrinterColumn(
-                "Engines", ".status.enginesReady", "string", "Ready and desired engine replicas."
-            ),
-            PrinterColumn(
-                "Hit Rate",
-                ".status.cache.hitRate",
-                "string",
-                "Share of reads that found a variant.",
-            ),
-            PrinterColumn("Model", ".status.model", "string", "Name of the served model.", 1),
-            PrinterColumn(
-                "Endpoint", ".status.endpoints.gateway", "string", "URL of the gateway.", 1
-            ),
-            PrinterColumn(
-                "Progress", ".status.progress", "string", "What the operator waits for.", 1
-            ),
+            PrinterColumn("Model", ".status.model", "Name of the served model.", 1),
+            PrinterColumn("Endpoint", ".status.endpoints.gateway", "URL of the gateway.", 1),
+            PrinterColumn("Progress", ".status.progress", "What the operator waits for.", 1),
             PrinterColumn(
                 "Remake",
                 ".status.retriever.remakeProgress",
-                "string",
                 "Number of documents that have been prepared again.",
                 1,
             ),
@@ -111,26 +93,23 @@ KINDS: Final = (
         RagCollection,
         RagCollectionStatus,
         (
+            PrinterColumn("Ready", _READY, "Whether documents of the collection can be searched."),
+            PrinterColumn("Cache", ".spec.cacheRef.name", "RagCache that stores the documents."),
             PrinterColumn(
-                "Ready",
-                _CONDITION.format("Ready"),
-                "string",
-                "Whether documents of the collection can be searched.",
+                "Documents",
+                ".status.documents",
+                "Number of documents from the sources.",
+                type="integer",
             ),
             PrinterColumn(
-                "Cache", ".spec.cacheRef.name", "string", "RagCache that stores the documents."
+                "Chunks", ".status.chunks", "Number of chunks of these documents.", 1, "integer"
             ),
+            PrinterColumn("Progress", ".status.progress", "Progress of the running sync."),
             PrinterColumn(
-                "Documents", ".status.documents", "integer", "Number of documents from the sources."
-            ),
-            PrinterColumn(
-                "Chunks", ".status.chunks", "integer", "Number of chunks of these documents.", 1
-            ),
-            PrinterColumn(
-                "Progress", ".status.progress", "string", "Progress of the running sync."
-            ),
-            PrinterColumn(
-                "Synced", ".status.lastSyncTime", "date", "Time since the last successful sync."
+                "Synced",
+                ".status.lastSyncTime",
+                "Time since the last successful sync.",
+                type="date",
             ),
             _AGE,
         ),
@@ -321,8 +300,7 @@ def _validation(field: str, cel: CelRule) -> dict[str, str]:
 def _validations() -> dict[str, list[dict[str, str]]]:
     """Return the CEL rules by the name of their model."""
     found: dict[str, list[dict[str, str]]] = {}
-    rules: Sequence[Rule | UpdateRule] = (*CONSISTENCY, *CLUSTER_RULES, *UPDATE_RULES)
-    for rule in rules:
+    for rule in (*CONSISTENCY, *CLUSTER_RULES, *UPDATE_RULES):
         if isinstance(rule.cel, CelRule):
             found.setdefault(rule.model.__name__, []).append(_validation(rule.field, rule.cel))
     return found

@@ -102,13 +102,11 @@ class RefusedFlags:
     """Flags that an engine cannot have, also not in ``unsafeArgs``.
 
     Args:
-        name: The rule in words.
         problem: What each of the flags would break.
         fixes: What to do instead, by flag without its dashes. A flag that ends with ``-`` stands
             for all flags that begin with it.
     """
 
-    name: str
     problem: str
     fixes: Mapping[str, str]
 
@@ -116,7 +114,6 @@ class RefusedFlags:
     def rule(self) -> Rule:
         """The rule that an engine's unsafeArgs contain none of the flags."""
         return Rule(
-            self.name,
             EngineSpec,
             "unsafeArgs",
             self._check,
@@ -172,7 +169,6 @@ def _abbreviations(flag: str) -> str:
 
 REFUSED_FLAGS: Final = (
     RefusedFlags(
-        "no unsafe arguments that fields set",
         "is set by a field of the RagCache",
         {
             "model": "set spec.model.source",
@@ -185,17 +181,14 @@ REFUSED_FLAGS: Final = (
         },
     ),
     RefusedFlags(
-        "no unsafe arguments that change the engine's address",
         "changes the address or protocol of the engine's server",
         dict.fromkeys(("host", "port", "uds", "root-path", "grpc", "headless"), _LEAVE_OUT),
     ),
     RefusedFlags(
-        "no unsafe arguments that reject the gateway's requests",
         "makes the engine reject the gateway's requests",
         dict.fromkeys(("api-key", "ssl-keyfile", "ssl-certfile", "tokens-only"), _LEAVE_OUT),
     ),
     RefusedFlags(
-        "no unsafe arguments that the operator sets",
         "replaces an argument that RagCache sets",
         dict.fromkeys(
             (
@@ -207,12 +200,10 @@ REFUSED_FLAGS: Final = (
         ),
     ),
     RefusedFlags(
-        "no unsafe arguments that replace the connector",
         "replaces RagCache's connector with vLLM's own offloading of KV",
         {"kv-offloading-": "leave it out, and set spec.engines[].hostTier"},
     ),
     RefusedFlags(
-        "no unsafe arguments that ask for several ranks",
         "asks for several ranks, and an engine has one",
         dict.fromkeys(
             (
@@ -224,7 +215,6 @@ REFUSED_FLAGS: Final = (
         ),
     ),
     RefusedFlags(
-        "no unsafe arguments that change the model",
         "changes the model, while stored KV is named by the model's folder",
         dict.fromkeys(
             (
@@ -235,7 +225,6 @@ REFUSED_FLAGS: Final = (
         ),
     ),
     RefusedFlags(
-        "no unsafe arguments that lose KV",
         "changes or discards KV, which the engine refuses at start",
         dict.fromkeys(("kv-cache-dtype", "enable-sleep-mode"), _LEAVE_OUT),
     ),
@@ -297,7 +286,6 @@ def _violation(argument: str) -> Violation | None:
 
 ENGINE_ARGUMENT_RULES: Final = (
     Rule(
-        "only allowed arguments",
         EngineSpec,
         "args",
         _only_allowed,

@@ -12,9 +12,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import API_VERSION, COLLECTION_KIND, KIND, RagCache, RagCollection
+from ragcache_operator.spec.collection import KIND as COLLECTION_KIND
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
+from ragcache_operator.spec.ragcache import KIND, RagCache
 from ragcache_operator.spec.validation import check_rules
+from ragcache_operator.spec.values import API_VERSION
 
 _Root = TypeVar("_Root", RagCache, RagCollection)
 

@@ -34,6 +34,7 @@ from ragcache_operator.spec.values import (
     ResourcesSpec,
     SecretEntry,
     SecretKey,
+    ServerList,
     ServerSchema,
     StorageSpec,
     StringPattern,
@@ -225,11 +226,7 @@ class HTTPRouteSpec(ManifestModel):
     """Name of the Gateway object that the route attaches to."""
     gateway_namespace: Namespace | None = None
     """Namespace of the Gateway object. If unset, the namespace of this object applies."""
-    hostnames: Annotated[
-        tuple[HostName, ...],
-        Field(strict=False, max_length=16),
-        ServerSchema({"x-kubernetes-list-type": "set"}),
-    ] = ()
+    hostnames: Annotated[tuple[HostName, ...], ServerList(16, kind="set")] = ()
     """Host names that the route matches, and that the gateway allows. If empty, the route matches
     all host names of the Gateway object, and allowedHosts has to name those that clients use."""
 
@@ -317,11 +314,7 @@ class GatewaySpec(ManifestModel):
     """Whether the gateway serves the console at /console of the admin port: a page to ask questions
     and to see what was reused. It has no data of its own and requests everything with the API key
     of its user. Write "off" in quotes: YAML reads it as false."""
-    allowed_hosts: Annotated[
-        tuple[HostPattern, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    allowed_hosts: Annotated[tuple[HostPattern, ...], ServerList(32)] = ()
     """Further host names under which clients reach the gateway, like rag.example.com. *.example.com
     allows all names below example.com, and * allows all names. The gateway answers other names with
     403, so that no web site can have its own name resolve to the gateway (DNS rebinding). Always
@@ -329,11 +322,7 @@ class GatewaySpec(ManifestModel):
     httpRoute. With *, any web site can read and change documents through a visitor's browser. The
     names of the Service are those of the domain cluster.local. In a cluster of another domain, add
     the full name, like docs-gateway.team.svc.example.org."""
-    allowed_origins: Annotated[
-        tuple[WebOrigin, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    allowed_origins: Annotated[tuple[WebOrigin, ...], ServerList(32)] = ()
     """Origins of web pages that may send requests from a browser, like https://app.example.com, or
     * for all. The gateway answers pages of other origins with 403, and preflight requests of
     allowed ones as CORS requires. Programs that are not browsers send no origin and need no
@@ -365,18 +354,10 @@ class EngineSpec(ManifestModel):
     host_tier: ByteQuantity | None = None
     """Size of the host memory tier of each replica, which holds the variants that it loads most
     often. If unset, the engine loads every variant from the cache store."""
-    args: Annotated[
-        tuple[Annotated[str, Field(max_length=64)], ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    args: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], ServerList(32)] = ()
     """Further arguments of vLLM's server, each as one item: --flag or --flag=value. They can only
     be flags that load no code, read no files and work with the cache store."""
-    unsafe_args: Annotated[
-        tuple[UnsafeArgument, ...],
-        Field(strict=False, max_length=16),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
+    unsafe_args: Annotated[tuple[UnsafeArgument, ...], ServerList(16)] = ()
     """Arguments of vLLM's server that RagCache does not check, each as one item: --flag or
     --flag=value. They can run code in the engine, read its files, publish prompts, or make stored
     KV wrong. Flags that the engine refuses or that RagCache sets are not allowed here either."""
@@ -495,11 +476,9 @@ class RagCacheSpec(ManifestModel):
     """The gateway, which serves an OpenAI-compatible REST API."""
     retriever: RetrieverSpec = RetrieverSpec()
     """The retriever, which stores documents and searches them."""
-    engines: Annotated[
-        tuple[EngineSpec, ...],
-        Field(strict=False, min_length=1, max_length=16),
-        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = (EngineSpec(),)
+    engines: Annotated[tuple[EngineSpec, ...], ServerList(16, min_items=1, kind="map")] = (
+        EngineSpec(),
+    )
     """Groups of vLLM engines. Each group has its own size and number of replicas, or is a server
     that RagCache does not run."""
     cache_store: CacheStoreSpec = CacheStoreSpec()

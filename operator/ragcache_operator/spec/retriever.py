@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
@@ -29,7 +30,35 @@ MAX_RETRIEVER_REPLICAS: Final = 5
 """More have not been tried with one PostgreSQL."""
 
 
-class EmbedderSpec(ManifestModel):
+class SearchModelSpec(ManifestModel):
+    """SearchModelSpec sets a model that the retriever loads, or an endpoint that serves it."""
+
+    def value_of(self, kind: str) -> str:
+        """Return the value of the model's source if it is of this kind. Empty for others."""
+        raise NotImplementedError
+
+    @property
+    def claim(self) -> str:
+        """Name of the volume claim that has the model."""
+        return self.value_of("pvc").partition("/")[0]
+
+    @property
+    def claim_folder(self) -> str:
+        """Folder of the model within its volume. Empty means the volume's root."""
+        return self.value_of("pvc").partition("/")[2].rstrip("/")
+
+    @property
+    def local_folder(self) -> str:
+        """Folder of the model on this machine."""
+        return self.value_of("path")
+
+    @property
+    def hub_name(self) -> str:
+        """Name of the model on the hub."""
+        return self.value_of("hf")
+
+
+class EmbedderSpec(SearchModelSpec):
     """EmbedderSpec sets the embedding model, which turns text into vectors."""
 
     source: Annotated[
@@ -59,27 +88,8 @@ class EmbedderSpec(ManifestModel):
         """Whether another service embeds."""
         return self.source.startswith("http")
 
-    @property
-    def claim(self) -> str:
-        """Name of the volume claim of a ``pvc:`` source. Empty for other sources."""
-        return self._value("pvc").partition("/")[0]
-
-    @property
-    def claim_folder(self) -> str:
-        """Folder of a ``pvc:`` source within its volume. Empty means the volume's root."""
-        return self._value("pvc").partition("/")[2].rstrip("/")
-
-    @property
-    def local_folder(self) -> str:
-        """Folder of a ``path:`` source. Empty for other sources."""
-        return self._value("path")
-
-    @property
-    def hub_name(self) -> str:
-        """Name of an ``hf:`` source. Empty for other sources."""
-        return self._value("hf")
-
-    def _value(self, kind: str) -> str:
+    @override
+    def value_of(self, kind: str) -> str:
         found, _, value = self.source.partition(":")
         return value if found == kind else ""
 
@@ -87,7 +97,7 @@ class EmbedderSpec(ManifestModel):
 CROSS_ENCODER: Final = "cross-encoder"
 
 
-class RerankerSpec(ManifestModel):
+class RerankerSpec(SearchModelSpec):
     """RerankerSpec sets the model that orders the best hits of a search again."""
 
     source: Annotated[
@@ -110,32 +120,13 @@ class RerankerSpec(ManifestModel):
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
 
-    @property
-    def claim(self) -> str:
-        """Name of the volume claim of a cross-encoder on a volume. Empty for others."""
-        return self._cross_encoder_in("pvc").partition("/")[0]
-
-    @property
-    def claim_folder(self) -> str:
-        """Folder of a cross-encoder within its volume. Empty means the volume's root."""
-        return self._cross_encoder_in("pvc").partition("/")[2].rstrip("/")
-
-    @property
-    def local_folder(self) -> str:
-        """Folder of a cross-encoder on this machine. Empty for others."""
-        return self._cross_encoder_in("path")
-
-    @property
-    def hub_name(self) -> str:
-        """Name of a cross-encoder on the hub. Empty for others."""
-        if self.source != CROSS_ENCODER or self.model is None or ":" in self.model:
-            return ""
-        return self.model
-
-    def _cross_encoder_in(self, kind: str) -> str:
+    @override
+    def value_of(self, kind: str) -> str:
         if self.source != CROSS_ENCODER or self.model is None:
             return ""
-        found, _, value = self.model.partition(":")
+        # A name without a kind is one of the hub.
+        model = self.model if ":" in self.model else f"hf:{self.model}"
+        found, _, value = model.partition(":")
         return value if found == kind else ""
 
 

@@ -7,50 +7,23 @@ every rule before each pass, except for those about updates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import (
-    CacheRef,
-    CacheStoreSpec,
-    EngineSpec,
-    ModelSpec,
-    RagCollection,
-    ResourcesSpec,
-    RetrieverSpec,
-    StorageSpec,
-)
+from ragcache_operator.spec.collection import CacheRef, RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
 from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
+from ragcache_operator.spec.ragcache import CacheStoreSpec, EngineSpec, ModelSpec
+from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.validation import (
     NO_CEL_FOR_QUANTITIES,
-    CelRule,
     Rule,
     Violation,
     cel_rule,
     check_rules,
+    update_rule,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """A rule about what an update may change. Only the API server has both values to compare.
-
-    Args:
-        name: The rule in words. Tests use it as an id.
-        model: The model that the rule is about.
-        field: Path of the invalid field below the value, as in a manifest. Empty for the value
-            itself.
-        cel: The rule. It compares ``self`` with ``oldSelf``.
-    """
-
-    name: str
-    model: type[BaseModel]
-    field: str
-    cel: CelRule
+from ragcache_operator.spec.values import ResourcesSpec, StorageSpec
 
 
 def find_problems(manifest: Mapping[str, Any]) -> list[InvalidInput]:
@@ -100,7 +73,6 @@ def _engine_fits(engine: EngineSpec) -> Violation | None:
 
 CLUSTER_RULES: tuple[Rule, ...] = (
     cel_rule(
-        "a model that pods can read",
         ModelSpec,
         "source",
         "!self.source.startsWith('path:')",
@@ -108,14 +80,12 @@ CLUSTER_RULES: tuple[Rule, ...] = (
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     ),
     Rule(
-        "resources exceed the memory tier",
         CacheStoreSpec,
         "resources",
         _store_fits,
         NO_CEL_FOR_QUANTITIES,
     ),
     Rule(
-        "resources exceed the KV cache",
         EngineSpec,
         "resources",
         _engine_fits,
@@ -124,49 +94,37 @@ CLUSTER_RULES: tuple[Rule, ...] = (
 )
 
 
-UPDATE_RULES: tuple[UpdateRule, ...] = (
-    UpdateRule(
-        "storage is immutable",
+UPDATE_RULES: tuple[Rule, ...] = (
+    update_rule(
         StorageSpec,
         "",
-        CelRule(
-            "self == oldSelf",
-            "is immutable: Kubernetes does not change the claims of a StatefulSet; keep it, or "
-            "create another RagCache",
-        ),
+        "self == oldSelf",
+        "is immutable: Kubernetes does not change the claims of a StatefulSet",
+        "keep it, or create another RagCache",
     ),
-    UpdateRule(
-        "backend is immutable",
+    update_rule(
         RetrieverSpec,
         "backend",
-        CelRule(
-            "(has(self.backend) && has(self.backend.postgres)) == "
-            "(has(oldSelf.backend) && has(oldSelf.backend.postgres)) && "
-            "(has(self.backend) && has(self.backend.milvus)) == "
-            "(has(oldSelf.backend) && has(oldSelf.backend.milvus))",
-            "is immutable: the documents would stay in the old backend; keep it, or restore a "
-            "backup into another RagCache",
-        ),
+        "(has(self.backend) && has(self.backend.postgres)) == "
+        "(has(oldSelf.backend) && has(oldSelf.backend.postgres)) && "
+        "(has(self.backend) && has(self.backend.milvus)) == "
+        "(has(oldSelf.backend) && has(oldSelf.backend.milvus))",
+        "is immutable: the documents would stay in the old backend",
+        "keep it, or restore a backup into another RagCache",
     ),
-    UpdateRule(
-        "cacheRef is immutable",
+    update_rule(
         CacheRef,
         "name",
-        CelRule(
-            "self.name == oldSelf.name",
-            "is immutable: the documents would stay in the old RagCache; delete this RagCollection "
-            "and create one for the other RagCache",
-        ),
+        "self.name == oldSelf.name",
+        "is immutable: the documents would stay in the old RagCache",
+        "delete this RagCollection and create one for the other RagCache",
     ),
-    UpdateRule(
-        "collection is immutable",
+    update_rule(
         RagCollection,
         "spec.collection",
-        CelRule(
-            "(has(self.spec.collection) ? self.spec.collection : self.metadata.name) == "
-            "(has(oldSelf.spec.collection) ? oldSelf.spec.collection : oldSelf.metadata.name)",
-            "is immutable: the documents would stay in the old collection; delete this "
-            "RagCollection and create one for the other collection",
-        ),
+        "(has(self.spec.collection) ? self.spec.collection : self.metadata.name) == "
+        "(has(oldSelf.spec.collection) ? oldSelf.spec.collection : oldSelf.metadata.name)",
+        "is immutable: the documents would stay in the old collection",
+        "delete this RagCollection and create one for the other collection",
     ),
 )

@@ -47,7 +47,6 @@ class Rule:
     """One rule about the values of one model.
 
     Args:
-        name: The rule in words. Tests use it as an id.
         model: The model that the rule is about.
         field: Path of the invalid field below the value, as in a manifest. Empty for the value
             itself.
@@ -55,16 +54,13 @@ class Rule:
         cel: The CEL form, or the reason why there is none.
     """
 
-    name: str
     model: type[BaseModel]
     field: str
     check: Callable[[Any], Violation | None]
     cel: CelRule | str
 
 
-def cel_rule(
-    name: str, model: type[BaseModel], field: str, expression: str, problem: str, fix: str
-) -> Rule:
+def cel_rule(model: type[BaseModel], field: str, expression: str, problem: str, fix: str) -> Rule:
     """Return a rule that is written in CEL.
 
     Args:
@@ -80,7 +76,17 @@ def cel_rule(
         fields = value.model_dump(mode="json", by_alias=True, exclude_none=True)
         return None if holds(fields) else violation
 
-    return Rule(name, model, field, check, CelRule(expression, f"{problem}; {fix}"))
+    return Rule(model, field, check, CelRule(expression, f"{problem}; {fix}"))
+
+
+def update_rule(
+    model: type[BaseModel], field: str, expression: str, problem: str, fix: str
+) -> Rule:
+    """Return a rule about what an update may change, which compares ``self`` with ``oldSelf``.
+
+    Only the API server has both values, so it holds for each single value.
+    """
+    return Rule(model, field, lambda _: None, CelRule(expression, f"{problem}; {fix}"))
 
 
 def check_rules(rules: Sequence[Rule], value: BaseModel, path: str = "") -> list[InvalidInput]:

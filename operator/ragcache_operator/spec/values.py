@@ -7,16 +7,18 @@ and the CRD generator uses them for OpenAPI patterns.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import GroupedMetadata, MaxLen, MinLen
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Strict,
 )
 from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -134,6 +136,23 @@ class ServerSchema:
         return {**handler(schema), **self.keys}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerList(GroupedMetadata):
+    """Bounds a list, and tells the API server how it merges. Items of a map have unique names."""
+
+    max_items: int
+    min_items: int = 0
+    kind: Literal["atomic", "set", "map"] = "atomic"
+
+    def __iter__(self) -> Iterator[object]:
+        keys = {"x-kubernetes-list-map-keys": ["name"]} if self.kind == "map" else {}
+        yield Strict(strict=False)
+        if self.min_items:
+            yield MinLen(self.min_items)
+        yield MaxLen(self.max_items)
+        yield ServerSchema({"x-kubernetes-list-type": self.kind, **keys})
+
+
 DNS_LABEL = StringPattern(
     LABEL,
     "DNS label",
@@ -205,6 +224,11 @@ LabelValue = Annotated[
         "value of a label",
         "use letters, digits, '-', '_' and '.', with a letter or digit at both ends",
     ),
+]
+Labels = Annotated[
+    Mapping[LabelKey, LabelValue],
+    Field(max_length=32),
+    ServerSchema({"x-kubernetes-map-type": "atomic"}),
 ]
 RelativePath = Annotated[
     str,

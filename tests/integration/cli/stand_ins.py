@@ -13,14 +13,14 @@ from typing import Any
 
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.metadata import WORKLOADS
-from ragcache_operator.builders.placement import Placement
-from ragcache_operator.spec import RagCache
+from ragcache_operator.builders.placement import PlatformPlacement
+from ragcache_operator.spec.ragcache import RagCache
 
 HABITS = ("dies", "dies-once", "ignores-term", "has-child", "never-ready", "no-answers")
 
 
 def stand_in(
-    cache: RagCache, site: Placement, habits: Mapping[str, str] | None = None
+    cache: RagCache, site: PlatformPlacement, habits: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """The children of cache with every command replaced by this script.
 
@@ -44,7 +44,7 @@ def stand_in(
     return children
 
 
-def stand_ins(**habits: str) -> Callable[[RagCache, Placement], list[dict[str, Any]]]:
+def stand_ins(**habits: str) -> Callable[[RagCache, PlatformPlacement], list[dict[str, Any]]]:
     """Something to put in the place of build_children."""
     return lambda cache, site: stand_in(cache, site, habits)
 

@@ -21,17 +21,16 @@ import pytest
 from harness.processes import free_port
 from ragcache_cli.local import platform as local_platform
 from ragcache_cli.local import supervisor as supervisor_module
-from ragcache_cli.local.part import Check, Part
-from ragcache_cli.local.platform import LocalPlatform, PartEvent, PartFailed
-from ragcache_cli.local.probe import Prober
+from ragcache_cli.local.component import Check, LocalComponent, Prober
+from ragcache_cli.local.platform import ComponentEvent, ComponentFailed, LocalPlatform
 from ragcache_cli.local.state_file import PlatformRecord, find_data, read_record
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy
-from ragcache_cli.local.supervisor import PartSupervisor
+from ragcache_cli.local.supervisor import ComponentSupervisor
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.placement import Address
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import RagCache
 from tests.integration.cli.stand_ins import living, stand_ins
 
 QUICK = RestartPolicy(first_wait_s=0.01, longest_wait_s=0.1)
@@ -80,7 +79,7 @@ def record_of(data: Path) -> PlatformRecord:
 async def test_parts_start_in_order_answer_and_leave_nothing(
     cache: RagCache, tmp_path: Path
 ) -> None:
-    events: list[PartEvent] = []
+    events: list[ComponentEvent] = []
     data = tmp_path / "data"
     async with platform_of(cache, data, progress=events.append) as platform:
         async with httpx.AsyncClient(timeout=60) as client:
@@ -99,7 +98,7 @@ async def test_parts_start_in_order_answer_and_leave_nothing(
     assert not keys.exists()
     assert living(pids) == []
     assert read_record(data) is None
-    told = [(event.part, event.state.phase) for event in events]
+    told = [(event.component, event.state.phase) for event in events]
     for part in ("cachestore", "retriever", "engine-main", "gateway"):
         mine = [phase for name, phase in told if name == part]
         assert mine == [ProcessPhase.STARTING, ProcessPhase.READY, ProcessPhase.STOPPED]
@@ -118,7 +117,7 @@ async def test_a_part_that_dies_is_restarted_and_so_is_what_it_left(
     habits(engine="has-child")
     has_died = asyncio.Event()
 
-    def progress(event: PartEvent) -> None:
+    def progress(event: ComponentEvent) -> None:
         if event.state.phase is ProcessPhase.BACKOFF:
             has_died.set()
 
@@ -140,7 +139,7 @@ async def test_a_part_that_dies_is_restarted_and_so_is_what_it_left(
 async def test_restart_gives_a_fresh_process_without_a_death(
     cache: RagCache, tmp_path: Path
 ) -> None:
-    events: list[PartEvent] = []
+    events: list[ComponentEvent] = []
     async with platform_of(cache, tmp_path / "data", progress=events.append) as platform:
         first, gateway = platform.pid("engine-main"), platform.pid("gateway")
         await platform.restart("engine")
@@ -162,7 +161,7 @@ async def test_a_part_that_never_starts_is_given_up_with_its_last_words(
     cache: RagCache, tmp_path: Path, habits: Habits
 ) -> None:
     habits(engine="dies")
-    with pytest.raises(PartFailed) as failure:
+    with pytest.raises(ComponentFailed) as failure:
         async with platform_of(cache, tmp_path / "data"):
             pytest.fail("the platform cannot be ready")
     assert "the engine-main ended with status 3" in str(failure.value)
@@ -177,8 +176,8 @@ async def test_it_is_ready_when_questions_can_be_answered(
     data = tmp_path / "data"
     gateway_ready = asyncio.Event()
 
-    def progress(event: PartEvent) -> None:
-        if event.part == "gateway" and event.state.phase is ProcessPhase.READY:
+    def progress(event: ComponentEvent) -> None:
+        if event.component == "gateway" and event.state.phase is ProcessPhase.READY:
             gateway_ready.set()
 
     platform = platform_of(cache, data, progress=progress)
@@ -228,8 +227,8 @@ async def test_cancelled_while_it_starts_it_leaves_nothing(
     data = tmp_path / "data"
     started = asyncio.Event()
 
-    def progress(event: PartEvent) -> None:
-        if event.part == "engine-main" and event.state.phase is ProcessPhase.STARTING:
+    def progress(event: ComponentEvent) -> None:
+        if event.component == "engine-main" and event.state.phase is ProcessPhase.STARTING:
             started.set()
 
     async def run() -> None:
@@ -306,14 +305,14 @@ asyncio.run(main())
         assert living(pids) == []
 
 
-def part(tmp_path: Path, habit: str = "") -> Part:
+def part(tmp_path: Path, habit: str = "") -> LocalComponent:
     """A part whose probes lose patience soon."""
     address = Address("127.0.0.1", free_port())
     script = Path(inspect.getfile(stand_ins))
     check = Check(address, "/", period_s=0.05, timeout_s=1.5, failures=2)
-    return Part(
+    return LocalComponent(
         name="part",
-        component="part",
+        kind="part",
         command=(sys.executable, str(script), str(address.port), habit),
         env={},
         ports={"http": address},
@@ -327,12 +326,12 @@ def part(tmp_path: Path, habit: str = "") -> Part:
 
 @asynccontextmanager
 async def kept(
-    part: Part, folder: Path
-) -> AsyncIterator[tuple[PartSupervisor, asyncio.Queue[ProcessState]]]:
+    part: LocalComponent, folder: Path
+) -> AsyncIterator[tuple[ComponentSupervisor, asyncio.Queue[ProcessState]]]:
     """A supervisor at work, and the states it goes through."""
     states: asyncio.Queue[ProcessState] = asyncio.Queue()
     prober = Prober()
-    supervisor_ = PartSupervisor(
+    supervisor_ = ComponentSupervisor(
         part,
         folder,
         folder / "log",

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from ragcache_cli.clients.collection_client import CollectionClient
-from ragcache_cli.clients.gateway_client import GatewayTarget, RequestRefused
+from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget, RequestRefused
+from ragcache_cli.commands.sync import Sync
 from ragcache_cli.sources.read import Surroundings
-from ragcache_cli.sources.scratch import Scratch
-from ragcache_cli.sources.sync import Sync
+from ragcache_cli.sources.reading import Scratch
 from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
@@ -68,9 +67,8 @@ class Platform:
         async def sleep(seconds: float) -> None:
             self.slept_s.append(seconds)
 
-        async with CollectionClient(
-            GatewayTarget(self.world.base_url), collection.collection_name, 5, sleep=sleep
-        ) as client:
+        target = GatewayTarget(self.world.base_url)
+        async with GatewayApiClient(target, patience_s=5, sleep=sleep) as client:
             sync = Sync(client, collection, lambda done, total: self.progress.append((done, total)))
             return await (sync.remove() if remove else sync.bring(here))
 
@@ -317,7 +315,7 @@ async def test_removing_what_never_was_is_done(platform: Platform) -> None:
 async def test_more_than_a_page_is_compared(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cli.clients.collection_client._PAGE", 2)
+    monkeypatch.setattr("ragcache_cli.clients.gateway_client._PAGE", 2)
     platform.write(0, **{f"d{n}_md": f"Document {n}" for n in range(5)})
     assert (await platform.sync(config_map("faq"))).written == 5
     assert (await platform.sync(config_map("faq"))).unchanged == 5
@@ -337,8 +335,8 @@ async def test_a_gateway_that_is_away_is_waited_for_and_then_given_up(platform: 
         waits.append(seconds)
         now += seconds
 
-    client = CollectionClient(
-        GatewayTarget("http://127.0.0.1:9"), "docs", 5, clock=lambda: now, sleep=sleep
+    client = GatewayApiClient(
+        GatewayTarget("http://127.0.0.1:9"), patience_s=5, clock=lambda: now, sleep=sleep
     )
     async with client:
         done = await Sync(client, collection, lambda *_: None).remove()
@@ -366,18 +364,17 @@ async def test_a_busy_gateway_says_when_to_come_back() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with CollectionClient(
-            GatewayTarget(f"http://127.0.0.1:{port}"), "docs", 60, sleep=sleep
-        ) as client:
-            assert await client.settings() == {"name": "docs"}
+        target = GatewayTarget(f"http://127.0.0.1:{port}")
+        async with GatewayApiClient(target, patience_s=60, sleep=sleep) as client:
+            assert await client.find_collection("docs") == {"name": "docs"}
     assert waits == [3.0, 1.0]
 
 
 async def test_what_the_gateway_refuses_of_a_collection_is_a_mistake(platform: Platform) -> None:
     platform.write(0, a_md="A")
-    async with CollectionClient(GatewayTarget(platform.world.base_url), "no\nname", 5) as client:
+    async with GatewayApiClient(GatewayTarget(platform.world.base_url), patience_s=5) as client:
         with pytest.raises(RequestRefused):
-            await client.settings()
+            await client.find_collection("no\nname")
 
 
 async def run_command(*arguments: str, **environment: str) -> tuple[int, list[str], str]:

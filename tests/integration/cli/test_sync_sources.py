@@ -14,12 +14,10 @@ from ragcache_cli.sources import web as web_source
 from ragcache_cli.sources.documents import LARGEST_BYTES
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.spec import SourceSpec
-from ragcache_operator.spec.collection import token_variable
+from ragcache_operator.spec.collection import GitSource, SourceSpec, token_variable
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
@@ -277,8 +275,9 @@ def test_a_private_repository_takes_the_token(
 def test_other_ways_than_http_are_closed(repository: Repository, here: Surroundings) -> None:
     repository.commit({"a.md": b"A"})
     for url in (f"file://{repository.folder}", str(repository.folder), "ext::sh -c 'touch x'"):
+        source = GitSource.model_construct(url=url, ref="main")
         with pytest.raises(InvalidInput, match="another way than http"):
-            read_git("here", url, "main", ".", None, here.scratch, Deadline(60))
+            read_git("here", source, None, here.scratch, Deadline(60))
 
 
 def test_a_repository_past_the_scratch_folder_ends(
@@ -296,8 +295,9 @@ def test_git_has_a_deadline(web: Web, repository: Repository, here: Surroundings
     repository.commit({"a.md": b"A"})
     now = iter((0.0, 0.0, 11.0))
     deadline = Deadline(10, lambda: next(now))
+    source = GitSource(url=f"{web.url}/git/handbook/.git", ref="main")
     with pytest.raises(Unavailable, match="longer than 10 s"):
-        read_git("here", f"{web.url}/git/handbook/.git", "main", ".", None, here.scratch, deadline)
+        read_git("here", source, None, here.scratch, deadline)
 
 
 # What they are called

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ragcache_cli.output.counting_bar import counting_bar
+from ragcache_cli.output.console import counting_bar
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -36,8 +36,9 @@ from ragcache_gateway.http.routes import (
     search_routes,
     status_routes,
 )
-from ragcache_operator.spec import API_VERSION, KIND
 from ragcache_operator.spec.manifest import parse, parse_manifest
+from ragcache_operator.spec.ragcache import KIND
+from ragcache_operator.spec.values import API_VERSION
 from ragcache_operator.status import conditions
 from tests.kit.documentation import ROOT, SUBSTITUTED, Command
 

@@ -14,19 +14,24 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ragcache_cli.commands import doctor
-from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
-from ragcache_cli.commands.explain import render_explanation
+from ragcache_cli.commands.ask import (
+    Reply,
+    render_citations,
+    render_explanation,
+    render_timing,
+    steps,
+)
 from ragcache_cli.commands.progress import IngestProgress, describe
 from ragcache_cli.commands.status import describe_cache
 from ragcache_cli.kubernetes.render import capabilities_of, render_yaml
-from ragcache_cli.local.platform import PartEvent
+from ragcache_cli.local.platform import ComponentEvent
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState
 from ragcache_cli.models.cache import model_folder
 from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import EngineSpec, RagCacheSpec
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import EngineSpec, RagCacheSpec
 
 milliseconds = st.floats(0, 1e6)
 
@@ -87,8 +92,8 @@ def test_nothing_printable_steers_a_terminal(text: str) -> None:
     assert not set(printable(text)) & {"\x1b", "\x9b", "\x07", "\r", "\b", "\0", "\x7f"}
 
 
-def event(state: ProcessState, **more: Any) -> PartEvent:
-    return PartEvent(
+def event(state: ProcessState, **more: Any) -> ComponentEvent:
+    return ComponentEvent(
         "engine-main", state, 12.34, more.pop("crash_loop", False), Path("e.log"), **more
     )
 

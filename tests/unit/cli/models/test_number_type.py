@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.ragcache import RagCache
 
 QUICKSTART = Path(__file__).resolve().parents[4] / "examples" / "quickstart.yaml"
 AVX2 = {"avx2", "fma", "avx"}

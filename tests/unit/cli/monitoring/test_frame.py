@@ -13,7 +13,7 @@ from rich.console import Console
 from ragcache_cli.clients.gateway_client import PlatformState
 from ragcache_cli.monitoring.frame import PlatformSample, make_frame
 from ragcache_cli.monitoring.metric_series import MetricSeries
-from ragcache_cli.monitoring.view import draw
+from ragcache_cli.monitoring.top import draw
 from ragcache_wire.telemetry.catalogue import gateway, retriever
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 

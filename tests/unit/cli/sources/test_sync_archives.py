@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from ragcache_cli.sources import archive, reading
 from ragcache_cli.sources.archive import read_tar, read_tar_gz, read_zip
 from ragcache_cli.sources.documents import LARGEST_BYTES
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Scratch
+from ragcache_cli.sources.reading import Scratch, SourceContents
 from ragcache_core.errors import InvalidInput, TooLarge
 
 MIB = 1 << 20

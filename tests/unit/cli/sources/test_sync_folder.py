@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_cli.sources import reading
-from ragcache_cli.sources.folder import read_folder
+from ragcache_cli.sources.read import read_folder
 from ragcache_core.errors import InvalidInput
 
 

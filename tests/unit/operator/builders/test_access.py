@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ from tests.kit.operator import (
     build,
     container_of,
     env_of,
-    kinds_of,
     make_cache,
-    of,
     pod_of,
 )
 
@@ -74,15 +71,9 @@ def test_the_generated_secret_has_a_key_and_a_file_that_accepts_it() -> None:
     assert (owner["uid"], made["metadata"]["namespace"]) == (UID, NAMESPACE)
 
 
-def test_the_gateway_mounts_the_file_alone_and_not_the_key() -> None:
+def test_the_gateway_accepts_the_operators_own_keys() -> None:
     cache = make_cache()
-    children = build_children(cache, site_of(cache))
-    volume = key_volume(children)
-    assert volume is not None
-    assert volume["secretName"] == api_key_secret_name(cache, site_of(cache))
-    assert volume["items"] == [{"key": "keys.toml", "path": "keys.toml"}]
-    env = env_of(children, "gateway")
-    assert env["RAGCACHE_API_KEYS_FILE"] == "/etc/ragcache/api-keys/keys.toml"
+    env = env_of(build_children(cache, site_of(cache)), "gateway")
     hashes = dict(part.split("=", 1) for part in env["RAGCACHE_BUILTIN_KEYS"].split(","))
     assert builtin_table(hashes).find(KEYS.key(OPERATOR, UID)) is not None
 
@@ -90,10 +81,6 @@ def test_the_gateway_mounts_the_file_alone_and_not_the_key() -> None:
 def test_a_secret_of_the_team_replaces_the_generated_one() -> None:
     cache = make_cache(gateway=OWN)
     assert api_key_secret_name(cache, site_of(cache)) is None
-    volume = key_volume(build(gateway=OWN))
-    assert volume is not None
-    assert volume["secretName"] == "team-keys"
-    assert volume["items"] == [{"key": "file", "path": "keys.toml"}]
 
 
 def test_only_an_explicit_false_opens_the_gateway() -> None:
@@ -104,38 +91,6 @@ def test_only_an_explicit_false_opens_the_gateway() -> None:
         assert (key_volume(children) is not None) == has_keys
         arguments = container_of(children, "engine-main")["args"]
         assert ("--scheduling-policy" in arguments) == has_keys
-
-
-def test_ingress_and_http_route_reach_the_first_port_alone() -> None:
-    ingress = of(build(gateway={"ingress": {"host": "a.example"}}), "Ingress", "docs-gateway")
-    [rule] = ingress["spec"]["rules"]
-    [path] = rule["http"]["paths"]
-    assert path["backend"]["service"]["port"] == {"name": "http"}
-    children = build(gateway={"port": 80, "httpRoute": {"gateway": "g"}})
-    [route] = kinds_of(children, "HTTPRoute")
-    assert [b["port"] for r in route["spec"]["rules"] for b in r["backendRefs"]] == [80]
-
-
-def test_probes_use_the_port_that_clients_cannot_fill() -> None:
-    container = container_of(build(), "gateway")
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": 8000, "admin": 8001, "metrics": 9464}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["port"] == ports["admin"]
-    env = env_of(build(), "gateway")
-    assert (env["RAGCACHE_LISTEN"], env["RAGCACHE_ADMIN_LISTEN"]) == (
-        "0.0.0.0:8000",
-        "0.0.0.0:8001",
-    )
-
-
-def test_limits_are_in_a_file_that_the_gateway_mounts() -> None:
-    children = build(gateway={"limits": {"questions": 7}})
-    content = of(children, "ConfigMap", "docs-gateway-limits")["data"]["limits.json"]
-    assert json.loads(content)["questions"] == 7
-    assert env_of(children, "gateway")["RAGCACHE_LIMITS_FILE"] == "/etc/ragcache/limits/limits.json"
-    volumes = pod_of(children, "gateway")["volumes"]
-    assert {"name": "limits", "configMap": {"name": "docs-gateway-limits"}} in volumes
 
 
 @given(first=st.text(max_size=40), second=st.text(max_size=40))

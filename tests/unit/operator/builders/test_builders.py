@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,9 +21,9 @@ from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
 from ragcache_operator.builders.keys import signing_secret
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.ragcache import CacheStoreSpec
 from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
 from tests.kit.operator import (
     UID,
@@ -37,9 +36,7 @@ from tests.kit.operator import (
     make_cache,
     of,
     pod_of,
-    secrets_of,
     specs,
-    workloads_of,
 )
 from tests.kit.settings import read_settings
 
@@ -124,39 +121,6 @@ def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
         kubernetes_validate.validate(child, "1.37", strict=True)
 
 
-def test_the_engine_is_vllms_server_with_our_connector() -> None:
-    children = build(
-        engines=[
-            {
-                "kvMemory": "1500Mi",
-                "args": ["--max-num-seqs=4"],
-                "unsafeArgs": ["--model-impl=vllm"],
-            }
-        ]
-    )
-    container = container_of(children, "engine-main")
-    assert container["command"] == ["python", "-m", "ragcache_engine.start"]
-    arguments = container["args"]
-    connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    assert connector == {
-        "kv_connector": "RagCacheConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
-    assert arguments[-2:] == ["--max-num-seqs=4", "--model-impl=vllm"]
-    assert "--otlp-traces-endpoint" not in arguments
-    assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert container["resources"]["requests"]["memory"] == f"{5 * 1024 + SMOLLM2_MIB}Mi"
-    assert "RAGCACHE_HOST_TIER_BYTES" not in env_of(children, "engine-main")
-
-
-def test_an_engine_has_memory_for_its_host_tier_and_its_queue() -> None:
-    children = build(engines=[{"kvMemory": "2Gi", "hostTier": "4Gi"}])
-    assert env_of(children, "engine-main")["RAGCACHE_HOST_TIER_BYTES"] == str(4 << 30)
-    container = container_of(children, "engine-main")
-    assert container["resources"]["requests"]["memory"] == f"{10 * 1024 + SMOLLM2_MIB}Mi"
-
-
 @pytest.mark.parametrize(
     ("model", "weights_bytes"),
     [
@@ -190,158 +154,11 @@ def test_an_engine_requests_memory_for_the_weights(
     assert 0 <= requested - (5 * 2**30 + weights_bytes) < 2**20
 
 
-def test_an_engine_learns_the_memory_that_its_container_requests() -> None:
-    container = container_of(build(), "engine-main")
-    [variable] = [v for v in container["env"] if v["name"] == "RAGCACHE_MEMORY_REQUEST_BYTES"]
-    found = {"resource": "requests.memory", "divisor": "1"}
-    assert variable["valueFrom"] == {"resourceFieldRef": found}
-
-
-def test_vllm_exports_spans_to_the_collector_and_starts_no_trace() -> None:
-    children = build(telemetry={"otlp": {"endpoint": "http://collector:4318/"}})
-    arguments = container_of(children, "engine-main")["args"]
-    at = arguments.index("--otlp-traces-endpoint")
-    assert arguments[at + 1] == "http://collector:4318/v1/traces"
-    env = env_of(children, "engine-main")
-    assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
-    assert env["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
-
-
-@pytest.mark.parametrize(
-    ("engine", "surge"),
-    [
-        ({}, 1),
-        ({"replicas": 2}, 0),
-        ({"autoscaling": {"maxReplicas": 3}}, 0),
-    ],
-)
-def test_only_a_single_engine_is_rolled_out_with_a_surge(engine: Object, surge: int) -> None:
-    deployment = of(build(engines=[engine]), "Deployment", "docs-engine-main")
-    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
-    assert rolling == {"maxSurge": surge, "maxUnavailable": 1 - surge}
-
-
-def test_engines_are_resolved_separately_and_only_when_ready() -> None:
-    service = of(build(), "Service", "docs-engine-main")
-    assert service["spec"]["clusterIP"] == "None"
-    assert "publishNotReadyAddresses" not in service["spec"]
-
-
-def test_the_gateway_knows_every_engine() -> None:
-    env = env_of(build(engines=[{"name": "a"}, {"name": "b"}]), "gateway")
-    assert env["RAGCACHE_ENGINES"] == (
-        "http://docs-engine-a.team.svc:8000;records=50051,"
-        "http://docs-engine-b.team.svc:8000;records=50051"
-    )
-
-
-def test_an_engine_with_a_url_is_known_to_the_gateway_and_not_built() -> None:
-    theirs = {"name": "theirs", "url": "http://vllm.models.svc:8000"}
-    own, both = build(engines=[{"name": "own"}]), build(engines=[{"name": "own"}, theirs])
-    assert [(c["kind"], c["metadata"]["name"]) for c in both] == [
-        (c["kind"], c["metadata"]["name"]) for c in own
-    ]
-    assert env_of(both, "gateway")["RAGCACHE_ENGINES"] == (
-        "http://docs-engine-own.team.svc:8000;records=50051,http://vllm.models.svc:8000"
-    )
-    alone = build(engines=[theirs])
-    assert not [c for c in workloads_of(alone) if "engine" in c["metadata"]["name"]]
-    assert env_of(alone, "gateway")["RAGCACHE_ENGINES"] == "http://vllm.models.svc:8000"
-
-
-def test_shards_have_names_before_they_are_ready_and_start_in_parallel() -> None:
-    children = build(cacheStore={"shards": 3})
-    service = of(children, "Service", "docs-cachestore-shards")
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    store = of(children, "StatefulSet", "docs-cachestore")
-    assert store["spec"]["serviceName"] == "docs-cachestore-shards"
-    assert store["spec"]["podManagementPolicy"] == "Parallel"
-    assert store["spec"]["replicas"] == 3
-
-
-def test_each_shard_has_its_member_name_and_two_ports() -> None:
-    children = build(cacheStore={"shards": 2})
-    store = of(children, "StatefulSet", "docs-cachestore")
-    listed = container_of(children, "cachestore")["env"]
-    [pod] = [variable for variable in listed if variable["name"] == "POD_NAME"]
-    assert pod["valueFrom"]["fieldRef"] == {"apiVersion": "v1", "fieldPath": "metadata.name"}
-    [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_OWN_ADDRESS"]
-    # The kubelet expands only variables that come earlier.
-    assert listed.index(pod) < listed.index(own)
-    members = of(children, "ConfigMap", "docs-members")
-    names = [f"{store['metadata']['name']}-{shard}" for shard in range(2)]
-    assert json.loads(members["data"]["cachestore.json"])["members"] == [
-        own["value"].replace("$(POD_NAME)", name) for name in names
-    ]
-    mounted = {mount["name"] for mount in container_of(children, "cachestore")["volumeMounts"]}
-    assert "members" in mounted
-    env, service = env_of(children, "cachestore"), of(children, "Service", "docs-cachestore-shards")
-    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
-    assert env["RAGCACHE_LISTEN"] == f"0.0.0.0:{ports['grpc']}"
-    assert env["RAGCACHE_DATA_LISTEN"] == f"0.0.0.0:{ports['data']}"
-    assert "RAGCACHE_DATA_SOCKET" not in env
-
-
-def test_an_engine_publishes_no_events_of_its_cache() -> None:
-    children = build()
-    container = container_of(children, "engine-main")
-    assert "--kv-events-config" not in container["args"]
-    ports = {port["containerPort"] for port in container["ports"]}
-    assert ports == {8000, 50051, 9464}
-    service = of(children, "Service", "docs-engine-main")
-    assert {port["port"] for port in service["spec"]["ports"]} == {8000, 50051}
-    policy = of(children, "NetworkPolicy", "docs-engine")
-    allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-    assert allowed == ports
-
-
-def test_the_store_gets_the_settings_of_the_spec() -> None:
-    env = env_of(build(), "cachestore")
-    assert env["RAGCACHE_POLICY"] == "score"
-    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native", "on")
-    assert "RAGCACHE_OTLP_ENDPOINT" not in env
-    children = build(
-        cacheStore={
-            "policy": "pgdsf",
-            "admission": "secondTouch",
-            "precision": {"value": "packed"},
-            "replication": {"enabled": False},
-        },
-        telemetry={"otlp": {"endpoint": "http://collector:4318"}},
-    )
-    env = env_of(children, "cachestore")
-    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("pgdsf", "second-touch")
-    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native/packed", "off")
-    told = {
-        name: env_of(children, name).get("RAGCACHE_OTLP_ENDPOINT")
-        for name in ("cachestore", "gateway", "retriever", "engine-main")
-    }
-    assert told == dict.fromkeys(told, "http://collector:4318")
-
-
 @pytest.mark.parametrize("size", ["64Mi", "100Mi", "255Mi"])
 def test_a_small_volume_still_gives_a_valid_store(size: str) -> None:
     """Its size is immutable, so a user could not solve a rejection."""
     env = env_of(build(cacheStore={"disk": {"size": size}}), "cachestore")
     assert int(env["RAGCACHE_DISK_BYTES"]) >= 65536
-
-
-def test_the_store_fits_its_volume_and_memory() -> None:
-    children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
-    store = of(children, "StatefulSet", "docs-cachestore")
-    [claim] = store["spec"]["volumeClaimTemplates"]
-    assert claim["spec"] == {
-        "accessModes": ["ReadWriteOnce"],
-        "storageClassName": "fast",
-        "resources": {"requests": {"storage": "10Gi"}},
-    }
-    env, container = env_of(children, "cachestore"), container_of(children, "cachestore")
-    # The file system and a reserve for metadata take the rest.
-    assert 0.85 * (10 << 30) < int(env["RAGCACHE_DISK_BYTES"]) < 0.9 * (10 << 30)
-    limit = parse_quantity(container["resources"]["limits"]["memory"])
-    assert limit > int(env["RAGCACHE_MEMORY_BYTES"]) == 2 << 30
-    assert {"name": "data", "mountPath": env["RAGCACHE_DATA_DIR"]} in container["volumeMounts"]
 
 
 @pytest.mark.parametrize(
@@ -386,174 +203,11 @@ def test_the_store_of_a_platform_has_the_admission_that_did_best(
     assert read_settings(CacheStoreSettings, without_mounts(env)).admission == admission
 
 
-def test_the_gateways_service_has_the_ports_of_the_spec() -> None:
-    spec = {"port": 80, "adminPort": 81}
-    service = of(build(gateway=spec), "Service", "docs-gateway")
-    assert service["spec"]["ports"] == [
-        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"},
-        {"name": "admin", "port": 81, "targetPort": "admin", "protocol": "TCP"},
-    ]
-    cache = make_cache(gateway=spec)
-    assert ClusterPlacement(cache, tag="1").admin_url == "http://docs-gateway.team.svc:81"
-    assert ClusterPlacement(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
-
-
-@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
-def test_a_hub_model_gets_the_users_token(part: str) -> None:
-    children = build(model={"source": "hf:Qwen/Qwen3-0.6B", "tokenSecret": {"name": "hub"}})
-    assert "HF_HUB_OFFLINE" not in env_of(children, part)
-    assert ("HF_TOKEN", "hub", "token") in secrets_of(container_of(children, part))
-    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == "Qwen/Qwen3-0.6B"
-
-
-@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
-@pytest.mark.parametrize(
-    ("source", "volume", "folder"),
-    [
-        (
-            "pvc:models/llama/8b",
-            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
-            "/model/llama/8b",
-        ),
-        (
-            "pvc:models",
-            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
-            "/model",
-        ),
-        (
-            "image:registry.example.com/llama:1",
-            {
-                "image": {
-                    "reference": "registry.example.com/llama:1",
-                    "pullPolicy": "IfNotPresent",
-                }
-            },
-            "/model",
-        ),
-    ],
-)
-def test_a_model_on_a_volume_is_mounted_read_only(
-    part: str, source: str, volume: Object, folder: str
-) -> None:
-    children = build(model={"source": source})
-    assert {"name": "model", **volume} in pod_of(children, part)["volumes"]
-    mount = {"name": "model", "mountPath": "/model", "readOnly": True}
-    assert mount in container_of(children, part)["volumeMounts"]
-    assert env_of(children, part)["HF_HUB_OFFLINE"] == "1"
-    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == folder
-
-
-def test_the_store_has_no_model() -> None:
-    children = build(model={"source": "pvc:models"})
-    assert "model" not in {volume["name"] for volume in pod_of(children, "cachestore")["volumes"]}
-
-
-def test_a_local_folder_is_rejected_in_a_cluster() -> None:
-    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: path:/m is a local folder"):
-        build(model={"source": "path:/m"})
-
-
 def test_an_image_model_needs_image_volumes() -> None:
     cache = make_cache(model={"source": "image:a/b:1"})
     children_of(cache, replace(LATEST, minor=35))
     with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.34 cannot mount"):
         children_of(cache, replace(LATEST, minor=34))
-
-
-def test_an_endpoints_key_stays_in_its_secret() -> None:
-    children = build(
-        retriever={
-            "embedder": {
-                "source": "https://api.example.com/v1",
-                "model": "e",
-                "keySecret": {"name": "keys", "key": "embeddings"},
-            }
-        }
-    )
-    [secret] = secrets_of(container_of(children, "retriever"))
-    assert secret == ("RAGCACHE_EMBEDDER_API_KEY", "keys", "embeddings")
-
-
-@pytest.mark.parametrize(
-    ("source", "folder"),
-    [("pvc:models/e5/small/", "path:/embedder/e5/small"), ("pvc:models", "path:/embedder")],
-)
-def test_an_embedder_on_a_volume_is_mounted_in_the_retriever_alone(
-    source: str, folder: str
-) -> None:
-    children = build(retriever={"embedder": {"source": source}})
-    claim = {"claimName": "models", "readOnly": True}
-    volume = {"name": "embedder", "persistentVolumeClaim": claim}
-    mount = {"name": "embedder", "mountPath": "/embedder", "readOnly": True}
-    assert volume in pod_of(children, "retriever")["volumes"]
-    assert mount in container_of(children, "retriever")["volumeMounts"]
-    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == folder
-    assert volume not in pod_of(children, "gateway")["volumes"]
-
-
-def test_only_the_retriever_asks_the_hub_for_an_embedder() -> None:
-    children = build(retriever={"embedder": {"source": "hf:intfloat/e5-small-v2"}})
-    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == "hf:intfloat/e5-small-v2"
-    assert "HF_HUB_OFFLINE" not in env_of(children, "retriever")
-    assert env_of(children, "gateway")["HF_HUB_OFFLINE"] == "1"
-
-
-def test_a_local_embedder_is_rejected_in_a_cluster() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"^spec\.retriever\.embedder\.source: path:/m is a local folder"
-    ):
-        build(retriever={"embedder": {"source": "path:/m"}})
-
-
-@pytest.mark.parametrize(
-    ("model", "folder"),
-    [("pvc:models/ranker/", "/cross-encoder/ranker"), ("pvc:models", "/cross-encoder")],
-)
-def test_a_cross_encoder_on_a_volume_is_mounted_in_the_retriever_alone(
-    model: str, folder: str
-) -> None:
-    reranker = {"source": "cross-encoder", "model": model}
-    children = build(retriever={"reranker": reranker, "embedder": {"source": "pvc:models/e5"}})
-    claim = {"claimName": "models", "readOnly": True}
-    volume = {"name": "cross-encoder", "persistentVolumeClaim": claim}
-    mount = {"name": "cross-encoder", "mountPath": "/cross-encoder", "readOnly": True}
-    assert volume in pod_of(children, "retriever")["volumes"]
-    assert mount in container_of(children, "retriever")["volumeMounts"]
-    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == folder
-    assert env_of(children, "retriever")["RAGCACHE_EMBEDDER"] == "path:/embedder/e5"
-    assert env_of(children, "retriever")["HF_HUB_OFFLINE"] == "1"
-    assert volume not in pod_of(children, "gateway")["volumes"]
-
-
-def test_only_the_retriever_asks_the_hub_for_a_cross_encoder() -> None:
-    name = "cross-encoder/ms-marco-MiniLM-L6-v2"
-    children = build(retriever={"reranker": {"source": "cross-encoder", "model": name}})
-    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == name
-    assert "HF_HUB_OFFLINE" not in env_of(children, "retriever")
-    assert env_of(children, "gateway")["HF_HUB_OFFLINE"] == "1"
-
-
-def test_a_name_that_is_sent_to_an_endpoint_is_no_model_of_the_hub() -> None:
-    children = build(retriever={"reranker": {"source": "http://e/v1", "model": "pvc:is/a-name"}})
-    assert env_of(children, "retriever")["RAGCACHE_RERANKER_MODEL"] == "pvc:is/a-name"
-    assert env_of(children, "retriever")["HF_HUB_OFFLINE"] == "1"
-    names = {volume["name"] for volume in pod_of(children, "retriever")["volumes"]}
-    assert "cross-encoder" not in names
-
-
-def test_a_local_cross_encoder_is_rejected_in_a_cluster() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"^spec\.retriever\.reranker\.model: path:/m is a local folder"
-    ):
-        build(retriever={"reranker": {"source": "cross-encoder", "model": "path:/m"}})
-
-
-def test_clients_of_the_retriever_balance_between_ready_pods() -> None:
-    backend = {"postgres": {"urlSecret": {"name": "db"}}}
-    children = build(retriever={"replicas": 2, "backend": backend})
-    service = of(children, "Service", "docs-retriever")
-    assert service["spec"]["clusterIP"] == "None"
-    assert "publishNotReadyAddresses" not in service["spec"]
 
 
 @pytest.mark.parametrize("kind", ["postgres", "milvus"])
@@ -569,29 +223,6 @@ def test_an_index_of_another_backend_takes_no_memory_of_the_retriever(kind: str)
     assert memory(backend=backend) < memory() < memory(index=index)
 
 
-@pytest.mark.parametrize("kind", ["postgres", "milvus"])
-@pytest.mark.parametrize(("named", "key"), [({}, "url"), ({"key": "dsn"}, "dsn")])
-def test_the_url_of_a_backend_stays_in_its_secret(
-    kind: str, named: dict[str, str], key: str
-) -> None:
-    backend = {kind: {"urlSecret": {"name": "db"} | named}}
-    children = build(retriever={"backend": backend})
-    assert env_of(children, "retriever")["RAGCACHE_BACKEND"] == kind
-    [found] = secrets_of(container_of(children, "retriever"))
-    assert found == ("RAGCACHE_BACKEND_URL", "db", key)
-
-
-def test_retrievers_share_a_database() -> None:
-    database = {"postgres": {"urlSecret": {"name": "db"}}}
-    shared = build(retriever={"replicas": 3, "backend": database})
-    [workload] = [
-        one
-        for one in shared
-        if one["metadata"]["name"].endswith("-retriever") and one["kind"] == "StatefulSet"
-    ]
-    assert workload["spec"]["replicas"] == 3
-
-
 def test_the_retrievers_memory_follows_from_the_index() -> None:
     def memory(**retriever: Any) -> int:
         container = container_of(build(retriever=retriever), "retriever")
@@ -604,101 +235,6 @@ def test_the_retrievers_memory_follows_from_the_index() -> None:
     assert quantized == pytest.approx(2 * 1_000_000 * (384 + 24), rel=0.01)
     endpoint = {"source": "http://e/v1", "model": "m"}
     assert memory(index={"expectedChunks": 1_000_000}, embedder=endpoint) > small + 2 * million
-
-
-def test_scheduling_reaches_every_pod() -> None:
-    toleration = {"key": "rag", "operator": "Exists", "effect": "NoSchedule"}
-    children = build(
-        scheduling={
-            "priorityClassName": "high",
-            "nodeSelector": {"pool": "rag"},
-            "tolerations": [toleration],
-            "imagePullSecrets": [{"name": "registry"}],
-        }
-    )
-    for workload in workloads_of(children):
-        pod = workload["spec"]["template"]["spec"]
-        assert pod["priorityClassName"] == "high"
-        assert pod["nodeSelector"] == {"pool": "rag"}
-        assert pod["tolerations"] == [toleration]
-        assert pod["imagePullSecrets"] == [{"name": "registry"}]
-
-
-def test_a_group_of_engines_overrides_the_scheduling_it_gives() -> None:
-    children = build(
-        scheduling={
-            "nodeSelector": {"pool": "rag"},
-            "tolerations": [{"key": "rag", "operator": "Exists"}],
-            "imagePullSecrets": [{"name": "registry"}],
-        },
-        engines=[
-            {"name": "big", "scheduling": {"nodeSelector": {"pool": "big"}, "tolerations": []}},
-            {"name": "small"},
-        ],
-    )
-    big = pod_of(children, "engine-big")
-    assert big["nodeSelector"] == {"pool": "big"}
-    assert "tolerations" not in big
-    assert big["imagePullSecrets"] == [{"name": "registry"}]
-    for part in ("engine-small", "gateway", "cachestore", "retriever"):
-        assert pod_of(children, part)["nodeSelector"] == {"pool": "rag"}
-
-
-def test_every_component_logs_at_the_level_of_the_spec() -> None:
-    children = build(telemetry={"logLevel": "debug"})
-    for part in ("gateway", "retriever", "cachestore"):
-        assert env_of(children, part)["RAGCACHE_LOG_LEVEL"] == "debug"
-    assert env_of(children, "engine-main")["VLLM_LOGGING_LEVEL"] == "DEBUG"
-
-
-def test_replicas_spread_over_nodes_and_zones_if_possible() -> None:
-    children = build()
-    for part in ("gateway", "retriever", "engine-main", "cachestore"):
-        constraints = pod_of(children, part)["topologySpreadConstraints"]
-        assert [c["topologyKey"] for c in constraints] == [
-            "kubernetes.io/hostname",
-            "topology.kubernetes.io/zone",
-        ]
-        assert {c["whenUnsatisfiable"] for c in constraints} == {"ScheduleAnyway"}
-
-
-def test_a_drain_evicts_one_pod_of_a_workload_at_a_time() -> None:
-    children = build(cacheStore={"shards": 3})
-    budgets = kinds_of(children, "PodDisruptionBudget")
-    assert len(budgets) == 4
-    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets)
-
-
-def test_an_ingress_routes_to_the_gateway() -> None:
-    children = build(
-        gateway={"ingress": {"host": "a.example.com", "className": "nginx", "tlsSecret": "tls"}}
-    )
-    [ingress] = kinds_of(children, "Ingress")
-    assert ingress["spec"]["ingressClassName"] == "nginx"
-    assert ingress["spec"]["tls"] == [{"hosts": ["a.example.com"], "secretName": "tls"}]
-    assert ingress["spec"]["rules"][0]["host"] == "a.example.com"
-
-
-def test_the_gateway_scales_by_cpu_and_engines_by_their_queues() -> None:
-    cache = make_cache(
-        gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5, "cpuPercent": 60}},
-        engines=[{"autoscaling": {"maxReplicas": 3, "queueDepth": 8}}],
-    )
-    children = children_of(cache)
-    gateway = of(children, "HorizontalPodAutoscaler", "docs-gateway")
-    assert gateway["apiVersion"] == "autoscaling/v2"
-    assert (gateway["spec"]["minReplicas"], gateway["spec"]["maxReplicas"]) == (2, 5)
-    [metric] = gateway["spec"]["metrics"]
-    assert metric["resource"] == {
-        "name": "cpu",
-        "target": {"type": "Utilization", "averageUtilization": 60},
-    }
-    engine = of(children, "HorizontalPodAutoscaler", "docs-engine-main")
-    [metric] = engine["spec"]["metrics"]
-    assert metric["pods"] == {
-        "metric": {"name": "vllm_num_requests_waiting"},
-        "target": {"type": "AverageValue", "averageValue": "8"},
-    }
 
 
 def scaled() -> list[Object]:
@@ -759,39 +295,6 @@ def test_unused_features_are_not_reported(spec: Object) -> None:
     assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
 
 
-def signing_key_volume(children: list[Object], part: str) -> Object | None:
-    """Return the volume of the file with a component's signing keys."""
-    path = env_of(children, part).get("RAGCACHE_SIGNING_KEY_FILE")
-    if path is None:
-        return None
-    folder, _, _ = path.rpartition("/")
-    [mount] = [m for m in container_of(children, part)["volumeMounts"] if m["mountPath"] == folder]
-    # Kubernetes does not update a file that is mounted alone, so the folder is mounted.
-    assert mount["readOnly"] is True
-    assert "subPath" not in mount
-    [volume] = [v for v in pod_of(children, part)["volumes"] if v["name"] == mount["name"]]
-    found: Object = volume
-    return found
-
-
-def test_only_the_retriever_has_no_key() -> None:
-    cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
-    children = children_of(cache)
-    site = ClusterPlacement(cache, tag="1", owner=UID)
-    made = signing_secret(cache, site, bytes(range(32)))
-    volumes = {
-        signing_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
-        for part in ("gateway", "engine-one", "engine-two", "cachestore")
-    }
-    assert volumes == {made["metadata"]["name"]}
-    assert signing_key_volume(children, "retriever") is None
-    assert not [v for v in pod_of(children, "retriever")["volumes"] if "secret" in v]
-    path = env_of(children, "gateway")["RAGCACHE_SIGNING_KEY_FILE"]
-    [(file, content)] = made["stringData"].items()
-    assert path.endswith(f"/{file}")
-    assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
-
-
 def test_the_key_belongs_to_one_object() -> None:
     cache = make_cache()
 
@@ -806,24 +309,16 @@ def test_the_key_belongs_to_one_object() -> None:
     assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "docs"
 
 
+def test_a_generated_key_is_one_that_services_read() -> None:
+    cache = make_cache()
+    made = signing_secret(cache, ClusterPlacement(cache, tag="1", owner=UID), bytes(range(32)))
+    [content] = made["stringData"].values()
+    assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
+
+
 @given(specs)
 def test_no_built_object_contains_a_secret(spec: Object) -> None:
     assert not kinds_of(children_of(make_cache(**spec)), "Secret")
-
-
-def allowed_hosts(**gateway: Any) -> list[str]:
-    return env_of(build(gateway=gateway), "gateway")["RAGCACHE_ALLOWED_HOSTS"].split(",")
-
-
-def test_the_gateway_knows_the_names_under_which_clients_reach_it() -> None:
-    service = ["docs-gateway", "docs-gateway.team", "docs-gateway.team.svc"]
-    names = [*service, "docs-gateway.team.svc.cluster.local"]
-    assert allowed_hosts() == names
-    assert allowed_hosts(ingress={"host": "rag.example.com"}) == [*names, "rag.example.com"]
-    route = {"gateway": "edge", "hostnames": ["a.example.com"]}
-    assert allowed_hosts(httpRoute=route) == [*names, "a.example.com"]
-    assert allowed_hosts(httpRoute={"gateway": "edge"}) == names, "not every name"
-    assert allowed_hosts(allowedHosts=["*.example.com"]) == ["*.example.com", *names]
 
 
 def test_the_gateway_gets_its_allowed_origins() -> None:
@@ -832,3 +327,70 @@ def test_the_gateway_gets_its_allowed_origins() -> None:
     env = env_of(build(gateway={"allowedOrigins": origins}), "gateway")
     told = read_settings(GatewaySettings, without_mounts(env))
     assert told.allowed_origins == tuple(origins)
+
+
+def test_a_route_without_host_names_allows_no_other_ones() -> None:
+    env = env_of(build(gateway={"httpRoute": {"gateway": "edge"}}), "gateway")
+    assert env["RAGCACHE_ALLOWED_HOSTS"] == env_of(build(), "gateway")["RAGCACHE_ALLOWED_HOSTS"]
+
+
+def test_the_gateways_urls_have_the_ports_of_the_spec() -> None:
+    placement = ClusterPlacement(make_cache(gateway={"port": 80, "adminPort": 81}), tag="1")
+    assert placement.gateway_url == "http://docs-gateway.team.svc:80"
+    assert placement.admin_url == "http://docs-gateway.team.svc:81"
+
+
+@pytest.mark.parametrize(
+    ("spec", "variable", "folder"),
+    [
+        ({"model": {"source": "pvc:models"}}, "RAGCACHE_MODEL", "/model"),
+        ({"model": {"source": "image:a/b:1"}}, "RAGCACHE_MODEL", "/model"),
+        (
+            {"retriever": {"embedder": {"source": "pvc:models"}}},
+            "RAGCACHE_EMBEDDER",
+            "path:/embedder",
+        ),
+        (
+            {"retriever": {"reranker": {"source": "cross-encoder", "model": "pvc:models"}}},
+            "RAGCACHE_RERANKER_MODEL",
+            "/cross-encoder",
+        ),
+    ],
+)
+def test_a_model_can_be_the_root_of_its_volume(spec: Object, variable: str, folder: str) -> None:
+    assert env_of(build(**spec), "retriever")[variable] == folder
+
+
+def test_an_image_model_is_mounted_from_its_image() -> None:
+    volumes = pod_of(build(model={"source": "image:a/b:1"}), "engine-main")["volumes"]
+    image = {"reference": "a/b:1", "pullPolicy": "IfNotPresent"}
+    assert {"name": "model", "image": image} in volumes
+
+
+@pytest.mark.parametrize(
+    "retriever",
+    [
+        {"embedder": {"source": "hf:intfloat/e5-small-v2"}},
+        {"reranker": {"source": "cross-encoder", "model": "cross-encoder/ms-marco-MiniLM-L6-v2"}},
+    ],
+)
+def test_only_the_retriever_asks_the_hub_for_its_models(retriever: Object) -> None:
+    children = build(retriever=retriever)
+    assert "HF_HUB_OFFLINE" not in env_of(children, "retriever")
+    assert env_of(children, "gateway")["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("model.source", {"model": {"source": "path:/m"}}),
+        ("retriever.embedder.source", {"retriever": {"embedder": {"source": "path:/m"}}}),
+        (
+            "retriever.reranker.model",
+            {"retriever": {"reranker": {"source": "cross-encoder", "model": "path:/m"}}},
+        ),
+    ],
+)
+def test_a_local_folder_is_rejected_in_a_cluster(field: str, spec: Object) -> None:
+    with pytest.raises(InvalidInput, match=rf"^spec\.{field}: path:/m is a local folder"):
+        build(**spec)

@@ -22,8 +22,8 @@ from ragcache_operator.builders.metadata import (
     selector_text,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec import COMPONENTS
 from ragcache_operator.spec.quantity import canonical, parse_quantity
+from ragcache_operator.spec.ragcache import COMPONENTS
 from tests.kit.operator import (
     NAMESPACE,
     UID,
@@ -160,28 +160,6 @@ def test_current_schemas_know_every_field(spec: Object) -> None:
 def test_the_oldest_schemas_know_every_field(spec: Object) -> None:
     for child in children_of(make_cache(**spec), OLDEST):
         kubernetes_validate.validate(child, f"1.{OLDEST_MINOR}", strict=True)
-
-
-def test_routes_are_valid_in_the_gateway_api() -> None:
-    [route] = kinds_of(
-        build(
-            gateway={
-                "port": 80,
-                "httpRoute": {
-                    "gateway": "public",
-                    "gatewayNamespace": "edge",
-                    "hostnames": ["a.b"],
-                },
-            }
-        ),
-        "HTTPRoute",
-    )
-    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
-    assert route["spec"] == {
-        "parentRefs": [{"name": "public", "namespace": "edge"}],
-        "hostnames": ["a.b"],
-        "rules": [{"backendRefs": [{"name": "docs-gateway", "port": 80}]}],
-    }
 
 
 @given(specs_of_today)

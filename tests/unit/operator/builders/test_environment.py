@@ -11,7 +11,7 @@ from ragcache_operator.builders.environment import (
     settings_environment,
     spec_value,
 )
-from ragcache_operator.spec import SecretKey
+from ragcache_operator.spec.values import SecretKey
 from ragcache_wire.settings import (
     TABLES,
     CacheStoreSettings,
@@ -123,21 +123,3 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
 def test_a_field_that_the_operator_cannot_write_is_an_error() -> None:
     with pytest.raises(TypeError, match="precision: a builder has to give"):
         settings_environment(CacheStoreSettings, make_cache(), disk_bytes="1", admission="score")
-
-
-def test_fields_of_the_gateway_reach_its_environment() -> None:
-    gateway = {
-        "speculation": "off",
-        "order": "cached",
-        "maxDisplacement": 3,
-        "rewrite": "model",
-    }
-    container = container_of(build(gateway=gateway), "gateway")
-    environment = {one["name"]: one.get("value") for one in container["env"]}
-    given = {
-        "RAGCACHE_SPECULATION": "off",
-        "RAGCACHE_ORDER": "cached",
-        "RAGCACHE_MAX_DISPLACEMENT": "3",
-        "RAGCACHE_REWRITE": "model",
-    }
-    assert given.items() <= environment.items()

@@ -27,22 +27,6 @@ def test_every_pod_has_exactly_one_port_that_the_monitor_scrapes() -> None:
         assert sum(port["name"] in PORTS for port in container["ports"]) == 1
 
 
-def test_the_spec_sets_interval_and_labels_of_the_monitor() -> None:
-    telemetry = {"podMonitor": {"interval": "1m", "labels": {"release": "main"}}}
-    [monitor] = kinds_of(build(telemetry=telemetry), "PodMonitor")
-    assert monitor["metadata"]["labels"]["release"] == "main"
-    assert {one["interval"] for one in monitor["spec"]["podMetricsEndpoints"]} == {"1m"}
-
-
-def test_series_have_the_names_of_component_and_rag_cache() -> None:
-    [monitor] = kinds_of(build(), "PodMonitor")
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        sources = {one["targetLabel"]: one["sourceLabels"] for one in endpoint["relabelings"]}
-        label = "__meta_kubernetes_pod_label_app_kubernetes_io_"
-        assert sources["component"] == [f"{label}component"]
-        assert sources["ragcache"] == [f"{label}instance"]
-
-
 def test_no_monitor_is_made_where_it_is_disabled_or_unknown() -> None:
     assert not kinds_of(build(telemetry={"podMonitor": {"enabled": False}}), "PodMonitor")
     cache = make_cache()

@@ -26,7 +26,7 @@ from ragcache_operator.collections.job import (
 from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_reason
 from ragcache_operator.collections.revision import Revision, revision_of
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.spec import RagCollection
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.manifest import parse_collection
 from tests.kit.operator import make_cache
 

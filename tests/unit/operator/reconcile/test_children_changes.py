@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from ragcache_operator.spec import RagCacheSpec
+from ragcache_operator.spec.ragcache import RagCacheSpec
 from tests.kit.operator import Object, build, workloads_of
 
 WHOLE: Object = {

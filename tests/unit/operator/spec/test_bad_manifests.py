@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_operator.spec import RagCache, RagCollection
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.manifest import InvalidManifest, parse
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.rules import CLUSTER_RULES, find_problems
 from ragcache_operator.spec.validation import check_rules
 from tests.kit.manifests import BAD, Bad, RejectedBy

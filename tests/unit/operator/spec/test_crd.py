@@ -13,9 +13,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from ragcache_operator.spec import RagCache
 from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
 from ragcache_operator.spec.manifest import parse
+from ragcache_operator.spec.ragcache import RagCache
 from tests.kit.manifests import cache, collection, examples, source
 
 ROOT = Path(__file__).parents[4]

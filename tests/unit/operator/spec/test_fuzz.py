@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import RagCache, RagCollection
+from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.crd import KINDS, object_schema
 from ragcache_operator.spec.manifest import InvalidManifest, parse
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.rules import find_problems
 from tests.kit.manifests import Object, cache, collection
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import ModelSource, parse_duration
+from ragcache_operator.spec.collection import parse_duration
 from ragcache_operator.spec.manifest import (
     InvalidManifest,
     load_manifest,
@@ -16,6 +16,7 @@ from ragcache_operator.spec.manifest import (
     parse_collection,
     parse_manifest,
 )
+from ragcache_operator.spec.ragcache import ModelSource
 from tests.kit.manifests import cache, collection, examples
 
 EXAMPLES = Path(__file__).parents[4] / "examples"

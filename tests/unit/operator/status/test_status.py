@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_operator.status.component import (
+    CONDITION_OF,
     DEGRADED,
     NOT_CREATED,
     READY,
@@ -21,7 +22,6 @@ from ragcache_operator.status.component import (
 )
 from ragcache_operator.status.conditions import (
     BLEND_VERIFIED,
-    CONDITION_OF,
     NOT_TESTED,
     Condition,
     ConditionState,

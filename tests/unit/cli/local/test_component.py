@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from ragcache_cli.local.component import LocalComponent, components_from
 from ragcache_cli.local.key_files import (
     ensure_key_file,
     plan_key_file,
     platform_key,
     read_api_key,
 )
-from ragcache_cli.local.part import Part, parts_from
 from ragcache_cli.local.placement import LocalPlacement
 from ragcache_cli.local.ports import demand_free, free_ports, is_free
 from ragcache_core.access.key_file import hash_text, parse_key_file
@@ -26,8 +26,9 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
 from ragcache_core.retrieval.filters import In
 from ragcache_operator.builders import build_children
-from ragcache_operator.spec import EmbedderSpec, ModelSource, RerankerSpec
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_operator.spec.ragcache import ModelSource
+from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def parts(tmp_path: Path, model: Path) -> dict[str, Part]:
+def parts(tmp_path: Path, model: Path) -> dict[str, LocalComponent]:
     return local_parts(tmp_path, model={"source": f"path:{model}"}, gateway={"port": 8123})
 
 
-def local_parts(tmp_path: Path, **spec: Any) -> dict[str, Part]:
+def local_parts(tmp_path: Path, **spec: Any) -> dict[str, LocalComponent]:
     cache = parse_manifest(
         {
             "apiVersion": "ragcache.dev/v1alpha1",
@@ -53,7 +54,7 @@ def local_parts(tmp_path: Path, **spec: Any) -> dict[str, Part]:
         }
     )
     site = LocalPlacement(tmp_path / "data", cache.spec.gateway.port, count(20_000))
-    found = parts_from(build_children(cache, site), "docs")
+    found = components_from(build_children(cache, site), "docs")
     return {part.name: part for part in found}
 
 
@@ -66,7 +67,7 @@ def test_an_engine_with_a_url_is_no_part_and_the_gateway_gets_its_address(
     assert found["gateway"].env["RAGCACHE_ENGINES"] == url
 
 
-def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path) -> None:
+def test_the_parts_are_those_of_the_pods(parts: dict[str, LocalComponent], tmp_path: Path) -> None:
     assert list(parts) == ["cachestore", "retriever", "engine-main", "gateway"]
     store = parts["cachestore"]
     assert store.command == (sys.executable, "-m", "ragcache_cachestore")
@@ -111,21 +112,23 @@ def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
     assert theirs.read_text() == ""
 
 
-def test_an_engine_publishes_no_events_of_its_cache(parts: dict[str, Part]) -> None:
+def test_an_engine_publishes_no_events_of_its_cache(parts: dict[str, LocalComponent]) -> None:
     assert "--kv-events-config" not in parts["engine-main"].command
 
 
-def test_every_port_is_used_once(parts: dict[str, Part]) -> None:
+def test_every_port_is_used_once(parts: dict[str, LocalComponent]) -> None:
     ports = [address.port for part in parts.values() for address in part.ports.values()]
     assert len(ports) == len(set(ports)) == 10
 
 
-def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Part]) -> None:
-    components = {part.component for part in parts.values()}
+def test_who_asks_starts_after_and_stops_before_who_is_asked(
+    parts: dict[str, LocalComponent],
+) -> None:
+    components = {part.kind for part in parts.values()}
     for part in parts.values():
         assert part.after < components
         for other in parts.values():
-            if other.component in part.after:
+            if other.kind in part.after:
                 assert part.stop_rank < other.stop_rank
 
 
@@ -251,7 +254,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_a_local_platform_has_one_port_and_no_keys_unless_asked(
-    parts: dict[str, Part], tmp_path: Path, model: Path
+    parts: dict[str, LocalComponent], tmp_path: Path, model: Path
 ) -> None:
     gateway = parts["gateway"]
     assert set(gateway.ports) == {"http", "metrics"}

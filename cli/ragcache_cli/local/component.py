@@ -1,10 +1,12 @@
-"""Reads the local processes of a platform from the Kubernetes objects of the builders."""
+"""The processes of a local platform, read from the objects of the builders, and their probes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import httpx
 
 from ragcache_cli.local.ports import LOOPBACK
 from ragcache_operator.builders.metadata import WORKLOADS, Object
@@ -20,7 +22,7 @@ _STOP_ORDER = ("gateway", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One HTTP probe of a part: a status from 200 to 399 is a success.
+    """One HTTP probe of a component: a status from 200 to 399 is a success.
 
     ``failures`` is the number of consecutive failures that count.
     """
@@ -33,11 +35,11 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalComponent:
     """One container as a local process; it starts when the components in ``after`` are ready."""
 
     name: str
-    component: str
+    kind: str
     command: tuple[str, ...]
     env: dict[str, str]
     ports: dict[str, Address]
@@ -50,27 +52,27 @@ class Part:
     @property
     def stop_rank(self) -> int:
         """Return its position in the stop order; lower ranks stop first."""
-        if self.component in _STOP_ORDER:
-            return _STOP_ORDER.index(self.component)
+        if self.kind in _STOP_ORDER:
+            return _STOP_ORDER.index(self.kind)
         return len(_STOP_ORDER)
 
 
-def parts_from(children: Iterable[Object], cache_name: str) -> list[Part]:
+def components_from(children: Iterable[Object], cache_name: str) -> list[LocalComponent]:
     """Return one process for each workload among the children.
 
     Replica counts are ignored: they are for several machines.
     """
-    return [_part(child, cache_name) for child in children if child["kind"] in WORKLOADS]
+    return [_component(child, cache_name) for child in children if child["kind"] in WORKLOADS]
 
 
-def _part(workload: Object, cache_name: str) -> Part:
+def _component(workload: Object, cache_name: str) -> LocalComponent:
     meta = workload["metadata"]
     pod = workload["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    component = container["name"]
-    return Part(
+    kind = container["name"]
+    return LocalComponent(
         name=meta["name"].removeprefix(f"{cache_name}-"),
-        component=component,
+        kind=kind,
         command=_command(container),
         # A value that a pod reads from a Secret comes from the user's environment here.
         env={v["name"]: v["value"] for v in container["env"] if "value" in v},
@@ -79,7 +81,7 @@ def _part(workload: Object, cache_name: str) -> Part:
         readiness=_check(container["readinessProbe"]),
         liveness=_check(container["livenessProbe"]),
         grace_s=pod["terminationGracePeriodSeconds"],
-        after=frozenset(_AFTER.get(component, ())),
+        after=frozenset(_AFTER.get(kind, ())),
     )
 
 
@@ -99,3 +101,39 @@ def _check(probe: Object) -> Check:
         timeout_s=probe["timeoutSeconds"],
         failures=probe["failureThreshold"],
     )
+
+
+class Prober:
+    """Runs the probes of all components."""
+
+    def __init__(self) -> None:
+        # No proxies and no certificates: all components are on this machine.
+        self._http = httpx.AsyncClient(trust_env=False, verify=False)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, check: Check, api_key: str | None = None) -> str | None:
+        """Run a probe within its timeout; return None on success, else the reason."""
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        url = f"http://{check.address}{check.path}"
+        try:
+            reply = await self._http.get(url, timeout=check.timeout_s, headers=headers)
+        except httpx.TimeoutException:
+            return f"no answer within {check.timeout_s:g} s"
+        except httpx.HTTPError:
+            return "not listening"
+        if reply.status_code >= 400:
+            return _reason(reply)
+        return None
+
+
+def _reason(reply: httpx.Response) -> str:
+    """Return the reason in a failed probe's body: progress, an error message, or the text."""
+    try:
+        said = reply.json()
+        reason = str(said["progress"] if "progress" in said else said["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        reason = f"status {reply.status_code}: {reply.text}"
+    return " ".join(reason.split())[:200]

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
-from ragcache_cli.documents.gateway_option import ApiKeyOption, GatewayOption, gateway_target
-from ragcache_cli.output.console import make_console
-from ragcache_cli.output.form import OutputOption, print_json
+from ragcache_cli.commands.options import GatewayOptions, OutputOption, grouped
+from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.documents.backup_file import BackupReader
 from ragcache_core.errors import InvalidInput
 
@@ -25,37 +24,35 @@ _PIECE_BYTES: Final = 1 << 20
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The file of the backup.")]
 
 
+@grouped
 def backup_command(
     file: FileArgument,
+    gateway: GatewayOptions,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     output: OutputOption = "text",
-    gateway: GatewayOption = None,
-    api_key: ApiKeyOption = None,
 ) -> None:
     """Write all documents with their embeddings into a file, while they are served."""
     if file.exists() and not force:
         raise InvalidInput("FILE", f"{file} exists", "name another one, or add --force")
     if not file.absolute().parent.is_dir():
         raise InvalidInput("FILE", f"{file} is in no folder", "create the folder")
-    num_bytes = asyncio.run(
-        _backup(gateway_target(gateway, api_key), file, make_console(stderr=True))
-    )
+    num_bytes = asyncio.run(_backup(gateway.target, file, make_console(stderr=True)))
     if output == "json":
         print_json({"file": str(file), "bytes": num_bytes})
     else:
         print(f"wrote {file} ({num_bytes:,} bytes)")
 
 
+@grouped
 def restore_command(
     file: FileArgument,
+    gateway: GatewayOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     output: OutputOption = "text",
-    gateway: GatewayOption = None,
-    api_key: ApiKeyOption = None,
 ) -> None:
     """Replace all documents of all collections by those of a backup."""
     check_file(file)
-    url = gateway_target(gateway, api_key)
+    url = gateway.target
     if not yes:
         question = f"Replace all documents at {url} by {file}?"
         typer.confirm(question, abort=True, err=True)

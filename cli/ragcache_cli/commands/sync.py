@@ -12,26 +12,25 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ragcache_cli.clients.collection_client import CollectionClient
 from ragcache_cli.clients.gateway_client import (
     API_KEY_VARIABLE,
+    SYNC_REPLY_S,
+    GatewayApiClient,
     GatewayTarget,
     RequestRefused,
     TryLater,
 )
+from ragcache_cli.commands.options import grouped
 from ragcache_cli.local.signals import interruptible, run_until_stopped
-from ragcache_cli.output.byte_option import parse_bytes
-from ragcache_cli.output.console import make_console
-from ragcache_cli.output.counting_bar import counting_bar
+from ragcache_cli.output.console import counting_bar, make_console
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import SourceContents
-from ragcache_cli.sources.scratch import Scratch
-from ragcache_cli.sources.sync_content import read_document
+from ragcache_cli.sources.reading import Scratch, SourceContents
 from ragcache_cli.sources.sync_plan import (
     DIGEST,
     ORIGIN,
@@ -42,12 +41,13 @@ from ragcache_cli.sources.sync_plan import (
     Wanted,
     gather,
     obsolete,
+    read_document,
     said,
 )
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_operator.spec import RagCollection, SourceSpec
-from ragcache_operator.spec.collection import MOUNTS, RagCollectionSpec
+from ragcache_operator.spec.collection import MOUNTS, RagCollection, RagCollectionSpec, SourceSpec
 from ragcache_operator.spec.manifest import parse_collection
+from ragcache_operator.spec.quantity import parse_quantity
 
 _REVISION_CHARS = 12
 
@@ -57,12 +57,13 @@ class Sync:
 
     def __init__(
         self,
-        client: CollectionClient,
+        client: GatewayApiClient,
         collection: RagCollection,
         on_progress: Callable[[int, int], None],
     ) -> None:
         self._client = client
         self._spec = collection.spec
+        self._collection = collection.collection_name
         self._owner = f"{collection.metadata.namespace}/{collection.metadata.name}"
         self._on_progress = on_progress
         self._held: dict[str, OwnedDocument] = {}
@@ -99,7 +100,7 @@ class Sync:
     async def remove(self) -> Result:
         """Delete every document of the owner; the collection stays."""
         try:
-            if await self._client.settings() is not None:
+            if await self._client.find_collection(self._collection) is not None:
                 await self._list()
                 await self._delete([k for k, one in self._held.items() if one.owner == self._owner])
         except (TryLater, Unavailable) as error:
@@ -109,13 +110,13 @@ class Sync:
 
     async def _ensure_collection(self) -> None:
         """Create the collection, or change the settings that the RagCollection has."""
-        there = await self._client.settings()
+        there = await self._client.find_collection(self._collection)
         asked = _settings(self._spec)
         if there is None or any(there[name] != value for name, value in asked.items()):
-            await self._client.change_settings(asked)
+            await self._client.patch_collection(self._collection, asked)
 
     async def _list(self) -> None:
-        async for held in self._client.documents():
+        async for held in self._client.documents(self._collection):
             self._held[held.id] = OwnedDocument.of(held)
 
     async def _write(self, document: Wanted) -> None:
@@ -130,7 +131,9 @@ class Sync:
                 self._unchanged += 1
                 return
             metadata = {OWNER: self._owner, ORIGIN: document.origin, DIGEST: digest}
-            chunks = await self._client.put(document.id, content, metadata)
+            chunks = await self._client.put_document(
+                self._collection, document.id, content, metadata
+            )
         except TryLater:
             raise
         except (InvalidInput, RequestRefused) as error:
@@ -142,7 +145,7 @@ class Sync:
 
     async def _delete(self, ids: Collection[str]) -> None:
         for document_id in ids:
-            await self._client.delete(document_id)
+            await self._client.delete_document(self._collection, document_id)
             del self._held[document_id]
             self._deleted += 1
 
@@ -160,12 +163,28 @@ class Sync:
         )
 
 
-def sync_command(
-    manifest: Annotated[
-        str, typer.Option("--object", metavar="JSON", help="The RagCollection, as JSON.")
-    ],
+@dataclass(frozen=True, slots=True)
+class SyncGateway:
+    """The gateway of a sync, and how long it may be away."""
+
     gateway: Annotated[
         str, typer.Option(metavar="URL", envvar="RAGCACHE_GATEWAY", help="Gateway to talk to.")
+    ]
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for a gateway that is away.")
+    ] = 300.0
+
+    def client(self) -> GatewayApiClient:
+        """Return a patient client."""
+        target = GatewayTarget(self.gateway, os.environ.get(API_KEY_VARIABLE))
+        return GatewayApiClient(target, SYNC_REPLY_S, self.patience)
+
+
+@grouped
+def sync_command(
+    gateway: SyncGateway,
+    manifest: Annotated[
+        str, typer.Option("--object", metavar="JSON", help="The RagCollection, as JSON.")
     ],
     remove: Annotated[
         bool, typer.Option("--remove", help="Delete its documents, and bring none.")
@@ -176,9 +195,6 @@ def sync_command(
     scratch: Annotated[
         str, typer.Option(metavar="BYTES", help="Most that fetched sources may take on disk.")
     ] = "1Gi",
-    patience: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for a gateway that is away.")
-    ] = 300.0,
     result: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the result to.")
     ] = None,
@@ -188,9 +204,26 @@ def sync_command(
     Tokens come from RAGCACHE_SOURCE_<n>_TOKEN, where n is the index of the source.
     """
 
+    async def run() -> Result:
+        collection = _parse(manifest)
+        most_bytes = _parse_bytes("--scratch", scratch)
+        async with gateway.client() as client:
+            with counting_bar(make_console(stderr=True), "syncing", "documents") as show:
+
+                def report(done: int, total: int) -> None:
+                    print(json.dumps({"done": done, "total": total}), flush=True)
+                    show(done, total)
+
+                sync = Sync(client, collection, report)
+                if remove:
+                    return await sync.remove()
+                with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
+                    here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
+                    return await sync.bring(here)
+
     async def bring() -> int:
         try:
-            done = await _run(manifest, gateway, remove, mounts, scratch, patience)
+            done = await run()
         except RagCacheError as error:
             _report(Result(finished=False, failures=(Failure("", "", str(error)),)), result)
             raise
@@ -201,25 +234,15 @@ def sync_command(
     raise typer.Exit(run_until_stopped(bring(), stopped_status=128 + signal.SIGTERM))
 
 
-async def _run(
-    manifest: str, gateway: str, remove: bool, mounts: Path, scratch: str, patience_s: float
-) -> Result:
-    collection = _parse(manifest)
-    most_bytes = parse_bytes("--scratch", scratch)
-    target = GatewayTarget(gateway, os.environ.get(API_KEY_VARIABLE))
-    async with CollectionClient(target, collection.collection_name, patience_s) as client:
-        with counting_bar(make_console(stderr=True), "syncing", "documents") as show:
-
-            def tell(done: int, total: int) -> None:
-                print(json.dumps({"done": done, "total": total}), flush=True)
-                show(done, total)
-
-            sync = Sync(client, collection, tell)
-            if remove:
-                return await sync.remove()
-            with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
-                here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
-                return await sync.bring(here)
+def _parse_bytes(option: str, text: str) -> int:
+    """Return the bytes of a quantity like ``2Gi``. Raises InvalidInput."""
+    try:
+        num_bytes = parse_quantity(text)
+    except ValueError as error:
+        raise InvalidInput(option, str(error), "write bytes like 512Mi or 2Gi") from error
+    if num_bytes < 0:
+        raise InvalidInput(option, f"{text!r} is below 0", "write bytes like 512Mi or 2Gi")
+    return num_bytes
 
 
 def _settings(spec: RagCollectionSpec) -> dict[str, Any]:
