@@ -17,11 +17,13 @@ from ragcache_core.identity.variant import (
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
+from ragcache_engine.context import EngineContext
 from ragcache_engine.protocol.messages import (
     EngineRole,
     LoadJob,
     SaveJob,
 )
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -111,13 +113,13 @@ class SchedulerHarness:
         )
         self.costs = ReuseCosts()
         sharded = cast("ShardedStore", self.store)
-        self.scheduler = ConnectorScheduler(
-            config, SPACE, self.records, sharded, self.costs, role=role
-        )
+        engine = EngineContext(config, SPACE, role=role)
+        self.scheduler = ConnectorScheduler(engine, self.records, sharded, self.costs)
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, *, handoff: bool = False) -> None:
         plan = replace(plan_exact(prompt, SPACE, "public", request_id), handoff=handoff)
-        self.scheduler.on_new_request(request_id, prompt.token_ids, {"ragcache": plan.encode()})
+        params = {"ragcache": plan.encode()}
+        self.scheduler.on_new_request(NewRequest(request_id, prompt.token_ids, params))
 
     def loaded(self, request_id: str) -> int:
         """Ask until the lookup is complete, as vLLM does. Return the number of loaded tokens."""
@@ -163,7 +165,7 @@ class SchedulerHarness:
 
         Return how many tokens are loaded, and the saved variants.
         """
-        self.scheduler.on_new_request(request_id, token_ids, params, **given)
+        self.scheduler.on_new_request(NewRequest(request_id, token_ids, params, **given))
         loaded = self.scheduler.loadable_tokens(request_id, 0)
         assert loaded is not None
         self.scheduler.on_allocated(request_id, BLOCKS, loaded)
@@ -279,13 +281,16 @@ class BlendHarness:
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.scheduler = ConnectorScheduler(config, SPACE, self.records, store, self.costs)
+        self.scheduler = ConnectorScheduler(
+            EngineContext(config, SPACE), self.records, store, self.costs
+        )
         self.scheduler.bind(self.pool, BLOCK)
 
     def arrive(self, name: str, prompt: Prompt, recompute_share: float = 0.2, **given: Any) -> None:
         """given: fields of the plan."""
         plan = replace(plan_blend(prompt, SPACE, "public", name, recompute_share), **given)
-        self.scheduler.on_new_request(name, prompt.token_ids, {"ragcache": plan.encode()})
+        params = {"ragcache": plan.encode()}
+        self.scheduler.on_new_request(NewRequest(name, prompt.token_ids, params))
 
     def load(self, name: str, local: int = 0) -> LoadJob:
         """Allocate blocks for the load, and return its job."""

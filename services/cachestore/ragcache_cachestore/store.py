@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ragcache_cachestore.background.housekeeping import Housekeeping, Sweeper
 from ragcache_cachestore.background.tier_mover import TierMover
+from ragcache_cachestore.background.variant_access import VariantAccess
 from ragcache_cachestore.deletes import Deletes
 from ragcache_cachestore.puts import Puts
 from ragcache_cachestore.reads import Reads
@@ -31,7 +32,6 @@ from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_cachestore.storage.status_page import StatusPage
 from ragcache_cachestore.storage.tier_space import TierSpace
-from ragcache_cachestore.variants import VariantAccess
 from ragcache_core.errors import Unavailable
 from ragcache_core.eviction import make_policy
 from ragcache_core.eviction.admission import make_admission

@@ -235,7 +235,7 @@ def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> Non
             lambda: served.store.reads.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY
         )
         served.store.reads.release([lease.id])
-        os.pwrite(served.store.disk_tier.fd, b"rot", lease.extents[0].offset + 2 * MIB)
+        os.pwrite(served.store.disk_tier.fd, b"rot", lease.copy.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
         put_value(served.client, key(3), value(3 * MIB))
         served.store.mover.writer.flush()

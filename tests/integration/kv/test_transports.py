@@ -313,7 +313,7 @@ def test_both_reader_threads_verify_their_pieces(
         assert not isinstance(lease, Miss)
         assert lease.tier is tier
         if rotten is not None:
-            [extent] = lease.extents
+            [extent] = lease.copy.extents
             fd = served.store.disk_tier.fd if lease.on_disk else served.store.memory_tier.fd
             byte = os.pread(fd, 1, extent.offset + rotten)
             os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
@@ -338,7 +338,7 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
         client.put(variant, whole(variant, value), TIMEOUT_S)
     [lease] = served.store.reads.open([key(1)])
     assert not isinstance(lease, Miss)
-    served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+    served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
     served.store.reads.release([lease.id])
     layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
     seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
@@ -363,7 +363,7 @@ def test_a_corrupt_value_can_be_put_again_at_once(
         other.connect(TIMEOUT_S)
         [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+        served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
         held = served.store.state.catalog.get(key(1))
         assert held is not None
         assert held.disk is not None
@@ -1350,7 +1350,7 @@ def test_a_cached_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
     with remembering(served, [1]) as client:
         [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+        served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
         served.store.reads.release([lease.id])
         assert only(client, 1) is Miss.CORRUPT
         wait_until(lambda: served.store.stats().corrupt == 1)

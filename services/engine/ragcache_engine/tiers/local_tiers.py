@@ -170,9 +170,9 @@ class LocalTiers:
             if value is None:
                 return None
             offer = value.offer
-            if (offer.num_tokens, offer.base_position) != (num_tokens, base_position):
+            if (offer.info.num_tokens, offer.info.base_position) != (num_tokens, base_position):
                 return None
-            if offer.domain != domain or (exact and not offer.serves_exact):
+            if offer.domain != domain or (exact and not offer.info.serves_exact):
                 return None
             value.readers += 1
             self._reads.append((key, use))
@@ -230,7 +230,7 @@ class LocalTiers:
                 pool.check()
                 assert pool.used_bytes <= pool.capacity_bytes
                 stored = [value for value in self._values.values() if value.tier is tier]
-                used = sum(pool.bytes_for(value.offer.num_tokens) for value in stored)
+                used = sum(pool.bytes_for(value.offer.info.num_tokens) for value in stored)
                 assert used <= pool.used_bytes
                 assert any(value.readers for value in stored) or used == pool.used_bytes
 
@@ -239,9 +239,9 @@ class LocalTiers:
         value = self._values.get(offer.key.to_bytes())
         if value is None:
             return True
-        if offer.serves_exact != value.offer.serves_exact:
-            return offer.serves_exact
-        return offer.base_position != value.offer.base_position
+        if offer.info.serves_exact != value.offer.info.serves_exact:
+            return offer.info.serves_exact
+        return offer.info.base_position != value.offer.info.base_position
 
     # On the background thread, which alone changes where values are stored.
 
@@ -273,10 +273,10 @@ class LocalTiers:
         largest = max(self._pools.values(), key=lambda pool: pool.capacity_bytes)
         offered: dict[bytes, OfferedValue] = {}
         for offer in offers:
-            size = largest.bytes_for(offer.num_tokens)
+            size = largest.bytes_for(offer.info.num_tokens)
             if size <= largest.capacity_bytes:
                 candidate: EvictionCandidate[bytes] = EvictionCandidate(
-                    size, offer.num_tokens, cost_s=0.0
+                    size, offer.info.num_tokens, cost_s=0.0
                 )
                 self._policy.add(offer.key.to_bytes(), candidate, now)
                 offered[offer.key.to_bytes()] = offer
@@ -334,7 +334,7 @@ class LocalTiers:
         offer = offered[name] if value is None else value.offer
         with self._lock:
             self._free_closed_reads()
-            allocation = pool.allocate(offer.num_tokens)
+            allocation = pool.allocate(offer.info.num_tokens)
         if allocation is None:
             return False
         try:
@@ -342,7 +342,7 @@ class LocalTiers:
                 native = offer.native()
                 pieces: Sequence[torch.Tensor] = () if native is None else (native,)
             else:
-                pieces = self._pools[value.tier].views(value.allocation, 0, offer.num_tokens)
+                pieces = self._pools[value.tier].views(value.allocation, 0, offer.info.num_tokens)
             pool.fill(allocation, pieces)
         except BaseException as error:
             variant = offer.key.to_bytes().hex()
@@ -360,7 +360,7 @@ class LocalTiers:
             # The tier does not need the offer's own memory any more.
             stored = replace(offer, native=lambda: None)
             self._values[name] = TierValue(stored, tier, allocation)
-            self._changes[offer.key] = TierChange(TIER_NAMES[tier], offer.serves_exact)
+            self._changes[offer.key] = TierChange(TIER_NAMES[tier], offer.info.serves_exact)
             if value is not None:
                 self._retire(value)
         return True

@@ -221,7 +221,7 @@ class Fetcher:
                 can_recompute=can_recompute,
                 num_bytes=size,
                 rotate_by=span.position_shift,
-                offer=OfferedValue.from_info(
+                offer=OfferedValue(
                     span.variant,
                     stored.info,
                     size,
@@ -232,9 +232,7 @@ class Fetcher:
         value = decode(stored, num_tokens, self._space)
         if value is None:
             return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
-        offer = OfferedValue.from_info(
-            span.variant, stored.info, value.nbytes, job.domain, lambda: value
-        )
+        offer = OfferedValue(span.variant, stored.info, value.nbytes, job.domain, lambda: value)
         rotate_by = span.position_shift
         rotated = value
         if rotate_by and self._device == _CPU:

@@ -15,7 +15,7 @@ from ragcache_core.identity.variant import (  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
     ComputedRange,
-    EngineRole,  # noqa: E402
+    EngineRole,
     LoadJob,
     StepJobs,
 )
