@@ -17,7 +17,7 @@ from ragcache_core.identity.variant import (
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
-from ragcache_engine.context import EngineContext
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     EngineRole,
     LoadJob,

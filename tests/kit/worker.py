@@ -20,10 +20,10 @@ from ragcache_core.identity.variant import (
     VariantInfo,
 )
 from ragcache_core.store_api import AsOf, NewVariant, PutOutcome, ReportedUses
-from ragcache_engine.context import EngineContext
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     EngineRole,
     LoadJob,

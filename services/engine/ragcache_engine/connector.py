@@ -38,9 +38,9 @@ from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
 from ragcache_engine.blend.recomputer import Recomputer, access_model
-from ragcache_engine.context import EngineContext
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import current_worker, vllm_version
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole, StepJobs, StepReport
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler

@@ -14,7 +14,7 @@ from ragcache_core.identity.variant import Precision, Provenance, VariantInfo
 from ragcache_core.plan.prompt import plan_exact
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
-from ragcache_engine.context import EngineContext
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecords

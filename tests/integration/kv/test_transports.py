@@ -464,7 +464,7 @@ def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Incom
             incoming_puts.append(begun)
         return begun
 
-    monkeypatch.setattr(served.store, "begin_put", begin_put)
+    monkeypatch.setattr(served.store.puts, "begin", begin_put)
     return incoming_puts
 
 
@@ -968,7 +968,7 @@ def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
             raise failures.pop()
         release(*args)
 
-    monkeypatch.setattr(served.store, "release", fail_once)
+    monkeypatch.setattr(served.store.reads, "release", fail_once)
     with client_of(served.address, transport) as client:
         for number in (1, 2):
             variant, value = new(number, [1000])
@@ -1143,7 +1143,7 @@ def test_a_refusing_transport_is_skipped_and_used_later(
 def test_an_expired_lease_is_no_hit(
     served: Served, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setattr(served.store, "is_leased", lambda _: False)
+    monkeypatch.setattr(served.store.reads, "is_leased", lambda _: False)
     with client_of(served.address, transport) as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)

@@ -19,8 +19,8 @@ from ragcache_core.identity.keys import VariantKey  # noqa: E402
 from ragcache_core.identity.variant import Miss, Origin  # noqa: E402
 from ragcache_core.plan.prompt import plan_exact  # noqa: E402
 from ragcache_core.store_api import LookupKey  # noqa: E402
-from ragcache_engine.context import EngineContext  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.protocol.context import EngineContext  # noqa: E402
 from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa: E402
 from ragcache_engine.scheduler.request import NewRequest  # noqa: E402
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402

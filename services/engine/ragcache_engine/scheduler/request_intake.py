@@ -15,7 +15,7 @@ from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, handoff_segments, pla
 from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, checked_segments
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
-from ragcache_engine.context import EngineContext
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.request import NewRequest, RequestState

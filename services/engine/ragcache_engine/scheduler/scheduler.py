@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.store_api import REUSE, VariantUse
-from ragcache_engine.context import EngineContext
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     ComputedRange,

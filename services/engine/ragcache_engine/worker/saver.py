@@ -15,8 +15,8 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant, PutOutcome
-from ragcache_engine.context import EngineContext
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole, SaveJob
 from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore

@@ -14,11 +14,11 @@ import torch
 from ragcache_core.blend.token_ranking import QUESTION_TOKENS
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
-from ragcache_engine.context import EngineContext
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     EngineRole,
