@@ -47,7 +47,7 @@ PROFILE = PrefillProfile((0,), (1, 1000), ((1e-3, 1.0),), 2048)
 
 
 class FakeLookupStore:
-    """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
+    """Answers lookups of variants from a dict; an exception in ``outage`` is raised instead."""
 
     def __init__(self) -> None:
         self.stored: dict[VariantKey, StoredVariant] = {}
@@ -58,16 +58,21 @@ class FakeLookupStore:
         self.reported: list[ReportedUses] = []
 
     def lookup(
-        self, wants: Sequence[LookupKey], timeout_s: float = 1.0, *, exact: bool, domain: str
+        self,
+        wants: Sequence[LookupKey],
+        timeout_s: float = 1.0,
+        *,
+        exact: bool = False,
+        domain: str,
     ) -> ShardedLookup:
-        assert exact
         assert domain
         self.num_lookups += 1
         if self.outage is not None:
             raise self.outage
-        return ShardedLookup(tuple(self._answer(want) for want in wants), AS_OF)
+        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
 
-    def _answer(self, want: LookupKey) -> ChunkVariants:
+    def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
+        assert exact
         assert want.prefix is not None
         key = VariantKey(want.chunk, want.prefix)
         if key in self.stored:
@@ -193,29 +198,13 @@ BLOCK = 16
 BLOCKS = tuple(range(10, 40))
 
 
-class FakeBlendStore:
+class FakeBlendStore(FakeLookupStore):
     """Answers lookups of variants and chunks, and stores observations of some."""
 
     def __init__(self) -> None:
-        self.stored: dict[VariantKey, StoredVariant] = {}
+        super().__init__()
         self.seen: dict[VariantKey, bytes] = {}
         self.get_outage: Exception | None = None
-        self.reported: list[ReportedUses] = []
-
-    def report_uses(self, reports: Sequence[ReportedUses]) -> int:
-        self.reported += reports
-        return len(reports)
-
-    def lookup(
-        self,
-        wants: Sequence[LookupKey],
-        timeout_s: float = 1.0,
-        *,
-        exact: bool = False,
-        domain: str,
-    ) -> ShardedLookup:
-        assert domain
-        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
 
     def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
         found = [
@@ -239,12 +228,6 @@ class FakeBlendStore:
             info = next(iter(self.stored.values())).info
             part = ValuePart(len(raw), 0)
             yield key, StoredValue(info, (part,), None, 0, memoryview(raw), Tier.MEMORY)
-
-    def connect(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class FakeBlock:
