@@ -67,6 +67,7 @@ from ragcache_core.identity.variant import (
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY
 from ragcache_engine.blend.attention import AttentionObserver
+from ragcache_engine.blend.components import BlendComponents
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
@@ -169,7 +170,7 @@ class ChunkCopies:
     def _offer(self, number: int) -> OfferedValue:
         value = self.values[number]
         info = VariantInfo(value.shape[2], value.nbytes, 0, Provenance(exact=True))
-        return OfferedValue.from_info(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
+        return OfferedValue(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
 
 
 _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
@@ -212,8 +213,7 @@ class Bench:
         recomputer = cast("Any", self.passes)
         self.queue = RecomputationQueue(
             cache,
-            recomputer,
-            AttentionObserver(cache, recomputer),
+            BlendComponents(rotation, recomputer, AttentionObserver(cache, recomputer)),
             RECOMPUTE_SLICE_TOKENS,
             QUESTION_TOKENS,
         )

@@ -313,24 +313,10 @@ def wait_for_engine(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def running_engine(
-    folder: Path,
-    model: Path,
-    cachestore: str | None,
-    *arguments: str,
-    settings: Mapping[str, str] | None = None,
-    role: str = "kv_both",
-    number_type: str = "bfloat16",
+    folder: Path, model: Path, cachestore: str | None, *arguments: str, **options: Any
 ) -> Iterator[Engine]:
-    """An engine that serves; see launch_engine."""
-    engine = launch_engine(
-        folder,
-        model,
-        cachestore,
-        *arguments,
-        settings=settings,
-        role=role,
-        number_type=number_type,
-    )
+    """An engine that serves, with the options of ``launch_engine``."""
+    engine = launch_engine(folder, model, cachestore, *arguments, **options)
     try:
         wait_for_engine(engine)
         yield engine

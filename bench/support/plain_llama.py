@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import PromptSlice
 
 DTYPE = torch.bfloat16
 THETA = 500_000.0

@@ -1,4 +1,4 @@
-"""Finds prompts whose answers do not depend on how sums are rounded.
+"""Reads what an engine and its store have, and finds prompts for exact comparisons.
 
 Concurrent requests are computed in batches of another shape. On some machines their sums are
 rounded differently, with the connector or without it. That may change the answer where two tokens
@@ -8,10 +8,14 @@ are about equally likely, but not where one is far ahead.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 
 import httpx
 
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.plan.prompt import Prompt
+from ragcache_core.store_api import LookupKey
+from ragcache_kv.store_client.client import StoreClient
 
 MIN_LEAD = 0.4
 """Lead in log-probability over the second token, several times the error of bfloat16."""
@@ -39,3 +43,25 @@ def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
 
 STORE_AWAY = ("store unavailable", "lookup timed out")
 """Reasons while the store is away: its connection ends or the deadline passes first."""
+
+
+def samples(url: str, *names: str, **labels: str) -> list[str]:
+    """Return the lines of a server's metrics that begin with one of the names."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return [one for one in lines if one.startswith(names) and all(each in one for each in wanted)]
+
+
+def total(lines: Iterable[str]) -> float:
+    """Return the sum of samples."""
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def is_stored(address: str, keys: Iterable[VariantKey]) -> bool:
+    """Tell whether a store has all of these variants."""
+    client = StoreClient(address)
+    try:
+        wants = [LookupKey.for_variant(key) for key in keys]
+        return all(found.stored for found in client.lookup(wants, 60).variants)
+    finally:
+        client.close()

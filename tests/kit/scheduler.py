@@ -17,11 +17,13 @@ from ragcache_core.identity.variant import (
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     EngineRole,
     LoadJob,
     SaveJob,
 )
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -45,7 +47,7 @@ PROFILE = PrefillProfile((0,), (1, 1000), ((1e-3, 1.0),), 2048)
 
 
 class FakeLookupStore:
-    """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
+    """Answers lookups of variants from a dict; an exception in ``outage`` is raised instead."""
 
     def __init__(self) -> None:
         self.stored: dict[VariantKey, StoredVariant] = {}
@@ -56,16 +58,21 @@ class FakeLookupStore:
         self.reported: list[ReportedUses] = []
 
     def lookup(
-        self, wants: Sequence[LookupKey], timeout_s: float = 1.0, *, exact: bool, domain: str
+        self,
+        wants: Sequence[LookupKey],
+        timeout_s: float = 1.0,
+        *,
+        exact: bool = False,
+        domain: str,
     ) -> ShardedLookup:
-        assert exact
         assert domain
         self.num_lookups += 1
         if self.outage is not None:
             raise self.outage
-        return ShardedLookup(tuple(self._answer(want) for want in wants), AS_OF)
+        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
 
-    def _answer(self, want: LookupKey) -> ChunkVariants:
+    def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
+        assert exact
         assert want.prefix is not None
         key = VariantKey(want.chunk, want.prefix)
         if key in self.stored:
@@ -111,13 +118,13 @@ class SchedulerHarness:
         )
         self.costs = ReuseCosts()
         sharded = cast("ShardedStore", self.store)
-        self.scheduler = ConnectorScheduler(
-            config, SPACE, self.records, sharded, self.costs, role=role
-        )
+        engine = EngineContext(config, SPACE, role=role)
+        self.scheduler = ConnectorScheduler(engine, self.records, sharded, self.costs)
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, *, handoff: bool = False) -> None:
         plan = replace(plan_exact(prompt, SPACE, "public", request_id), handoff=handoff)
-        self.scheduler.on_new_request(request_id, prompt.token_ids, {"ragcache": plan.encode()})
+        params = {"ragcache": plan.encode()}
+        self.scheduler.on_new_request(NewRequest(request_id, prompt.token_ids, params))
 
     def loaded(self, request_id: str) -> int:
         """Ask until the lookup is complete, as vLLM does. Return the number of loaded tokens."""
@@ -163,7 +170,7 @@ class SchedulerHarness:
 
         Return how many tokens are loaded, and the saved variants.
         """
-        self.scheduler.on_new_request(request_id, token_ids, params, **given)
+        self.scheduler.on_new_request(NewRequest(request_id, token_ids, params, **given))
         loaded = self.scheduler.loadable_tokens(request_id, 0)
         assert loaded is not None
         self.scheduler.on_allocated(request_id, BLOCKS, loaded)
@@ -191,29 +198,13 @@ BLOCK = 16
 BLOCKS = tuple(range(10, 40))
 
 
-class FakeBlendStore:
+class FakeBlendStore(FakeLookupStore):
     """Answers lookups of variants and chunks, and stores observations of some."""
 
     def __init__(self) -> None:
-        self.stored: dict[VariantKey, StoredVariant] = {}
+        super().__init__()
         self.seen: dict[VariantKey, bytes] = {}
         self.get_outage: Exception | None = None
-        self.reported: list[ReportedUses] = []
-
-    def report_uses(self, reports: Sequence[ReportedUses]) -> int:
-        self.reported += reports
-        return len(reports)
-
-    def lookup(
-        self,
-        wants: Sequence[LookupKey],
-        timeout_s: float = 1.0,
-        *,
-        exact: bool = False,
-        domain: str,
-    ) -> ShardedLookup:
-        assert domain
-        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
 
     def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
         found = [
@@ -237,12 +228,6 @@ class FakeBlendStore:
             info = next(iter(self.stored.values())).info
             part = ValuePart(len(raw), 0)
             yield key, StoredValue(info, (part,), None, 0, memoryview(raw), Tier.MEMORY)
-
-    def connect(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class FakeBlock:
@@ -279,13 +264,16 @@ class BlendHarness:
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.scheduler = ConnectorScheduler(config, SPACE, self.records, store, self.costs)
+        self.scheduler = ConnectorScheduler(
+            EngineContext(config, SPACE), self.records, store, self.costs
+        )
         self.scheduler.bind(self.pool, BLOCK)
 
     def arrive(self, name: str, prompt: Prompt, recompute_share: float = 0.2, **given: Any) -> None:
         """given: fields of the plan."""
         plan = replace(plan_blend(prompt, SPACE, "public", name, recompute_share), **given)
-        self.scheduler.on_new_request(name, prompt.token_ids, {"ragcache": plan.encode()})
+        params = {"ragcache": plan.encode()}
+        self.scheduler.on_new_request(NewRequest(name, prompt.token_ids, params))
 
     def load(self, name: str, local: int = 0) -> LoadJob:
         """Allocate blocks for the load, and return its job."""

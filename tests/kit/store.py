@@ -139,11 +139,11 @@ def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "")
     store.reads.note_opened(opened)
     if isinstance(lease, Miss):
         return lease
-    raw = bytearray(lease.info.num_bytes)
+    raw = bytearray(lease.variant.info.num_bytes)
     if lease.on_disk:
-        assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
+        assert store.disk_tier.read_into(lease.copy.extents, [memoryview(raw)])
     else:
-        raw = bytearray(b"".join(store.memory_tier.views(lease.extents)))
+        raw = bytearray(b"".join(store.memory_tier.views(lease.copy.extents)))
     store.reads.release([lease.id])
     return bytes(raw)
 

@@ -23,6 +23,7 @@ from ragcache_core.store_api import AsOf, NewVariant, PutOutcome, ReportedUses
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     EngineRole,
     LoadJob,
@@ -229,13 +230,13 @@ class WorkerHarness:
         """client: a client of a real store, instead of the fake one."""
         self.cache, self.store = FakePagedCache(), FakeStoreClient()
         self.connector = ConnectorWorker(
-            settings or EngineSettings(cachestore=FixedMembers(())),
-            SPACE,
+            EngineContext(
+                settings or EngineSettings(cachestore=FixedMembers(())), SPACE, role=role
+            ),
             cast("PagedCache", self.cache),
             client or cast("ShardedStore", self.store),
             blend,
-            role=role,
-            joint_pass=joint_pass,
+            joint_pass,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:

@@ -18,9 +18,9 @@ from ragcache_core.blend.slices import split_into_passes
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import PromptSlice
 from ragcache_kv.rotation import KeyRotation, read_rope
 
 MAX_PROMPT_TOKENS = 4096

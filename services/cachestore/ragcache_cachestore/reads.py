@@ -101,7 +101,7 @@ class Reads:
             for one, use in zip(answers, uses or [REUSE] * len(answers), strict=True):
                 if isinstance(one, Miss):
                     self._state.counters.misses[one] += 1
-                elif self._state.catalog.get(one.key) is one.variant:  # not deleted meanwhile
+                elif self._state.catalog.contains(one.variant):  # not deleted meanwhile
                     self._note_read(one.variant, one.tier, now, use)
                     if one.on_disk and self._state.should_promote(one.variant):
                         to_promote.append(one.variant)

@@ -40,7 +40,9 @@ from ragcache_engine.blend.joint_pass import JointPass
 from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import current_worker, vllm_version
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole, StepJobs, StepReport
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.load_counts import LoadCounts
@@ -124,11 +126,15 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = EngineSettings()
         check_config(vllm_config, self._settings)
         check_full_attention(kv_cache_config)
-        self._engine_role = EngineRole(vllm_config.kv_transfer_config.kv_role)
         model = vllm_config.model_config
         self._model_folder = load_model_folder(str(model.model), model.revision)
         self._space = self._model_folder.space(str(model.dtype).removeprefix("torch."))
-        self._tracer = _make_tracer(self._settings)
+        self._engine = EngineContext(
+            self._settings,
+            self._space,
+            _make_tracer(self._settings),
+            EngineRole(vllm_config.kv_transfer_config.kv_role),
+        )
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         # The exception that vLLM was already handling when the step began.
@@ -141,16 +147,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
             client = ShardedStore(self._settings.cachestore)
-            self._scheduler = ConnectorScheduler(
-                self._settings,
-                self._space,
-                records,
-                client,
-                costs,
-                self._tracer,
-                self._engine_role,
-                announcer,
-            )
+            self._scheduler = ConnectorScheduler(self._engine, records, client, costs, announcer)
             self._record_server = None
             if listen:
                 keys = self._settings.signing_key_file
@@ -203,16 +200,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         blend = self._make_blend_components(cache)
         if blend is not None and JointPass.supports(runner := current_worker().model_runner):
             self._joint_pass = JointPass(runner, blend.recomputer)
-        self._worker = ConnectorWorker(
-            self._settings,
-            self._space,
-            cache,
-            client,
-            blend,
-            self._tracer,
-            self._engine_role,
-            self._joint_pass,
-        )
+        self._worker = ConnectorWorker(self._engine, cache, client, blend, self._joint_pass)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return the prefill profile. vLLM asks once, when the model is compiled and warm.
@@ -305,7 +293,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         has_tokens = request.prompt_token_ids and request.prompt_embeds is None
         if self._scheduler is None or request.lora_request or request.mm_features or not has_tokens:
             return
-        self._scheduler.on_new_request(
+        new = NewRequest(
             request.request_id,
             request.prompt_token_ids,
             request.kv_transfer_params,
@@ -314,6 +302,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             block_hashes=request.block_hashes,
         )
+        self._scheduler.on_new_request(new)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -381,7 +370,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.close()
             if self._record_server is not None:
                 self._record_server.stop(None)
-        self._tracer.close()
+        self._engine.tracer.close()
 
     def _make_recomputer(self) -> Recomputer | None:
         """Return None if the connector cannot run passes of its own. The engine then serves on."""

@@ -299,9 +299,9 @@ def corrupt(store: Store, key: VariantKey) -> None:
     """Change every copy of a value, as a bad device does, and report it as its readers do."""
     while isinstance(lease := store.reads.open([key])[0], ReadLease):
         if lease.on_disk:
-            os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
+            os.pwrite(store.disk_tier.fd, b"rot", lease.copy.extents[0].offset)
         else:
-            store.memory_tier.views(lease.extents)[0][:3] = b"rot"
+            store.memory_tier.views(lease.copy.extents)[0][:3] = b"rot"
         store.reads.release([lease.id], corrupt=[lease.id])
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ragcache_core.cost.load_or_compute import ReuseCosts
-from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
@@ -20,7 +18,6 @@ from ragcache_wire.status import from_rpc_error
 from tests.kit.store import (
     TIMEOUT_S,
     ServedStore,
-    get_value,
     key,
     put_value,
     serving,
@@ -98,21 +95,6 @@ def test_a_get_with_invalid_overheads_is_refused(tmp_path: Path, sent: list[floa
         with pytest.raises(grpc.RpcError) as refused:
             list(served.stub.Get(request, timeout=TIMEOUT_S))
         assert isinstance(from_rpc_error("cachestore", refused.value), InvalidInput)
-
-
-def test_pgdsf_keeps_what_was_computed_after_a_long_cached_prefix(tmp_path: Path) -> None:
-    """The tokens at the end of a long prompt cost more, because each attends to more before it."""
-    costs = ReuseCosts()
-    costs.use_profile(PrefillProfile((0, 8000), (1, 512), ((0.01, 0.1), (0.03, 0.5)), 8192))
-    first, last = costs.prefill_token_s(0, 256), costs.prefill_token_s(7680, 256)
-    assert last > 2 * first
-    with small_store(tmp_path, "pgdsf") as served:
-        put_value(served.client, key(1), value(PAGE), origin=Origin(token_s=last))
-        put_value(served.client, key(2), value(PAGE), origin=Origin(token_s=first))
-        served.store.mover.writer.flush()
-        fill(served, range(10, 17), token_s=(first + last) / 2)
-        assert stored(served, key(1), key(2)) == [True, False]
-        assert get_value(served.client, key(1)) == value(PAGE)
 
 
 def test_the_cost_per_token_survives_a_restart(tmp_path: Path) -> None:

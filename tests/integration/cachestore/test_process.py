@@ -6,18 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
 from harness.processes import free_port
-from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.store_api import Ack, Deletion, PutOutcome
+from ragcache_core.errors import Unavailable
 from ragcache_kv.store_client.client import StoreClient
 from tests.kit.store import TIMEOUT_S, get_value, key, put_value, value
 from tests.kit.wait import wait_until
@@ -69,69 +66,6 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 def size_of(number: int) -> int:
     """Mostly small values, and some of many pages."""
     return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
-
-
-def has_at_least(numbers: list[int], count: int) -> bool:
-    return len(numbers) >= count
-
-
-def test_a_kill_keeps_every_acknowledged_value(tmp_path: Path, port: int) -> None:
-    acknowledged: list[int] = []
-    numbers = iter(range(100_000))
-
-    def put_until_it_dies(client: StoreClient) -> None:
-        try:
-            for number in numbers:
-                raw = value(size_of(number), number)
-                outcome = put_value(client, key(number), raw, ack=Ack.DURABLE)
-                if outcome is PutOutcome.STORED:
-                    acknowledged.append(number)
-        except RagCacheError:
-            return
-
-    for kill in range(3):
-        with running(tmp_path, port) as (process, client):
-            writers = [threading.Thread(target=put_until_it_dies, args=(client,)) for _ in range(3)]
-            for writer in writers:
-                writer.start()
-            wanted = 150 * (kill + 1)
-            wait_until(partial(has_at_least, acknowledged, wanted), f"{wanted} puts")
-            process.send_signal(signal.SIGKILL)
-            for writer in writers:
-                writer.join(TIMEOUT_S)
-    with running(tmp_path, port) as (_, client):
-        for number in acknowledged:
-            assert get_value(client, key(number)) == value(size_of(number), number)
-        stats = client.stats()
-        assert stats.corrupt == 0
-        assert stats.variants >= len(acknowledged)
-
-
-def test_a_kill_during_deletes_restores_nothing(tmp_path: Path, port: int) -> None:
-    deleted: list[int] = []
-    with running(tmp_path, port) as (process, client):
-        for number in range(60):
-            put_value(client, key(number), value(1000, number), ack=Ack.DURABLE)
-
-        def delete_until_it_dies() -> None:
-            try:
-                for number in range(60):
-                    client.delete(Deletion(id=b"", chunks=(key(number).chunk,)))
-                    deleted.append(number)
-            except RagCacheError:
-                return
-
-        deleter = threading.Thread(target=delete_until_it_dies)
-        deleter.start()
-        wait_until(lambda: len(deleted) >= 20)
-        process.send_signal(signal.SIGKILL)
-        deleter.join(TIMEOUT_S)
-    with running(tmp_path, port) as (_, client):
-        for number in range(60):
-            found = get_value(client, key(number))
-            assert found in ({None} if number in deleted else {None, value(1000, number)})
-        assert client.stats().corrupt == 0
-        assert get_value(client, key(59)) == value(1000, 59) or len(deleted) >= 59
 
 
 def test_a_stop_keeps_accepted_values(tmp_path: Path, port: int) -> None:

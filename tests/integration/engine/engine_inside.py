@@ -97,7 +97,7 @@ def shift_chunk(
 
     from ragcache_core.blend.slices import runs_outside
     from ragcache_engine.blend.chunk_shift import ChunkShift
-    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_engine.protocol.messages import PromptSlice
     from ragcache_kv.rotation import KeyRotation, read_rope
 
     chunk, recomputed = range(100, 260), [range(110, 114), range(200, 230)]
@@ -186,9 +186,9 @@ def prepare_joint_pass(worker: Any, token_ids: Sequence[int]) -> float:
     Such as a step in which one request begins and the load of a blend has ended.
     """
     from ragcache_engine.blend.joint_pass import JointPass
-    from ragcache_engine.blend.prompt_slice import PromptSlice
     from ragcache_engine.blend.recomputer import Recomputer, access_model
     from ragcache_engine.kv_cache.paged_cache import PagedCache
+    from ragcache_engine.protocol.messages import PromptSlice
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
@@ -218,8 +218,8 @@ def prepare_broken_pass(worker: Any, token_ids: Sequence[int], fault: str) -> No
             ``size``: the slices do not fit the pass, and the inputs of one cannot be built.
     """
     from ragcache_engine.blend.joint_pass import JointPass
-    from ragcache_engine.blend.prompt_slice import PromptSlice
     from ragcache_engine.blend.recomputer import Recomputer, access_model
+    from ragcache_engine.protocol.messages import PromptSlice
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
@@ -268,7 +268,7 @@ def recompute_together(
 
     Return the error of the shorter prompt, compared with a pass of its own.
     """
-    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_engine.protocol.messages import PromptSlice
 
     other, part = list(reversed(token_ids))[:300], range(100, 200)
     blocks = table(4)[: -(-len(other) // cache.shape.block_size)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from harness.processes import COMPUTES_PLAIN, running_cachestore, running_engine
 from harness.vllm_plugin import plugin_settings
 from ragcache_kv.model_folder import load_model_folder
 from tests.integration.engine.test_blend import LENGTHS, Blends, make_blend_prompt
@@ -35,28 +35,24 @@ def register():
 def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
     """Such an engine, which has filled its store itself."""
     folder = tmp_path_factory.mktemp("compiled")
-    store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    engine = launch_engine(
-        *(folder, tiny_model, store.address, "--no-enforce-eager"),
-        *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384"),
-        settings={
-            **COMPUTES_PLAIN,
-            **plugin_settings(folder / "plugin", _SPLITS_BLOCKS),
-            "RAGCACHE_LAYERWISE": "on",
-            "VLLM_CACHE_ROOT": str(folder / "vllm"),  # an empty compile cache
-        },
-    )
-    blends = Blends(folder, tiny_model, store, engine, space)
-    try:
-        wait_for_engine(engine)
-        for prompt in CAPTURED:
-            blends.ask(prompt)
-            blends.wait_until_stored(prompt)
-        yield blends
-    finally:
-        engine.service.stop()
-        store.service.stop()
+    settings = {
+        **COMPUTES_PLAIN,
+        **plugin_settings(folder / "plugin", _SPLITS_BLOCKS),
+        "RAGCACHE_LAYERWISE": "on",
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),  # an empty compile cache
+    }
+    with running_cachestore(folder / "store") as store:
+        arguments = (
+            *(folder, tiny_model, store.address, "--no-enforce-eager"),
+            *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384"),
+        )
+        with running_engine(*arguments, settings=settings) as engine:
+            blends = Blends(folder, tiny_model, store, engine, space)
+            for prompt in CAPTURED:
+                blends.ask(prompt)
+                blends.wait_until_stored(prompt)
+            yield blends
 
 
 def test_the_model_is_compiled_and_its_blocks_are_split(blends: Blends) -> None:

@@ -25,12 +25,11 @@ from harness.processes import (
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from tests.integration.engine.test_vllm import make_prompt
+from tests.kit.engine import is_stored
 from tests.kit.gateway import following
 from tests.kit.stored_prefix import stored_tokens
 from tests.kit.wait import until
@@ -80,12 +79,7 @@ class Fed:
 
     def is_stored(self, prompt: Prompt) -> bool:
         """Whether the store has the prompt's values, which are saved after the answer."""
-        client = StoreClient(self.store.address)
-        try:
-            wants = [LookupKey.for_variant(key) for key in self.nodes(prompt)]
-            return all(found.stored for found in client.lookup(wants, 30).variants)
-        finally:
-            client.close()
+        return is_stored(self.store.address, self.nodes(prompt))
 
     def ask(self, prompt: Prompt, *, salt: str | None = None, blend: bool = False) -> str:
         """Ask with a plan. Return the request's id."""

@@ -29,7 +29,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
-from tests.kit.engine import is_clear
+from tests.kit.engine import is_clear, samples, total
 from tests.kit.wait import wait_until
 
 HOST = "127.0.0.2"
@@ -198,17 +198,14 @@ class Interrupted(Platform):
 
     def failed(self, reason: str) -> float:
         """Return how many loads failed for a reason."""
-        lines = self.metrics("ragcache_engine_load_failures_total")
-        return sum(float(one.rsplit(" ", 1)[1]) for one in lines if f'reason="{reason}"' in one)
+        return total(samples(self.engine.url, "ragcache_engine_load_failures_total", reason=reason))
 
     def recomputations(self) -> float:
         """Return how many recomputations have ended, with or without success."""
-        lines = self.metrics("ragcache_engine_recompute_seconds_count")
-        return sum(float(one.rsplit(" ", 1)[1]) for one in lines)
+        return total(self.metrics("ragcache_engine_recompute_seconds_count"))
 
     def blocks_are_free(self) -> bool:
-        [line] = self.metrics("vllm:kv_cache_usage_perc")
-        return float(line.rsplit(" ", 1)[1]) == 0
+        return total(self.metrics("vllm:kv_cache_usage_perc")) == 0
 
     def plan(self, kind: str, prompt: Prompt) -> ReusePlan:
         request = uuid.uuid4().hex

@@ -16,9 +16,8 @@ from harness.processes import CacheStore, Engine, running_cachestore, running_en
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
 from ragcache_core.plan.reuse_plan import NO_REUSE
-from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store_client.client import StoreClient
+from tests.kit.engine import is_stored, samples, total
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,14 +52,7 @@ class Plain:
 
     def is_stored(self, prompt: Sequence[int], salt: str | None = None) -> bool:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
-        client = StoreClient(self.store.address)
-        try:
-            found = client.lookup(
-                [LookupKey.for_variant(one.variant) for one in named], 30
-            ).variants
-            return all(variants.stored for variants in found)
-        finally:
-            client.close()
+        return is_stored(self.store.address, [one.variant for one in named])
 
     def wait_until_stored(self, prompt: Sequence[int], salt: str | None = None) -> None:
         """Wait: values are saved after the answer."""
@@ -74,10 +66,8 @@ class Plain:
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the engine has loaded since its start."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
-        found = [line for line in lines if line.startswith("ragcache_engine_prompt_tokens_total")]
-        loaded = [line for line in found if 'kind="computed"' not in line]
-        return sum(int(float(line.rsplit(" ", 1)[1])) for line in loaded)
+        found = samples(self.engine.url, "ragcache_engine_prompt_tokens_total")
+        return int(total(line for line in found if 'kind="computed"' not in line))
 
 
 @pytest.fixture(scope="module")

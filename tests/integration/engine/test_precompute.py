@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.processes import CacheStore, Engine, running_cachestore, running_engine
+from harness.processes import CacheStore, Engine
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
@@ -25,6 +25,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
+from tests.integration.engine.conftest import STEP_TOKENS
 from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,
@@ -37,7 +38,6 @@ from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(600)
 
-STEP_TOKENS = 256
 NUM_PREFILLS = 40
 MAX_LENGTH = 4096
 LONG = " ".join(f"item {number} of the long list" for number in range(120))
@@ -58,23 +58,6 @@ class Site:
             sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name + "{"))
             for name in names
         ]
-
-
-@pytest.fixture(scope="module")
-def running(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[CacheStore, Engine]]:
-    folder = tmp_path_factory.mktemp("precompute")
-    arguments = (
-        *("--scheduling-policy", "priority"),
-        *("--max-num-seqs", "2"),
-        *("--max-num-batched-tokens", str(STEP_TOKENS)),
-    )
-    with (
-        running_cachestore(folder / "store") as store,
-        running_engine(folder, tiny_model, store.address, *arguments) as engine,
-    ):
-        yield store, engine
 
 
 @pytest.fixture

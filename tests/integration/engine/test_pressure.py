@@ -10,24 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import httpx
 import pytest
 
 from harness.completion import complete, record_of
 from harness.processes import (
     COMPUTES_PLAIN,
     Engine,
-    launch_engine,
-    start_cachestore,
-    wait_for_engine,
+    running_cachestore,
+    running_engine,
 )
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
+from tests.kit.engine import is_stored, samples, total
 from tests.kit.wait import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,8 +98,7 @@ class Pressed:
         return self.counted("vllm:num_preemptions_total")
 
     def counted(self, name: str) -> float:
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=TIMEOUT_S).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return total(samples(self.engine.url, name))
 
     def wait_until_stored(self) -> None:
         keys = [
@@ -112,32 +108,17 @@ class Pressed:
                 plan_exact(prompt, self.space, "public", "probe"), prompt.token_ids, self.space
             )
         ]
-        client = StoreClient(self.store)
-        wants = [LookupKey.for_variant(key) for key in keys]
-        wait_until(
-            lambda: all(found.stored for found in client.lookup(wants, TIMEOUT_S).variants),
-            "not saved",
-        )
-        client.close()
+        wait_until(lambda: is_stored(self.store, keys), "not saved")
 
 
 @pytest.fixture(scope="module")
 def pressed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
     folder = tmp_path_factory.mktemp("pressed")
-    store = start_cachestore(folder / "store")
-    engine = None
-    try:
-        engine = launch_engine(
-            *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
-            max_length=2048,
-            settings=COMPUTES_PLAIN,
-        )
-        wait_for_engine(engine)
-        yield Pressed(store.address, engine, load_model_folder(str(tiny_model)).space("auto"))
-    finally:
-        if engine is not None:
-            engine.service.stop()
-        store.service.stop()
+    space = load_model_folder(str(tiny_model)).space("auto")
+    with running_cachestore(folder / "store") as store:
+        arguments = (folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+        with running_engine(*arguments, max_length=2048, settings=COMPUTES_PLAIN) as engine:
+            yield Pressed(store.address, engine, space)
 
 
 def count_agreeing(found: list[Tokens], expected: list[Tokens]) -> int:

@@ -22,9 +22,8 @@ import pytest
 from harness.processes import (
     CacheStore,
     Engine,
-    launch_engine,
-    start_cachestore,
-    wait_for_engine,
+    running_cachestore,
+    running_engine,
 )
 from models.tinyrag.chunking import cut
 from models.tinyrag.examples import ask
@@ -60,14 +59,11 @@ class Platform:
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     folder = tmp_path_factory.mktemp("quality")
-    store = start_cachestore(folder / "store")
-    engine = launch_engine(folder, MODEL, store.address)
-    try:
-        wait_for_engine(engine)
+    with (
+        running_cachestore(folder / "store") as store,
+        running_engine(folder, MODEL, store.address) as engine,
+    ):
         yield Platform(store, engine)
-    finally:
-        engine.service.stop()
-        store.service.stop()
 
 
 class Reader:

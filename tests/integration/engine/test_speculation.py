@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.processes import CacheStore, Engine, running_cachestore, running_engine
+from harness.processes import CacheStore, Engine
 from ragcache_core.plan.prompt import Prompt
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.conversation import Conversation
@@ -34,7 +34,6 @@ from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(600)
 
-STEP_TOKENS = 256
 BLOCK = 128
 MAX_LENGTH = 4096
 ANSWER_TOKENS = 4
@@ -76,22 +75,6 @@ class Site:
         """Ask the question; the retriever's stages and hits decide what is found."""
         fields: dict[str, Any] = {"max_tokens": ANSWER_TOKENS, "temperature": 0}
         return asyncio.create_task(self.world.ask(QUESTION, ragcache={"reuse": reuse}, **fields))
-
-
-@pytest.fixture(scope="module")
-def running(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[CacheStore, Engine]]:
-    folder = tmp_path_factory.mktemp("speculation")
-    arguments = (
-        *("--scheduling-policy", "priority"),
-        *("--max-num-batched-tokens", str(STEP_TOKENS)),
-    )
-    with (
-        running_cachestore(folder / "store") as store,
-        running_engine(folder, tiny_model, store.address, *arguments) as engine,
-    ):
-        yield store, engine
 
 
 @pytest.fixture

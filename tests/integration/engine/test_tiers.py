@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 from harness.completion import Completion, complete
-from harness.processes import launch_engine, start_cachestore, wait_for_engine
+from harness.processes import running_cachestore, running_engine, start_cachestore
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion, NewVariant
@@ -27,6 +26,7 @@ from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
+from tests.kit.engine import samples, total
 from tests.kit.wait import wait_until
 from tests.kit.worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 
@@ -51,12 +51,7 @@ class Tiered(Platform):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with these labels."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [line for line in lines if line.startswith(f"ragcache_engine_{name}")]
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted)
-        )
+        return total(samples(self.engine.url, f"ragcache_engine_{name}", **labels))
 
     def values_by_tier(self, tier: str) -> float:
         return self.metric("loaded_values_total", tier=tier)
@@ -65,22 +60,12 @@ class Tiered(Platform):
 @pytest.fixture(scope="module")
 def tiered(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
     folder = tmp_path_factory.mktemp("tiered")
-    store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    engine = launch_engine(
-        *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
-        settings={
-            "RAGCACHE_HOST_TIER_BYTES": "64Mi",
-            "RAGCACHE_DEVICE_POOL_BYTES": "1Mi",
-        },
-    )
-    tiered = Tiered(folder, tiny_model, store, engine, space)
-    try:
-        wait_for_engine(engine)
-        yield tiered
-    finally:
-        tiered.engine.service.stop()
-        tiered.store.service.stop()
+    settings = {"RAGCACHE_HOST_TIER_BYTES": "64Mi", "RAGCACHE_DEVICE_POOL_BYTES": "1Mi"}
+    with running_cachestore(folder / "store") as store:
+        arguments = (folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+        with running_engine(*arguments, settings=settings) as engine:
+            yield Tiered(folder, tiny_model, store, engine, space)
 
 
 def test_computed_values_are_loaded_from_the_tiers(tiered: Tiered) -> None:

@@ -14,6 +14,8 @@ from ragcache_core.identity.variant import Precision, Provenance, VariantInfo
 from ragcache_core.plan.prompt import plan_exact
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
+from ragcache_engine.protocol.context import EngineContext
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecords
 from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE
@@ -48,7 +50,7 @@ def put(served: ServedStore, key: VariantKey, num_tokens: int) -> None:
 
 def run(scheduler: ConnectorScheduler, num_local: int) -> None:
     """Run the prompt, of which vLLM's own prefix cache has num_local tokens."""
-    scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
+    scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": PLAN.encode()}))
     wait_until(lambda: scheduler.loadable_tokens("r", num_local) is not None)
     scheduler.on_allocated("r", BLOCKS, 0)
     scheduler.step([("r", num_local, LENGTH - num_local)], lambda _: BLOCKS)
@@ -62,7 +64,9 @@ def test_a_variant_hit_only_in_vllms_prefix_cache_survives_pressure(tmp_path: Pa
     with serving(tmp_path, policy="lru", memory_bytes=16 * PAGE, disk_bytes=16 * PAGE) as served:
         client = ShardedStore(FixedMembers((served.address,)))
         settings = settings_for(served, min_load_tokens=16)
-        scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
+        scheduler = ConnectorScheduler(
+            EngineContext(settings, SPACE), RequestRecords(), client, ReuseCosts()
+        )
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
         for key in cold:
@@ -85,7 +89,9 @@ def test_a_variant_that_is_computed_although_it_is_stored_is_a_use(tmp_path: Pat
     with serving(tmp_path) as served:
         client = ShardedStore(FixedMembers((served.address,)))
         settings = settings_for(served, min_load_tokens=LENGTH)
-        scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
+        scheduler = ConnectorScheduler(
+            EngineContext(settings, SPACE), RequestRecords(), client, ReuseCosts()
+        )
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
         run(scheduler, num_local=0)
@@ -108,10 +114,12 @@ def test_a_request_reports_only_what_it_has_computed_until_it_ends(
     with serving(tmp_path) as served:
         client = ShardedStore(FixedMembers((served.address,)))
         settings = settings_for(served, min_load_tokens=LENGTH)
-        scheduler = ConnectorScheduler(settings, SPACE, RequestRecords(), client, ReuseCosts())
+        scheduler = ConnectorScheduler(
+            EngineContext(settings, SPACE), RequestRecords(), client, ReuseCosts()
+        )
         for named in SEGMENTS:
             put(served, named.variant, named.segment.end - named.segment.start)
-        scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": PLAN.encode()})
+        scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": PLAN.encode()}))
         wait_until(lambda: scheduler.loadable_tokens("r", 0) is not None)
         scheduler.on_allocated("r", BLOCKS, 0)
         for start, end in pairwise([0, *steps]):

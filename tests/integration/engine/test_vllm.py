@@ -44,7 +44,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.engine import STORE_AWAY, is_clear
+from tests.kit.engine import STORE_AWAY, is_clear, is_stored, samples, total
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -132,17 +132,12 @@ class Platform:
         assert self.is_stored_within(WAIT_S, prompt, domain), "not saved"
 
     def is_stored_within(self, limit_s: float, prompt: Prompt, domain: str = "public") -> bool:
-        client = StoreClient(self.store.address)
-        wants = [LookupKey.for_variant(key) for key in self.keys(prompt, domain)]
         deadline = time.monotonic() + limit_s
-        try:
-            while not all(found.stored for found in client.lookup(wants, WAIT_S).variants):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.05)
-            return True
-        finally:
-            client.close()
+        while not is_stored(self.store.address, self.keys(prompt, domain)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def values(self, prompt: Prompt, domain: str = "public") -> list[bytes]:
         client = StoreClient(self.store.address)
@@ -153,13 +148,11 @@ class Platform:
 
     def metrics(self, *names: str) -> list[str]:
         """Return the lines of the engine's metrics that begin with one of the names."""
-        lines = httpx.get(f"{self.engine.url}/metrics", timeout=60).text.splitlines()
-        return [line for line in lines if line.startswith(names)]
+        return samples(self.engine.url, *names)
 
     def counted(self, name: str) -> float:
         """Return the sum of a counter over all labels except kind="computed"."""
-        lines = [line for line in self.metrics(f"{name}_total") if 'kind="computed"' not in line]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        return total(one for one in self.metrics(f"{name}_total") if 'kind="computed"' not in one)
 
     def unfinished_requests(self) -> list[str]:
         """Return vLLM's gauges of running and waiting requests that are not zero."""

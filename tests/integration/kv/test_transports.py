@@ -288,7 +288,7 @@ def test_both_reader_threads_verify_their_pieces(
         assert not isinstance(lease, Miss)
         assert lease.tier is tier
         if rotten is not None:
-            [extent] = lease.extents
+            [extent] = lease.copy.extents
             fd = served.store.disk_tier.fd if lease.on_disk else served.store.memory_tier.fd
             byte = os.pread(fd, 1, extent.offset + rotten)
             os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
@@ -313,7 +313,7 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
         client.put(variant, whole(variant, value), TIMEOUT_S)
     [lease] = served.store.reads.open([key(1)])
     assert not isinstance(lease, Miss)
-    served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+    served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
     served.store.reads.release([lease.id])
     read = dict(client.get([key(1), key(2)], TIMEOUT_S))
     assert read[key(1)] is Miss.CORRUPT
@@ -337,7 +337,7 @@ def test_a_corrupt_value_can_be_put_again_at_once(
         other.connect(TIMEOUT_S)
         [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+        served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
         held = served.store.state.catalog.get(key(1))
         assert held is not None
         assert held.disk is not None
@@ -438,7 +438,7 @@ def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Incom
             incoming_puts.append(begun)
         return begun
 
-    monkeypatch.setattr(served.store, "begin_put", begin_put)
+    monkeypatch.setattr(served.store.puts, "begin", begin_put)
     return incoming_puts
 
 
@@ -929,7 +929,7 @@ def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
             raise failures.pop()
         release(*args)
 
-    monkeypatch.setattr(served.store, "release", fail_once)
+    monkeypatch.setattr(served.store.reads, "release", fail_once)
     with client_of(served.address, transport) as client:
         for number in (1, 2):
             variant, value = new(number, [1000])
@@ -1102,7 +1102,7 @@ def test_a_refusing_transport_is_skipped_and_used_later(
 def test_an_expired_lease_is_no_hit(
     served: Served, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setattr(served.store, "is_leased", lambda _: False)
+    monkeypatch.setattr(served.store.reads, "is_leased", lambda _: False)
     with client_of(served.address, transport) as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -1305,7 +1305,7 @@ def test_a_cached_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
     with remembering(served, [1]) as client:
         [lease] = served.store.reads.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+        served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
         served.store.reads.release([lease.id])
         assert only(client, 1) is Miss.CORRUPT
         wait_until(lambda: served.store.stats().corrupt == 1)

@@ -61,11 +61,11 @@ def lease_of(store: Store, variant: VariantKey) -> ReadLease:
 
 
 def bytes_of(store: Store, lease: ReadLease) -> bytes:
-    raw = bytearray(lease.info.num_bytes)
+    raw = bytearray(lease.variant.info.num_bytes)
     if lease.on_disk:
-        assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
+        assert store.disk_tier.read_into(lease.copy.extents, [memoryview(raw)])
         return bytes(raw)
-    return b"".join(store.memory_tier.views(lease.extents))
+    return b"".join(store.memory_tier.views(lease.copy.extents))
 
 
 def tier_of(store: Store, variant: VariantKey) -> Tier | None:
@@ -599,7 +599,7 @@ def test_a_corrupt_value_on_disk_is_dropped_on_report(tmp_path: Path) -> None:
         store.reads.release([lease.id], corrupt=[lease.id])  # the copy is intact
         assert store.stats().corrupt == 0
         lease = lease_of(store, key(1))
-        os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset + 1000)
+        os.pwrite(store.disk_tier.fd, b"rot", lease.copy.extents[0].offset + 1000)
         store.reads.release([lease.id], corrupt=[lease.id])
         assert store.stats().corrupt == 1
         assert get(store, key(1)) is Miss.CORRUPT
@@ -614,7 +614,7 @@ def test_a_corrupt_value_is_not_promoted(tmp_path: Path) -> None:
         store.mover.writer.flush()
     with opened(tmp_path) as store:
         lease = lease_of(store, key(1))
-        os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
+        os.pwrite(store.disk_tier.fd, b"rot", lease.copy.extents[0].offset)
         store.reads.release([lease.id])
         store.variants.prefetch([key(1)])
         wait_until(lambda: tier_of(store, key(1)) is not Tier.DISK)
@@ -625,7 +625,7 @@ def test_a_corrupt_value_is_not_promoted(tmp_path: Path) -> None:
 def test_a_corrupt_copy_in_memory_is_replaced_by_the_one_on_disk(store: Store) -> None:
     put(store, key(1), value(3000), ack=Ack.DURABLE)
     lease = lease_of(store, key(1))
-    store.memory_tier.views(lease.extents)[0][:3] = b"rot"
+    store.memory_tier.views(lease.copy.extents)[0][:3] = b"rot"
     store.reads.release([lease.id], corrupt=[lease.id])
     assert store.stats().corrupt == 1
     assert get(store, key(1)) == value(3000)

@@ -223,11 +223,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.evicted or isinstance(get(self.store, durable), bytes)
 
     def _read(self, lease: ReadLease) -> bytes:
-        raw = bytearray(lease.info.num_bytes)
+        raw = bytearray(lease.variant.info.num_bytes)
         if lease.on_disk:
-            assert self.store.disk_tier.read_into(lease.extents, [memoryview(raw)])
+            assert self.store.disk_tier.read_into(lease.copy.extents, [memoryview(raw)])
             return bytes(raw)
-        return b"".join(self.store.memory_tier.views(lease.extents))
+        return b"".join(self.store.memory_tier.views(lease.copy.extents))
 
     @invariant()
     def leased_values_stay(self) -> None:

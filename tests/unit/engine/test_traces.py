@@ -20,7 +20,9 @@ from ragcache_core.identity.variant import Miss, Origin  # noqa: E402
 from ragcache_core.plan.prompt import plan_exact  # noqa: E402
 from ragcache_core.store_api import LookupKey  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.protocol.context import EngineContext  # noqa: E402
 from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa: E402
+from ragcache_engine.scheduler.request import NewRequest  # noqa: E402
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402
 from ragcache_engine.telemetry.request_records import RequestRecords  # noqa: E402
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
@@ -68,12 +70,13 @@ class TracedWorker(WorkerHarness):
     def __init__(self, kept: Kept, host_tier_bytes: int = 0) -> None:
         self.cache, self.store = FakePagedCache(), TracedStore()
         self.connector = ConnectorWorker(
-            EngineSettings(cachestore=FixedMembers(()), host_tier_bytes=host_tier_bytes),
-            SPACE,
+            EngineContext(
+                EngineSettings(cachestore=FixedMembers(()), host_tier_bytes=host_tier_bytes),
+                SPACE,
+                kept.tracer,
+            ),
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
-            None,
-            kept.tracer,
         )
 
 
@@ -200,16 +203,14 @@ class TracedLookupStore(engine_scheduler.FakeLookupStore):
 def make_scheduler(kept: Kept, store: TracedLookupStore) -> ConnectorScheduler:
     settings = EngineSettings(cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
     client = cast("ShardedStore", store)
-    return ConnectorScheduler(
-        settings, engine_scheduler.SPACE, RequestRecords(), client, ReuseCosts(), kept.tracer
-    )
+    engine = EngineContext(settings, engine_scheduler.SPACE, kept.tracer)
+    return ConnectorScheduler(engine, RequestRecords(), client, ReuseCosts())
 
 
 def arrive(scheduler: ConnectorScheduler, request: str, caller: str) -> int | None:
     plan = plan_exact(engine_scheduler.PROMPT, engine_scheduler.SPACE, "public", request).encode()
-    scheduler.on_new_request(
-        request, engine_scheduler.PROMPT.token_ids, {"ragcache": plan}, traceparent=caller
-    )
+    token_ids = engine_scheduler.PROMPT.token_ids
+    scheduler.on_new_request(NewRequest(request, token_ids, {"ragcache": plan}, traceparent=caller))
     return scheduler.loadable_tokens(request, 0)
 
 

@@ -90,17 +90,22 @@ class HeaderCache:
 
     def get(self, lease: ReadLease) -> bytes:
         """Return an encoded LeasedValue with only the header."""
-        known = self._encoded.get(lease.key)
-        if known is not None and known[0] is lease.parts and known[1] is lease.tier:
+        known = self._encoded.get(lease.variant.key)
+        if known is not None and known[0] is lease.variant.parts and known[1] is lease.tier:
             return known[2]
         # The index is 0, because the position among the answers names the request's key.
         header = to_value_header(
-            0, lease.info, lease.parts, lease.shape, lease.value_format, lease.tier
+            0,
+            lease.variant.info,
+            lease.variant.parts,
+            lease.variant.shape,
+            lease.variant.value_format,
+            lease.tier,
         )
         encoded = pb.LeasedValue(header=header).SerializeToString()
         if len(self._encoded) >= MAX_HEADERS:
             self._encoded.clear()
-        self._encoded[lease.key] = (lease.parts, lease.tier, encoded)
+        self._encoded[lease.variant.key] = (lease.variant.parts, lease.tier, encoded)
         return encoded
 
 
@@ -238,7 +243,7 @@ class DataConnection(threading.Thread):
                     if isinstance(one, Miss):
                         count_miss(span, one)
                     else:
-                        count_hit(span, one.tier, one.info.num_bytes)
+                        count_hit(span, one.tier, one.variant.info.num_bytes)
             reply = pb.DataGetReply()
             for one in answers:
                 self._add_answer(reply, one)
@@ -255,7 +260,7 @@ class DataConnection(threading.Thread):
         found.MergeFromString(self._headers.get(answer))
         found.lease = answer.id
         if self._shared:
-            for extent in answer.extents:
+            for extent in answer.copy.extents:
                 found.extents.add(
                     disk=answer.on_disk, offset=extent.offset, num_bytes=extent.num_bytes
                 )
@@ -283,9 +288,9 @@ class DataConnection(threading.Thread):
         """Yield the values in the order of sending: views of memory, or extents of the file."""
         for lease in leases:
             if lease.on_disk:
-                yield from lease.extents
+                yield from lease.copy.extents
             else:
-                yield from self._store.memory_tier.views(lease.extents)
+                yield from self._store.memory_tier.views(lease.copy.extents)
 
     def _release(self, message: pb.LeaseRelease) -> None:
         # Only the leases of this connection: a client cannot end those of another one.
@@ -295,7 +300,7 @@ class DataConnection(threading.Thread):
         expired = {lease_id for lease_id in ids if not self._store.reads.is_leased(lease_id)}
         self._store.reads.release(ids, [lease_id for lease_id in ids if lease_id in corrupt])
         now = time.monotonic()
-        total_bytes = max(1, sum([lease.info.num_bytes for lease, _ in own]))
+        total_bytes = max(1, sum([lease.variant.info.num_bytes for lease, _ in own]))
         for lease, opened_at in own:
             self._leases.pop(lease.id, None)
             if lease.id in expired:
@@ -303,10 +308,10 @@ class DataConnection(threading.Thread):
             elif lease.id not in corrupt:
                 # The client may have sent the release later, and reports one time for all values.
                 taken_s = message.seconds if message.seconds > 0 else now - opened_at
-                share = lease.info.num_bytes / total_bytes
+                share = lease.variant.info.num_bytes / total_bytes
                 seconds = min(taken_s, now - opened_at) * share
                 self._store.reads.note_sent(
-                    lease.tier, self._transport, lease.info.num_bytes, seconds
+                    lease.tier, self._transport, lease.variant.info.num_bytes, seconds
                 )
         if corrupt:
             self.channel.send(FrameKind.RELEASED)

@@ -267,10 +267,10 @@ class CacheStoreService:
                         header = to_miss_header(index, lease)
                         yield pb.GetPart(header=header).SerializeToString()
                         continue
-                    sums = PartChecksums([part.num_bytes for part in lease.parts])
+                    sums = PartChecksums([part.num_bytes for part in lease.variant.parts])
                     try:
                         yield pb.GetPart(header=_header(index, lease)).SerializeToString()
-                        for extent in _pieces(lease.extents):
+                        for extent in _pieces(lease.copy.extents):
                             piece = await self._piece(lease, extent, sums)
                             if slot.expired or not self._store.reads.is_leased(lease.id):
                                 raise Unavailable(
@@ -279,16 +279,19 @@ class CacheStoreService:
                                 )
                             yield piece
                     finally:
-                        if sums.first_mismatch([part.checksum for part in lease.parts]) is None:
+                        if (
+                            sums.first_mismatch([part.checksum for part in lease.variant.parts])
+                            is None
+                        ):
                             self._store.reads.release([lease.id])
                         else:  # over gRPC a client cannot report a corrupt value
                             release = partial(self._store.reads.release, [lease.id], [lease.id])
                             self._run_in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
                     self._store.reads.note_sent(
-                        lease.tier, TRANSPORT, lease.info.num_bytes, seconds
+                        lease.tier, TRANSPORT, lease.variant.info.num_bytes, seconds
                     )
-                    count_hit(span, lease.tier, lease.info.num_bytes)
+                    count_hit(span, lease.tier, lease.variant.info.num_bytes)
 
     async def _piece(self, lease: ReadLease, extent: Extent, sums: PartChecksums) -> bytes:
         """Return an encoded GetPart with the bytes of a short extent of a leased value."""
@@ -457,7 +460,12 @@ def _pieces(extents: Sequence[Extent]) -> Iterator[Extent]:
 
 def _header(index: int, lease: ReadLease) -> pb.GetHeader:
     return to_value_header(
-        index, lease.info, lease.parts, lease.shape, lease.value_format, lease.tier
+        index,
+        lease.variant.info,
+        lease.variant.parts,
+        lease.variant.shape,
+        lease.variant.value_format,
+        lease.tier,
     )
 
 

@@ -19,16 +19,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from ragcache_cachestore.background.threads import join_all
+from ragcache_cachestore.background.variant_access import VariantAccess
+from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.fidelity import decide_re_encoding
 from ragcache_core.tiering.precision_assignment import (
@@ -43,66 +43,6 @@ log = logging.getLogger(__name__)
 
 SCAN_TIME_SHARE = 0.05
 """Share of time that scans may take. With many variants, scans become less frequent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReEncodingCandidate:
-    """What the re-encoder knows of one stored variant.
-
-    Attributes:
-        identity: Unique within the store. It changes with every put and swap.
-        reads: Number of reads since the put or the start of the store. A swap keeps it.
-        score: Decayed saved seconds per byte, or 0 if unknown.
-    """
-
-    key: VariantKey
-    identity: int
-    info: VariantInfo
-    shape: ValueShape | None
-    value_format: int
-    parts: tuple[ValuePart, ...]
-    tier: Tier
-    reads: int
-    score: float
-    wants_higher_precision: bool
-
-
-class ReEncodableStore(Protocol):
-    """The calls of a store that the re-encoder makes from its thread."""
-
-    def candidates(self, now: float) -> Iterable[ReEncodingCandidate]:
-        """Yield every stored variant."""
-
-    def read(self, key: VariantKey, identity: int) -> bytearray | None:
-        """Return a copy of a value, or None if the variant was replaced or dropped.
-
-        The read counts neither as hit nor as miss, and the eviction policy does not see it.
-        """
-
-    def swap(
-        self,
-        key: VariantKey,
-        identity: int,
-        precision: Precision,
-        parts: Sequence[ValuePart],
-        views: Sequence[memoryview],
-    ) -> bool:
-        """Store a value in another encoding, unless the variant was replaced or is being read.
-
-        Reads, origin and eviction order stay. The identity changes.
-
-        Args:
-            views: The bytes of each part.
-
-        Returns:
-            False if nothing was changed.
-        """
-
-    def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
-        """Set whether lookups report that a variant wants a higher precision."""
-
-    def prefetch(self, keys: Sequence[VariantKey]) -> int:
-        """Queue promotions into memory. Return how many were queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +119,7 @@ class ReEncoder:
 
     def __init__(
         self,
-        store: ReEncodableStore,
+        store: VariantAccess,
         assignment: PrecisionAssignment,
         pace: Pace,
         clock: Callable[[], float],
@@ -195,8 +135,8 @@ class ReEncoder:
         self._scanned: dict[bytes, _ScannedVariant] = {}
         self._encode_allowance = Allowance(pace.encode_bytes_per_s, now)
         self._move_allowance = Allowance(pace.move_bytes_per_s, now)
-        self._to_encode: deque[tuple[ReEncodingCandidate, Precision]] = deque()
-        self._to_promote: deque[ReEncodingCandidate] = deque()
+        self._to_encode: deque[tuple[CatalogVariant, Precision]] = deque()
+        self._to_promote: deque[CatalogVariant] = deque()
         self._incompressible: set[int] = set()  # identities of values that would not get smaller
         self._next_scan = now + pace.scan_interval_s
         self._closing = threading.Event()
@@ -249,7 +189,7 @@ class ReEncoder:
 
     def scan(self, now: float) -> None:
         """Rank all variants, and plan the work until the next scan."""
-        stored = {candidate.key.to_bytes(): candidate for candidate in self._store.candidates(now)}
+        stored = {candidate.key.to_bytes(): candidate for candidate in self._store.all()}
         self._count_reads(stored, now)
         encodable, observations = [], []
         for name, candidate in stored.items():
@@ -259,7 +199,7 @@ class ReEncoder:
                 self._counts.count(name, now),
                 candidate.info.num_bytes if native is None else native,
                 candidate.info.precision,
-                candidate.score,
+                candidate.score(now),
             )
             observations.append(observation)
             if native is not None:
@@ -268,7 +208,7 @@ class ReEncoder:
         self._plan_promotions(stored, observations, now)
         self.counters.scans += 1
 
-    def _count_reads(self, stored: dict[bytes, ReEncodingCandidate], now: float) -> None:
+    def _count_reads(self, stored: dict[bytes, CatalogVariant], now: float) -> None:
         scanned = {}
         for name, candidate in stored.items():
             known = scanned[name] = self._scanned.get(name) or _ScannedVariant(
@@ -286,7 +226,7 @@ class ReEncoder:
 
     def _plan_encoding(
         self,
-        stored: dict[bytes, ReEncodingCandidate],
+        stored: dict[bytes, CatalogVariant],
         observations: list[AccessObservation[bytes]],
         now: float,
     ) -> None:
@@ -319,7 +259,7 @@ class ReEncoder:
 
     def _plan_promotions(
         self,
-        stored: dict[bytes, ReEncodingCandidate],
+        stored: dict[bytes, CatalogVariant],
         observations: list[AccessObservation[bytes]],
         now: float,
     ) -> None:
@@ -334,11 +274,11 @@ class ReEncoder:
         ]
         self._to_promote = deque(stored[name] for _, name in sorted(too_low))
 
-    def _promote(self, candidate: ReEncodingCandidate, now: float) -> None:
+    def _promote(self, candidate: CatalogVariant, now: float) -> None:
         self._scanned[candidate.key.to_bytes()].promoted_at = now
         self.counters.prefetched += self._store.prefetch([candidate.key])
 
-    def _re_encode(self, candidate: ReEncodingCandidate, target: Precision) -> None:
+    def _re_encode(self, candidate: CatalogVariant, target: Precision) -> None:
         value = self._store.read(candidate.key, candidate.identity)
         if value is None or candidate.shape is None:
             self.counters.refused += 1
@@ -364,7 +304,7 @@ class ReEncoder:
             self.counters.refused += 1
 
 
-def _native_bytes(candidate: ReEncodingCandidate) -> int | None:
+def _native_bytes(candidate: CatalogVariant) -> int | None:
     """Return the size of a value as computed, or None if it cannot be re-encoded."""
     if candidate.shape is None or candidate.value_format != FORMAT:
         return None

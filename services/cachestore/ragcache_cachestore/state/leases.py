@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.storage.tier_space import TierCopy
-from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Origin, Tier, ValuePart, ValueShape, VariantInfo
-from ragcache_core.storage.extents import Extent
+from ragcache_core.identity.variant import Tier
 from ragcache_core.store_api import LEASE_S
 
 
@@ -18,26 +16,19 @@ class ReadLease:
     """A copy of a value that a client may read in its tier. The parts follow one another.
 
     Attributes:
-        extents: In the memory tier or in the file of values.
+        copy: In the memory tier or in the file of values.
         expires_at: On the store's clock. A slower reader notices by the checksums.
     """
 
     id: int
-    key: VariantKey
-    info: VariantInfo
-    parts: tuple[ValuePart, ...]
-    shape: ValueShape | None
-    value_format: int
-    origin: Origin
-    tier: Tier
-    extents: tuple[Extent, ...]
-    expires_at: float
     variant: CatalogVariant
+    tier: Tier
     copy: TierCopy
+    expires_at: float
 
     @property
     def on_disk(self) -> bool:
-        """Whether the extents are in the file of values."""
+        """Whether the copy is in the file of values."""
         return self.tier is Tier.DISK
 
 
@@ -57,20 +48,7 @@ class LeaseTable:
     def grant(self, variant: CatalogVariant, tier: Tier, copy: TierCopy, now: float) -> ReadLease:
         """Add a lease, which counts as one reference to copy."""
         copy.ref_count += 1
-        lease = ReadLease(
-            id=self._next_id,
-            key=variant.key,
-            info=variant.info,
-            parts=variant.parts,
-            shape=variant.shape,
-            value_format=variant.value_format,
-            origin=variant.origin,
-            tier=tier,
-            extents=copy.extents,
-            expires_at=now + LEASE_S,
-            variant=variant,
-            copy=copy,
-        )
+        lease = ReadLease(self._next_id, variant, tier, copy, now + LEASE_S)
         self._next_id += 1
         self._leases[lease.id] = lease
         return lease

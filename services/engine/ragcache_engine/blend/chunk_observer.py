@@ -23,7 +23,7 @@ from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import SpanKind, Tracer
 
 if TYPE_CHECKING:
-    from ragcache_engine.blend.attention import AttentionObserver
+    from ragcache_engine.blend.components import BlendComponents
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -44,8 +44,7 @@ class ChunkObserver:
     """Observes one chunk a step. Only the worker's main thread may use it.
 
     Args:
-        observer: Measures attention.
-        max_tokens: Tokens of one pass; longer chunks are not observed.
+        blend: Measures attention. Chunks longer than one of its passes are not observed.
         save: Saves each observation.
         deadline_s: Time without progress after which a request's blocks are released.
         clock: Returns seconds.
@@ -55,17 +54,16 @@ class ChunkObserver:
 
     def __init__(
         self,
-        observer: AttentionObserver,
-        max_tokens: int,
+        blend: BlendComponents,
         save: SaveObservation,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
         count_arrivals: Callable[[], int] | None = None,
     ) -> None:
-        self._observer = observer
+        self._observer = blend.observer
         self._count_arrivals = count_arrivals
-        self._max_tokens = max_tokens
+        self._max_tokens = blend.recomputer.max_tokens
         self._save = save
         self._deadline_s = deadline_s
         self._clock = clock

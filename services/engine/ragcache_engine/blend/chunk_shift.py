@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from ragcache_core.blend.chunk_shift import ShiftPlan, plan_shift
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.block_packing import Offsets, PackedCache
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import PromptSlice
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Floats
 from ragcache_kv.rotation import Pairing, Rope
 
@@ -27,6 +27,9 @@ _UPDATE = "do_kv_cache_update"
 """The method of an attention backend that writes a layer's KV into the paged cache."""
 
 _Kernel = Callable[..., None]
+
+_Located = tuple[Offsets, Offsets, Floats]
+"""Offsets of some tokens' keys and of their values, and cosines and sines of their positions."""
 
 _Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values of a layer to slots."""
@@ -92,10 +95,11 @@ class ChunkShift:
             return _TorchShift.of(one, plan, rows, self._cache, self._rope)
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
 
-        def offsets(positions: torch.Tensor) -> tuple[Offsets, Offsets]:
+        def located(positions: torch.Tensor) -> _Located:
             assert self._packed is not None
             blocks, in_block = self._cache.kernel_slots(one.blocks, positions)
-            return self._packed.offsets(blocks.numpy(), in_block.numpy())
+            offsets = self._packed.offsets(blocks.numpy(), in_block.numpy())
+            return *offsets, _cos_sin(positions.numpy(), self._rope)
 
         return _CompiledShift(
             kernel=self._kernel(),
@@ -103,10 +107,8 @@ class ChunkShift:
             rows=rows,
             weights=plan.weights,
             chunk_of=plan.chunk_of,
-            recomputed=offsets(recomputed),
-            shifted=offsets(torch.from_numpy(plan.positions)),
-            recomputed_angles=_cos_sin(recomputed.numpy(), self._rope),
-            shifted_angles=_cos_sin(plan.positions, self._rope),
+            recomputed=located(recomputed),
+            shifted=located(torch.from_numpy(plan.positions)),
             pairs=_pairs(self._rope),
         )
 
@@ -148,12 +150,10 @@ class _CompiledShift:
 
     Attributes:
         rows: The slice's rows of the pass, counted from its end.
-        weights: See ``ShiftPlan``.
-        chunk_of: See ``ShiftPlan``.
-        recomputed: Offsets of the recomputed tokens' keys and values.
-        shifted: Offsets of the shifted tokens' keys and values.
-        recomputed_angles: float32 [recomputed, 2, rotary_dim / 2].
-        shifted_angles: float32 [shifted, 2, rotary_dim / 2].
+        weights: What each recomputed token adds to the shift of each chunk.
+        chunk_of: The chunk of each shifted token.
+        recomputed: The recomputed tokens.
+        shifted: The shifted tokens.
         pairs: int64 [2, rotary_dim / 2].
     """
 
@@ -162,27 +162,19 @@ class _CompiledShift:
     rows: slice
     weights: Floats
     chunk_of: NDArray[np.int64]
-    recomputed: tuple[Offsets, Offsets]
-    shifted: tuple[Offsets, Offsets]
-    recomputed_angles: Floats
-    shifted_angles: Floats
+    recomputed: _Located
+    shifted: _Located
     pairs: NDArray[np.int64]
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
         """The kernel writes to the cache itself."""
         self.kernel(
             self.packed.layers[index],
-            *self.recomputed,
-            self._bits(key),
-            self._bits(value),
+            self.recomputed,
+            (self._bits(key), self._bits(value)),
             self.weights,
-            self.recomputed_angles,
-            *self.shifted,
-            self.chunk_of,
-            self.shifted_angles,
-            self.pairs,
-            *self.packed.dims,
-            self.packed.head_stride,
+            (*self.shifted, self.chunk_of),
+            (self.pairs, *self.packed.dims, self.packed.head_stride),
         )
 
     def _bits(self, rows: torch.Tensor) -> Bits:

@@ -22,7 +22,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context, set_forward_context
 
 from ragcache_core.blend.slices import split_into_passes
-from ragcache_engine.blend.prompt_slice import PromptSlice
+from ragcache_engine.protocol.messages import PromptSlice
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.recomputer import Recomputer

@@ -24,15 +24,13 @@ import torch
 from ragcache_core.blend.slices import merge_runs, runs_outside, split_first_pass
 from ragcache_core.blend.token_ranking import rank_tokens
 from ragcache_core.blend.token_selection import select_tokens
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, PromptSlice, RecomputeJob
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Span, SpanKind, Tracer
 
 if TYPE_CHECKING:
-    from ragcache_engine.blend.attention import AttentionObserver
-    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.blend.components import BlendComponents
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -107,8 +105,7 @@ class RecomputationQueue:
 
     Args:
         cache: The paged cache that holds the loaded KV.
-        recomputer: Passes of the model.
-        observer: Measures what a question attends to.
+        blend: Passes of the model, and what measures the attention of a question.
         slice_tokens: Tokens that one step recomputes at most while other requests run, so that
             these keep decoding. A step without other requests uses a whole pass.
         question_tokens: Tokens of the question whose attention is measured, at most.
@@ -119,8 +116,7 @@ class RecomputationQueue:
     def __init__(
         self,
         cache: PagedCache,
-        recomputer: Recomputer,
-        observer: AttentionObserver,
+        blend: BlendComponents,
         slice_tokens: int,
         question_tokens: int,
         tracer: Tracer | None = None,
@@ -128,9 +124,9 @@ class RecomputationQueue:
         joins_passes: bool = False,
     ) -> None:
         self._cache = cache
-        self._recomputer = recomputer
-        self._observer = observer
-        self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
+        self._recomputer = blend.recomputer
+        self._observer = blend.observer
+        self._slice_tokens = min(slice_tokens, blend.recomputer.max_tokens)
         self._question_tokens = question_tokens
         self._tracer = tracer or Tracer()
         self._joins_passes = joins_passes

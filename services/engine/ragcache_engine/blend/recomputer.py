@@ -19,7 +19,7 @@ from torch.nn import functional
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from ragcache_engine.blend.prompt_slice import PromptSlice
+from ragcache_engine.protocol.messages import PromptSlice
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.chunk_shift import ChunkShift
@@ -153,7 +153,7 @@ class Recomputer:
         *,
         writes: bool = True,
     ) -> torch.Tensor:
-        """Recompute the KV of runs of one prompt's positions; see ``recompute_slices``."""
+        """Recompute the KV of runs of one prompt's positions, as ``recompute_slices`` does."""
         return self.recompute_slices([PromptSlice(token_ids, blocks, runs)], writes=writes)
 
     def recompute_slices(
@@ -208,7 +208,7 @@ class Recomputer:
 
         Args:
             slices: The slices, not empty.
-            writes: See ``recompute_slices``.
+            writes: Whether the pass writes the KV.
             after: Attention metadata of vLLM's own rows, which come first in the pass. Slots and
                 metadata of the result then cover all rows, input_ids and positions the slices only.
         """
@@ -217,7 +217,7 @@ class Recomputer:
         # The compiled model has dropped its guards: any other type reads garbage.
         input_ids = [one.token_ids[p] for one, run in runs for p in run]
         positions = [p for _, run in runs for p in run]
-        slots = torch.cat([one.slots(model.block_size) for one in slices]).to(device)
+        slots = torch.cat([_slots(one, model.block_size) for one in slices]).to(device)
         if not writes:
             slots.fill_(_NO_SLOT)
         rows = _SlicedRows(
@@ -243,6 +243,13 @@ class Recomputer:
         tables = [self._model.kernel_table(one.blocks) for one in slices]
         padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return padded.repeat_interleave(torch.tensor([len(one.runs) for one in slices]), dim=0)
+
+
+def _slots(one: PromptSlice, block_size: int) -> torch.Tensor:
+    """Return the slot of each position of a slice; int64."""
+    positions = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
+    table = torch.tensor(one.blocks, dtype=torch.int64)
+    return table[positions // block_size] * block_size + positions % block_size
 
 
 @dataclass(frozen=True, slots=True)

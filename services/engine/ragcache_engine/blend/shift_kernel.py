@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from ragcache_kv.codecs.kernels import Kernel, compiled, f32, i64, inlined, u16, u32
 from ragcache_kv.codecs.numbers import Number
@@ -22,16 +23,13 @@ def shift_kernel(number: Number, half: int, head_dim: int) -> Kernel:
 
     The kernel's arguments, in this order:
         layer: The elements of the layer's cache, changed in place (``PackedCache``).
-        recomputed_keys, recomputed_values: Offsets of the recomputed tokens' old KV; int64.
-        new_keys, new_values: Their new KV; bit patterns [recomputed, heads, head_dim].
+        recomputed: Offsets of the recomputed tokens' old keys and values, int64. Cosines and sines
+            of their positions, float32 [recomputed, 2, half].
+        new: Their new keys and values; bit patterns [recomputed, heads, head_dim].
         weights: float32 [chunks, recomputed] (``ShiftPlan``).
-        recomputed_angles: Cosines and sines of their positions; float32 [recomputed, 2, half].
-        shifted_keys, shifted_values: Offsets of the tokens to shift; int64.
-        chunk_of: The chunk of each; int64.
-        shifted_angles: As ``recomputed_angles``, [shifted, 2, half].
-        pairs: The dimensions of each rotated pair; int64 [2, half].
-        key_dims, value_dims: Offsets of a token's dimensions; int64 [head_dim].
-        head_stride: Elements from one head to the next.
+        shifted: The same as ``recomputed`` of the tokens to shift, and the chunk of each, int64.
+        layout: The dimensions of each rotated pair, int64 [2, half]. Offsets of a token's
+            dimensions, of keys and of values, int64 [head_dim]. Elements from one head to the next.
 
     Args:
         number: The dtype of the cache.
@@ -50,40 +48,23 @@ def shift_kernel(number: Number, half: int, head_dim: int) -> Kernel:
             vector[one] = x * cosine - y * sine
             vector[other] = y * cosine + x * sine
 
+    angles = f32[:, :, ::1]
+
     @compiled(
         bits[::1],
-        i64[::1],
-        i64[::1],
-        bits[:, :, ::1],
-        bits[:, :, ::1],
+        types.Tuple((i64[::1], i64[::1], angles)),
+        types.UniTuple(bits[:, :, ::1], 2),
         f32[:, ::1],
-        f32[:, :, ::1],
-        i64[::1],
-        i64[::1],
-        i64[::1],
-        f32[:, :, ::1],
-        i64[:, ::1],
-        i64[::1],
-        i64[::1],
-        i64,
+        types.Tuple((i64[::1], i64[::1], angles, i64[::1])),
+        types.Tuple((i64[:, ::1], i64[::1], i64[::1], i64)),
     )
     def shift(
-        layer: Any,
-        recomputed_keys: Any,
-        recomputed_values: Any,
-        new_keys: Any,
-        new_values: Any,
-        weights: Any,
-        recomputed_angles: Any,
-        shifted_keys: Any,
-        shifted_values: Any,
-        chunk_of: Any,
-        shifted_angles: Any,
-        pairs: Any,
-        key_dims: Any,
-        value_dims: Any,
-        head_stride: Any,
+        layer: Any, recomputed: Any, new: Any, weights: Any, shifted: Any, layout: Any
     ) -> None:
+        recomputed_keys, recomputed_values, recomputed_angles = recomputed
+        new_keys, new_values = new
+        shifted_keys, shifted_values, shifted_angles, chunk_of = shifted
+        pairs, key_dims, value_dims, head_stride = layout
         num_chunks, num_heads = weights.shape[0], new_keys.shape[1]
         key_shifts = np.zeros((num_chunks, num_heads, head_dim), np.float32)
         value_shifts = np.zeros((num_chunks, num_heads, head_dim), np.float32)

@@ -2,7 +2,8 @@
 
 Its kernels pack keys and values in an order that depends on the instruction set: keys transposed,
 or in tiles of sixteen tokens and pairs of dimensions. Every such order is a nest of loops. So a
-strided tensor can present a block as tokens, without gathering elements one by one.
+strided tensor can present a block as tokens, without gathering elements one by one. Compiled loops
+over some tokens read the elements as flat arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import Bits
+
+Offsets = NDArray[np.int64]
+
+_INTEGERS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 Loops = tuple[tuple[int, int], ...]
 """(count, stride in elements) of each loop, the outermost first."""
@@ -148,11 +153,6 @@ def _loops(offsets: torch.Tensor) -> Loops:
         nest.insert(0, (count, stride))
         offsets = grid[:, 0]
     return tuple(nest) or ((1, 0),)
-
-
-Offsets = NDArray[np.int64]
-
-_INTEGERS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
 @dataclass(frozen=True, slots=True)

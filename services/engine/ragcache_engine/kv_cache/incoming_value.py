@@ -1,4 +1,4 @@
-"""A value on its way from a tier or the store to a request's blocks."""
+"""Values on their way: from a tier or the store to a request's blocks, and to the tiers."""
 
 from __future__ import annotations
 
@@ -21,35 +21,18 @@ class OfferedValue:
 
     Attributes:
         key: The variant's key.
-        num_tokens: Length of the chunk.
+        info: The variant, as it was computed.
         num_bytes: Memory that the offer uses until a tier has copied the value.
-        base_position: Position of the first token when it was computed.
-        serves_exact: Whether the value may serve ``exact`` reuse (``VariantInfo.serves_exact``).
         domain: Access domain.
         native: Returns the value, [num_layers, 2, num_tokens, num_kv_heads, head_dim] on the CPU.
             None: the value could not be made.
     """
 
     key: VariantKey
-    num_tokens: int
+    info: VariantInfo
     num_bytes: int
-    base_position: int
-    serves_exact: bool
     domain: str
     native: Callable[[], torch.Tensor | None]
-
-    @classmethod
-    def from_info(
-        cls,
-        key: VariantKey,
-        info: VariantInfo,
-        num_bytes: int,
-        domain: str,
-        native: Callable[[], torch.Tensor | None],
-    ) -> OfferedValue:
-        """Build the offer of a variant that came from a store or was computed here."""
-        base, exact = info.base_position, info.serves_exact
-        return cls(key, info.num_tokens, num_bytes, base, exact, domain, native)
 
 
 class ValueSource(Protocol):

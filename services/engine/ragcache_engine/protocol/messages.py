@@ -145,15 +145,36 @@ class ComputedRange:
 
 
 @dataclass(frozen=True, slots=True)
-class JointRecomputeJob:
-    """Positions of a prompt that the step's forward pass recomputes beside vLLM's own tokens."""
+class PromptSlice:
+    """Runs of one prompt's positions that a pass recomputes.
+
+    The blocks hold the KV of every position before the last run's end.
+
+    Attributes:
+        token_ids: The prompt.
+        blocks: Its block table.
+        runs: Ascending, each of maximal length.
+        chunks: Ranges whose KV was loaded and is not exact, ascending.
+        shifted_runs: Positions of the chunks that no pass recomputes, ascending. This pass shifts
+            them by its part of the chunk's change (``ChunkShift``).
+    """
 
     token_ids: Sequence[int]
-    blocks: tuple[int, ...]
-    runs: tuple[range, ...]
-    # Loaded ranges that are not exact, and tokens of them to shift, ascending.
-    chunks: tuple[range, ...] = ()
-    shifted_runs: tuple[range, ...] = ()
+    blocks: Sequence[int]
+    runs: Sequence[range]
+    chunks: Sequence[range] = ()
+    shifted_runs: Sequence[range] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions."""
+        return sum(map(len, self.runs))
+
+    @property
+    def approximate(self) -> range:
+        """Positions from the first to the last one that a pass recomputes, or that is not exact."""
+        ranges = [*self.runs, *self.chunks]
+        return range(min(one.start for one in ranges), max(one.stop for one in ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +184,8 @@ class StepJobs:
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
-    joint_recomputes: tuple[JointRecomputeJob, ...] = ()
+    # Recomputed by the step's forward pass beside vLLM's own tokens.
+    joint_recomputes: tuple[PromptSlice, ...] = ()
     # Number of requests that had arrived when the step began (``ArrivalCounter``).
     num_arrivals: int = 0
     # vLLM needs the blocks that are kept for observing: release all of them.

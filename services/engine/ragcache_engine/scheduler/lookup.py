@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,13 @@ from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import SpanKind, Tracer
 
+log = logging.getLogger("vllm.ragcache")
+
 _STORE_SHARE = 0.8
 """Share of the lookup's deadline for the store's answer. Threads take turns in the rest."""
+
+MAX_CANDIDATES = 16
+"""Variants of one chunk whose observations are compared, at most: the most promising ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +173,6 @@ class LookupExecutor:
         alpha = ALPHA if plan.alpha is None else plan.alpha
         chosen = select_variants(segments, num_exact, candidates, plan.recompute_share, alpha)
         return LookupResult(segments, answer, chosen if chosen.approximate else None)
-
-
-MAX_CANDIDATES = 16
-"""Variants of one chunk whose observations are compared, at most: the most promising ones."""
 
 
 def find_candidates(

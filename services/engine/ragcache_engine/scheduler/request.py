@@ -32,6 +32,24 @@ class RequestPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as vLLM hands it to the connector."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    # The request's ``kv_transfer_params``, as the client sent them.
+    params: object = None
+    # Which clients share blocks in vLLM's own prefix cache.
+    cache_salt: str | None = None
+    # vLLM's own prefix cache would serve this request.
+    cacheable: bool = True
+    # W3C trace context of the request's span. Empty: it is not traced.
+    traceparent: str = ""
+    # vLLM's hashes of the prompt's full blocks.
+    block_hashes: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadDecision:
     """How much of a prompt to load, decided for a number of locally cached tokens."""
 

@@ -1,4 +1,4 @@
-"""Checks new requests and starts their lookups."""
+"""Checks new requests, starts their lookups, and counts the plans that it refuses."""
 
 from __future__ import annotations
 
@@ -11,65 +11,52 @@ from typing import Final
 
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, handoff_segments, plain_domain
 from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, checked_segments
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole
 from ragcache_engine.scheduler.lookup import LookupExecutor
-from ragcache_engine.scheduler.request import RequestState
-from ragcache_wire.settings import EngineSettings
+from ragcache_engine.scheduler.request import NewRequest, RequestState
 
 log = logging.getLogger("vllm.ragcache")
 
 PLAN_FIELD = "ragcache"
 """Name of the plan within a request's ``kv_transfer_params``."""
 
+LOG_INTERVAL_S: Final = 10.0
+"""At most one log line in this time: any client of the engine can send refused plans."""
+_MAX_ERROR_CHARS: Final = 300
+"""An error may repeat what the client sent."""
+
+_LOG_NO_LOOKUP: Final = "scheduler: no lookup started, prompt is computed request=%s"
+
 
 class RequestIntake:
     """Turns vLLM's new requests into ``RequestState``. No exception leaves its methods."""
 
-    def __init__(
-        self, settings: EngineSettings, space: KVSpace, lookups: LookupExecutor, role: EngineRole
-    ) -> None:
-        self._settings = settings
-        self._space = space
+    def __init__(self, engine: EngineContext, lookups: LookupExecutor) -> None:
+        self._settings = engine.settings
+        self._space = engine.space
         self._lookups = lookups
-        self._role = role
+        self._role = engine.role
         self._refused = RefusedPlans()
-        if settings.signing_key_file is None:
+        if self._settings.signing_key_file is None:
             log.warning(
                 "scheduler: RAGCACHE_SIGNING_KEY_FILE is not set, so any client can send a plan"
                 " for any access domain"
             )
 
-    def accept(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: object,
-        *,
-        cache_salt: str | None = None,
-        cacheable: bool = True,
-        traceparent: str = "",
-    ) -> RequestState | None:
-        """Start a request's lookup. Return None if the connector leaves the request to vLLM.
-
-        Args:
-            request_id: vLLM's id of the request.
-            token_ids: The prompt.
-            params: The request's ``kv_transfer_params``, as the client sent them.
-            cache_salt: Which clients share blocks in vLLM's own prefix cache.
-            cacheable: vLLM's own prefix cache would serve this request.
-            traceparent: W3C trace context of the request's span. Empty: it is not traced.
-        """
-        fields = params if isinstance(params, dict) else {}
+    def accept(self, new: NewRequest) -> RequestState | None:
+        """Start a request's lookup. Return None if the connector leaves the request to vLLM."""
+        request_id, token_ids = new.request_id, new.token_ids
+        fields = new.params if isinstance(new.params, dict) else {}
         plan_text = fields.get(PLAN_FIELD)
         if plan_text is None or plan_text == NO_REUSE:
-            reuses = plan_text is None and self._settings.plain_prefixes and cacheable
+            reuses = plan_text is None and self._settings.plain_prefixes and new.cacheable
             if reuses and len(token_ids) >= PIECE_TOKENS:
-                return self._accept_plain(request_id, token_ids, cache_salt, traceparent)
+                return self._accept_plain(new)
             return None
         try:
             signature = fields.get(SIGNATURE_FIELD)
@@ -83,60 +70,47 @@ class RequestIntake:
             self._refused.add(request_id, RefusalReason.INVALID, error)
             return None
         try:
-            return self._accept_planned(token_ids, plan, segments, traceparent)
+            return self._accept_planned(new, plan, segments)
         except Exception:
-            log.exception("scheduler: no lookup started, prompt is computed request=%s", request_id)
+            log.exception(_LOG_NO_LOOKUP, request_id)
             return None
 
     def take_refused(self) -> Counter[str]:
         """Return how many plans were refused since the last call, by reason."""
         return self._refused.take()
 
-    def _accept_plain(
-        self, request_id: str, token_ids: Sequence[int], cache_salt: str | None, traceparent: str
-    ) -> RequestState | None:
+    def _accept_plain(self, new: NewRequest) -> RequestState | None:
         """Accept a request without a plan. Pieces of its prompt are its segments.
 
         No client reads a record of such a request, so it has none.
         """
         try:
-            plan = ReusePlan("", plain_domain(cache_salt), ())
-            lookup = self._lookups.start_plain(plan, token_ids, traceparent)
+            plan = ReusePlan("", plain_domain(new.cache_salt), ())
+            lookup = self._lookups.start_plain(plan, new.token_ids, new.traceparent)
         except Exception:
-            log.exception("scheduler: no lookup started, prompt is computed request=%s", request_id)
+            log.exception(_LOG_NO_LOOKUP, new.request_id)
             return None
-        request = RequestState(plan, token_ids, (), lookup, time.monotonic(), recorded=True)
-        request.traceparent = traceparent
+        request = RequestState(plan, new.token_ids, (), lookup, time.monotonic(), recorded=True)
+        request.traceparent = new.traceparent
         return request
 
     def _accept_planned(
-        self,
-        token_ids: Sequence[int],
-        plan: ReusePlan,
-        segments: tuple[NamedSegment, ...],
-        traceparent: str,
+        self, new: NewRequest, plan: ReusePlan, segments: tuple[NamedSegment, ...]
     ) -> RequestState:
-        """Accept a request with a plan.
-
-        Args:
-            token_ids: The prompt.
-            plan: The plan.
-            segments: The plan's leading segments that match the prompt.
-            traceparent: As in ``accept``.
-        """
+        """Accept a request with a plan, whose leading ``segments`` match the prompt."""
         # Only prompts whose segments all match and are reusable are handed off.
         matches = len(segments) == len(plan.segments)
         if plan.handoff and matches and self._role is not EngineRole.BOTH:
-            request = self._accept_handoff(token_ids, segments, plan, traceparent)
+            request = self._accept_handoff(new, plan, segments)
         else:
             lookup = None
             if segments:
-                lookup = self._lookups.start_planned(plan, segments, traceparent)
+                lookup = self._lookups.start_planned(plan, segments, new.traceparent)
             num_savable = 0 if plan.trial else None
             now = time.monotonic()
-            request = RequestState(plan, token_ids, segments, lookup, now, num_savable)
-        request.traceparent = traceparent
-        request.record.prompt_tokens = len(token_ids)
+            request = RequestState(plan, new.token_ids, segments, lookup, now, num_savable)
+        request.traceparent = new.traceparent
+        request.record.prompt_tokens = len(new.token_ids)
         if not matches:
             if plan.segments[len(segments)].action is Action.COMPUTE:
                 request.record.miss = "planned to be computed"
@@ -146,17 +120,13 @@ class RequestIntake:
         return request
 
     def _accept_handoff(
-        self,
-        token_ids: Sequence[int],
-        segments: tuple[NamedSegment, ...],
-        plan: ReusePlan,
-        traceparent: str,
+        self, new: NewRequest, plan: ReusePlan, segments: tuple[NamedSegment, ...]
     ) -> RequestState:
         """Accept a request that one engine computes and another one decodes."""
         now = time.monotonic()
-        all_segments = handoff_segments(self._space, plan.domain, token_ids, segments)
-        lookup = self._lookups.start_planned(plan, all_segments, traceparent)
-        request = RequestState(plan, token_ids, all_segments, lookup, now)
+        all_segments = handoff_segments(self._space, plan.domain, new.token_ids, segments)
+        lookup = self._lookups.start_planned(plan, all_segments, new.traceparent)
+        request = RequestState(plan, new.token_ids, all_segments, lookup, now)
         if self._role is EngineRole.DECODE:
             request.handoff = HandoffPolling(now, now + self._settings.handoff_wait_s)
             # If this engine has to compute after all, other requests can use the plan's chunks.
@@ -174,12 +144,6 @@ class RequestIntake:
             return RefusalReason.UNSIGNED
         keys = self._settings.signing_key_file.current()
         return None if is_signed(plan, token_ids, signature, keys) else RefusalReason.FORGED
-
-
-LOG_INTERVAL_S: Final = 10.0
-"""At most one log line in this time: any client of the engine can send refused plans."""
-_MAX_ERROR_CHARS: Final = 300
-"""An error may repeat what the client sent."""
 
 
 class RefusalReason(StrEnum):

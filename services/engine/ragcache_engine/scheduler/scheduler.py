@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_core.identity.keys import KVSpace
 from ragcache_core.store_api import REUSE, VariantUse
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     ComputedRange,
-    EngineRole,
-    JointRecomputeJob,
     LoadJob,
     LoadOutcome,
-    MeasuredPass,
     ObserveJob,
+    PromptSlice,
     SaveJob,
     StepJobs,
     StepReport,
@@ -29,7 +28,7 @@ from ragcache_engine.scheduler.load_planner import LoadPlanner
 from ragcache_engine.scheduler.load_tracker import LoadTracker
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.lookup_completion import LookupCompletion
-from ragcache_engine.scheduler.request import RequestPhase, RequestState
+from ragcache_engine.scheduler.request import NewRequest, RequestPhase, RequestState
 from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
@@ -39,14 +38,25 @@ from ragcache_engine.telemetry.segment_outcomes import segment_outcomes
 from ragcache_engine.use_reporter import COMPUTED, PREFIX_CACHE, UseReporter
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_wire.settings import EngineSettings
-from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.announcements.node_announcer import NodeAnnouncer
     from ragcache_engine.vllm_interface.block_events import PrefixCacheEvents
 
 log = logging.getLogger("vllm.ragcache")
+
+
+@dataclass(slots=True)
+class _StepWork:
+    """What the requests of one step add up to. ``attended``: tokens times the tokens before."""
+
+    saves: list[SaveJob] = field(default_factory=list)
+    computed: list[ComputedRange] = field(default_factory=list)
+    joint: list[PromptSlice] = field(default_factory=list)
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    recompute_tokens: int = 0
+    attended: int = 0
 
 
 class ConnectorScheduler:
@@ -56,34 +66,29 @@ class ConnectorScheduler:
     them, because vLLM ends the engine on one.
 
     Args:
-        settings: The engine's settings.
-        space: KV space of the model.
+        engine: The engine and its model.
         records: Where to put the records of requests.
         client: The store.
         costs: Predictions of loads and computations, which this class keeps up to date.
-        tracer: Makes the spans of lookups.
-        role: What the engine does of a handoff.
         announcer: Tells gateways what the engine's caches have. None: they are not told.
     """
 
     def __init__(
         self,
-        settings: EngineSettings,
-        space: KVSpace,
+        engine: EngineContext,
         records: RequestRecords,
         client: ShardedStore,
         costs: ReuseCosts,
-        tracer: Tracer | None = None,
-        role: EngineRole = EngineRole.BOTH,
         announcer: NodeAnnouncer | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings = settings = engine.settings
+        space, deadline_s = engine.space, settings.lookup_deadline_s
         self._records = records
         self._costs = costs
         self._announcer = announcer
         self._tiers = TierMap(space)
-        self._lookups = LookupExecutor(client, space, settings.lookup_deadline_s, tracer)
-        self._intake = RequestIntake(settings, space, self._lookups, role)
+        self._lookups = LookupExecutor(client, space, deadline_s, engine.tracer)
+        self._intake = RequestIntake(engine, self._lookups)
         self._completion = LookupCompletion(settings, self._lookups)
         self._load_planner = LoadPlanner(settings, costs, self._tiers)
         self._load_tracker = LoadTracker(costs, self._tiers, self._load_planner)
@@ -119,45 +124,20 @@ class ConnectorScheduler:
             self._announcer.bind(cache)
 
     def on_profile(self, profile: PrefillProfile, *, joins_passes: bool) -> None:
-        """Predict computations by the profile that the worker measured.
-
-        Args:
-            profile: The profile.
-            joins_passes: See ``ReuseCosts.use_profile``.
-        """
+        """Predict computations by the profile that the worker measured."""
         self._costs.use_profile(profile, joins_passes=joins_passes)
 
     # The life of a request, in the order of vLLM's calls.
 
-    def on_new_request(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: object,
-        *,
-        cache_salt: str | None = None,
-        cacheable: bool = True,
-        traceparent: str = "",
-        block_hashes: Sequence[bytes] = (),
-    ) -> None:
-        """Start to track a request, and start its lookup. See ``RequestIntake.accept``.
-
-        Args:
-            block_hashes: vLLM's hashes of the prompt's full blocks.
-        """
-        request = self._intake.accept(
-            request_id,
-            token_ids,
-            params,
-            cache_salt=cache_salt,
-            cacheable=cacheable,
-            traceparent=traceparent,
-        )
+    def on_new_request(self, new: NewRequest) -> None:
+        """Start to track a request, and start its lookup."""
+        request = self._intake.accept(new)
         if request is not None:
-            self._requests[request_id] = self._arrived[request_id] = request
+            name = new.request_id
+            self._requests[name] = self._arrived[name] = request
             if self._announcer is not None and request.segments:
                 domain, segments = request.plan.domain, request.segments
-                self._announcer.begin(request_id, domain, segments, block_hashes, cache_salt)
+                self._announcer.begin(name, domain, segments, new.block_hashes, new.cache_salt)
 
     def loadable_tokens(self, request_id: str, num_local: int) -> int | None:
         """Return how many tokens can be loaded after the num_local ones that vLLM has cached.
@@ -214,13 +194,9 @@ class ConnectorScheduler:
         self._tiers.update(report.tier_changes)
         if self._announcer is not None:
             self._announcer.on_tier_changes(report.tier_changes)
-        self.on_passes(report.passes)
-        self.on_outcomes(report.outcomes)
-
-    def on_passes(self, passes: Iterable[MeasuredPass]) -> None:
-        """Learn from passes that computed prompts."""
-        for one in passes:
+        for one in report.passes:
             self._costs.observe_compute(one.work, one.seconds, recomputed=one.recomputed)
+        self.on_outcomes(report.outcomes)
 
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
         """Apply the outcomes of loads that have ended in the worker."""
@@ -244,57 +220,66 @@ class ConnectorScheduler:
             blocks_of: Returns the block table of such a request.
             finished_ids: Requests that have ended since the last step.
         """
-        saves: list[SaveJob] = []
-        computed_ranges: list[ComputedRange] = []
-        joint: list[JointRecomputeJob] = []
-        num_tokens = prompt_tokens = recompute_tokens = attended = 0
+        work = _StepWork()
         for request_id, computed, scheduled in progress:
-            num_tokens += scheduled
-            attended += computed * scheduled
+            work.num_tokens += scheduled
+            work.attended += computed * scheduled
             request = self._requests.get(request_id)
             if request is None:
-                prompt_tokens += scheduled if scheduled > 1 else 0
+                work.prompt_tokens += scheduled if scheduled > 1 else 0
                 continue
-            prompt_tokens += max(0, min(scheduled, len(request.token_ids) - computed))
+            work.prompt_tokens += max(0, min(scheduled, len(request.token_ids) - computed))
             try:
                 request.computed_to = computed + scheduled
                 self._on_progress(request, computed)
-                if computed >= len(request.token_ids):
-                    continue
-                if request.left_to_recompute:
-                    runs, request.left_to_recompute = request.left_to_recompute, ()
-                    blocks = tuple(blocks_of(request_id))
-                    shift = request.loaded_chunks, request.shifted_runs
-                    joint.append(JointRecomputeJob(request.token_ids, blocks, runs, *shift))
-                    recompute_tokens += sum(map(len, runs))
-                    attended += sum(map(sum, runs))
-                    request.record.joint_tokens = sum(map(len, runs))
-                saves += self._save_planner.take_saves(
-                    request_id, request, computed + scheduled, blocks_of
-                )
-                if request.needs_compute_cost(computed):
-                    end = min(computed + scheduled, len(request.token_ids))
-                    computed_ranges.append(ComputedRange(request_id, computed, end))
+                if computed < len(request.token_ids):
+                    self._add_prefill(work, request_id, request, computed, blocks_of)
             except Exception:
                 log.exception("scheduler: computed tokens are not saved request=%s", request_id)
         self._prefetch_for_queued()
         self._completion.begin_step()
+        return self._make_jobs(work, finished_ids)
+
+    def _add_prefill(
+        self,
+        work: _StepWork,
+        request_id: str,
+        request: RequestState,
+        computed: int,
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Add what a request's prefill asks of the worker: recompute, save, and measure."""
+        if request.left_to_recompute:
+            runs, request.left_to_recompute = request.left_to_recompute, ()
+            blocks = tuple(blocks_of(request_id))
+            shift = request.loaded_chunks, request.shifted_runs
+            work.joint.append(PromptSlice(request.token_ids, blocks, runs, *shift))
+            request.record.joint_tokens = sum(map(len, runs))
+            work.recompute_tokens += request.record.joint_tokens
+            work.attended += sum(map(sum, runs))
+        end = request.computed_to
+        work.saves += self._save_planner.take_saves(request_id, request, end, blocks_of)
+        if request.needs_compute_cost(computed):
+            end = min(end, len(request.token_ids))
+            work.computed.append(ComputedRange(request_id, computed, end))
+
+    def _make_jobs(self, work: _StepWork, finished_ids: Iterable[str]) -> StepJobs:
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
-        in_pass = num_tokens + recompute_tokens
+        in_pass = work.num_tokens + work.recompute_tokens
         return StepJobs(
             tuple(loads),
-            tuple(saves),
+            tuple(work.saves),
             tuple(observes),
-            tuple(joint),
+            tuple(work.joint),
             num_arrivals=self._arrivals.count() if self._arrivals is not None else 0,
             release_kept_blocks=self._must_release_blocks(),
             finished_ids=tuple(finished_ids),
-            computed=tuple(computed_ranges),
-            num_tokens=num_tokens,
-            recompute_tokens=recompute_tokens,
-            prompt_tokens=prompt_tokens,
-            work=self._costs.pass_cost(attended / max(1, in_pass), in_pass),
+            computed=tuple(work.computed),
+            num_tokens=work.num_tokens,
+            recompute_tokens=work.recompute_tokens,
+            prompt_tokens=work.prompt_tokens,
+            work=self._costs.pass_cost(work.attended / max(1, in_pass), in_pass),
         )
 
     def on_finished(self, request_id: str, blocks: Sequence[int]) -> bool:

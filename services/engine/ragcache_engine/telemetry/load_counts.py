@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ragcache_engine.protocol.messages import LoadOutcome
@@ -94,58 +95,34 @@ class LoadCounts:
         self.held_bytes.update(counts.held_bytes)
 
     def __add__(self, other: LoadCounts) -> LoadCounts:
+        ratios, others = self.prediction_ratios, other.prediction_ratios
+        sums: dict[str, Any] = {
+            "prediction_ratios": {
+                stage: [*ratios.get(stage, ()), *others.get(stage, ())]
+                for stage in {**ratios, **others}
+            },
+            "held_bytes": self.held_bytes | other.held_bytes,
+        }
+        added = [one.name for one in fields(self) if one.name not in sums]
         return LoadCounts(
-            self.tokens + other.tokens,
-            self.failures + other.failures,
-            self.load_s + other.load_s,
-            self.recompute_s + other.recompute_s,
-            _joined(self.prediction_ratios, other.prediction_ratios),
-            self.refused_plans + other.refused_plans,
-            self.values_by_tier + other.values_by_tier,
-            self.bytes_by_tier + other.bytes_by_tier,
-            self.evicted + other.evicted,
-            self.held_bytes | other.held_bytes,
-            self.uses + other.uses,
-            self.saved_s + other.saved_s,
-            self.excess_s + other.excess_s,
+            **sums, **{name: getattr(self, name) + getattr(other, name) for name in added}
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in plain types."""
+        counts = {one.name: getattr(self, one.name) for one in fields(self)}
         return {
-            "tokens": dict(self.tokens),
-            "failures": dict(self.failures),
-            "load_s": list(self.load_s),
-            "recompute_s": list(self.recompute_s),
-            "prediction_ratios": dict(self.prediction_ratios),
-            "refused_plans": dict(self.refused_plans),
-            "values_by_tier": dict(self.values_by_tier),
-            "bytes_by_tier": dict(self.bytes_by_tier),
-            "evicted": dict(self.evicted),
-            "held_bytes": dict(self.held_bytes),
-            "uses": dict(self.uses),
-            "saved_s": self.saved_s,
-            "excess_s": self.excess_s,
+            name: dict(count) if isinstance(count, dict) else copy(count)
+            for name, count in counts.items()
         }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> LoadCounts:
         """Return the counts that ``to_dict`` wrote. An empty mapping means none."""
-        return cls(
-            Counter(value.get("tokens", {})),
-            Counter(value.get("failures", {})),
-            list(value.get("load_s", ())),
-            list(value.get("recompute_s", ())),
-            dict(value.get("prediction_ratios", {})),
-            Counter(value.get("refused_plans", {})),
-            Counter(value.get("values_by_tier", {})),
-            Counter(value.get("bytes_by_tier", {})),
-            Counter(value.get("evicted", {})),
-            dict(value.get("held_bytes", {})),
-            Counter(value.get("uses", {})),
-            float(value.get("saved_s", 0.0)),
-            float(value.get("excess_s", 0.0)),
-        )
+        counts = cls()
+        for name, count in value.items():
+            setattr(counts, name, type(getattr(counts, name))(count))
+        return counts
 
     def summary(self) -> dict[str, int | float]:
         """Return what vLLM's log line shows."""
@@ -160,9 +137,3 @@ class LoadCounts:
             "recompute seconds": round(sum(self.recompute_s), 3),
             "saved seconds": round(self.saved_s, 3),
         }
-
-
-def _joined(
-    one: Mapping[str, list[float]], other: Mapping[str, list[float]]
-) -> dict[str, list[float]]:
-    return {stage: [*one.get(stage, ()), *other.get(stage, ())] for stage in {**one, **other}}

@@ -6,6 +6,7 @@ carries them to the server's process, which has the Prometheus registry.
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ from ragcache_wire.telemetry.catalogue import engine as rows
 from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.instrument import Instrument
 from ragcache_wire.telemetry.metrics_server import MetricsThread
+
+log = logging.getLogger("vllm.ragcache")
+
+_STARTED: Final = threading.Event()
 
 
 class LoadStats(KVConnectorStats):  # type: ignore[misc]
@@ -130,9 +135,6 @@ def _made(
         for values in row.known_series() if row.labels else [()]:
             made.labels(*engine, *values)
     return made
-
-
-_STARTED: Final = threading.Event()
 
 
 def serve_metrics(settings: EngineSettings) -> None:

@@ -21,7 +21,6 @@ from ragcache_core.cost.queue_time import QueueTime
 from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_engine.telemetry.engine_feed import EngineFeed
-from ragcache_engine.telemetry.segment_outcomes import SegmentOutcome
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.clients.feed_client import ENGINE_FEED
 from ragcache_wire.feeds.feed_access import FeedGuard
@@ -69,7 +68,7 @@ class RequestRecord:
     # What the last decision about the load expected. None: it could not predict.
     predicted: PredictedTime | None = None
     # The valid segments of the plan, set at the first token.
-    segments: tuple[SegmentOutcome, ...] = ()
+    segments: tuple[pb.SegmentRecord, ...] = ()
 
     @property
     def reported_miss(self) -> str:
@@ -219,7 +218,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
                 select_s=predicted.select_s,
                 passes_s=predicted.passes_s,
             ),
-            segments=map(_to_message, record.segments),
+            segments=record.segments,
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802
@@ -266,25 +265,6 @@ def _abort(context: Any, error: RagCacheError) -> NoReturn:
     context.set_trailing_metadata(trailing_metadata(fields))
     context.abort(code, message)
     raise AssertionError("abort raises")
-
-
-def _to_message(outcome: SegmentOutcome) -> pb.SegmentRecord:
-    message = pb.SegmentRecord(
-        start=outcome.start,
-        end=outcome.end,
-        cached_tokens=outcome.cached_tokens,
-        loaded_tokens=outcome.loaded_tokens,
-        recomputed_tokens=outcome.recomputed_tokens,
-        blended=outcome.blended,
-        reason=outcome.reason,
-    )
-    if (source := outcome.source) is not None:
-        message.source.tier = source.tier
-        message.source.num_bytes = source.num_bytes
-        message.source.base_position = source.base_position
-        message.source.fix_overhead = source.fix_overhead
-        message.source.prefix = source.variant.prefix
-    return message
 
 
 def serve_records(

@@ -9,6 +9,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.segments import NamedSegment
 from ragcache_engine.protocol.messages import VariantSpan, miss_reason
+from ragcache_wire.v1 import engine_pb2 as pb
 
 AFTER_A_MISS = "after a missing chunk"
 """Reason of a stored segment that `exact` reuse cannot reach."""
@@ -29,7 +30,7 @@ class SpanSource:
         tier: Tier of the engine or of the store.
         num_bytes: Bytes that the load reads.
         base_position: Position of the variant's first token when it was computed.
-        fix_overhead: See ``VariantSpan``.
+        fix_overhead: CCI * (1 - beta') of this use of the variant.
     """
 
     variant: VariantKey
@@ -38,30 +39,15 @@ class SpanSource:
     base_position: int
     fix_overhead: float
 
-
-@dataclass(frozen=True, slots=True)
-class SegmentOutcome:
-    """Where the KV of prompt tokens [start, end) came from.
-
-    Tokens that are neither cached nor loaded were computed.
-
-    Attributes:
-        cached_tokens: Tokens in vLLM's own prefix cache.
-        loaded_tokens: Tokens whose KV was loaded, recomputed ones included.
-        recomputed_tokens: Tokens that were computed among loaded ones.
-        source: What was loaded. None: nothing.
-        blended: Whether the loaded variant was computed after another prefix.
-        reason: Why not all of the segment was cached or loaded. Empty if it was.
-    """
-
-    start: int
-    end: int
-    cached_tokens: int
-    loaded_tokens: int
-    recomputed_tokens: int
-    source: SpanSource | None
-    blended: bool
-    reason: str
+    def to_message(self) -> pb.LoadSource:
+        """Return what gateways learn of the source."""
+        return pb.LoadSource(
+            tier=self.tier,
+            num_bytes=self.num_bytes,
+            base_position=self.base_position,
+            fix_overhead=self.fix_overhead,
+            prefix=self.variant.prefix,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +81,7 @@ class PromptReuse:
     min_load_tokens: int
 
 
-def segment_outcomes(reuse: PromptReuse) -> tuple[SegmentOutcome, ...]:
+def segment_outcomes(reuse: PromptReuse) -> tuple[pb.SegmentRecord, ...]:
     """Return the outcome of each segment, in the order of the prompt."""
     loaded_starts = {span.start for span in reuse.spans}
     outcomes = []
@@ -115,13 +101,13 @@ def segment_outcomes(reuse: PromptReuse) -> tuple[SegmentOutcome, ...]:
         reachable = reachable and named.variant not in reuse.misses
         source = reuse.sources.get(start) if loaded else None
         outcomes.append(
-            SegmentOutcome(
+            pb.SegmentRecord(
                 start=start,
                 end=end,
                 cached_tokens=cached,
                 loaded_tokens=loaded,
                 recomputed_tokens=min(recomputed, end - start),
-                source=source,
+                source=None if source is None else source.to_message(),
                 blended=source is not None and source.variant != named.variant,
                 reason=reason,
             )

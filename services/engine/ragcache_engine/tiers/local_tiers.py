@@ -17,8 +17,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,7 +32,6 @@ from ragcache_engine.kv_cache.incoming_value import OfferedValue
 from ragcache_engine.protocol.messages import TierChange
 from ragcache_engine.telemetry.load_counts import TierCounts
 from ragcache_engine.threads import unpinned_pool
-from ragcache_engine.tiers.tier_moves import TierMoves, plan_tier_moves
 from ragcache_wire.settings import EngineSettings
 
 log = logging.getLogger("vllm.ragcache")
@@ -170,9 +169,9 @@ class LocalTiers:
             if value is None:
                 return None
             offer = value.offer
-            if (offer.num_tokens, offer.base_position) != (num_tokens, base_position):
+            if (offer.info.num_tokens, offer.info.base_position) != (num_tokens, base_position):
                 return None
-            if offer.domain != domain or (exact and not offer.serves_exact):
+            if offer.domain != domain or (exact and not offer.info.serves_exact):
                 return None
             value.readers += 1
             self._reads.append((key, use))
@@ -230,7 +229,7 @@ class LocalTiers:
                 pool.check()
                 assert pool.used_bytes <= pool.capacity_bytes
                 stored = [value for value in self._values.values() if value.tier is tier]
-                used = sum(pool.bytes_for(value.offer.num_tokens) for value in stored)
+                used = sum(pool.bytes_for(value.offer.info.num_tokens) for value in stored)
                 assert used <= pool.used_bytes
                 assert any(value.readers for value in stored) or used == pool.used_bytes
 
@@ -239,9 +238,9 @@ class LocalTiers:
         value = self._values.get(offer.key.to_bytes())
         if value is None:
             return True
-        if offer.serves_exact != value.offer.serves_exact:
-            return offer.serves_exact
-        return offer.base_position != value.offer.base_position
+        if offer.info.serves_exact != value.offer.info.serves_exact:
+            return offer.info.serves_exact
+        return offer.info.base_position != value.offer.info.base_position
 
     # On the background thread, which alone changes where values are stored.
 
@@ -273,10 +272,10 @@ class LocalTiers:
         largest = max(self._pools.values(), key=lambda pool: pool.capacity_bytes)
         offered: dict[bytes, OfferedValue] = {}
         for offer in offers:
-            size = largest.bytes_for(offer.num_tokens)
+            size = largest.bytes_for(offer.info.num_tokens)
             if size <= largest.capacity_bytes:
                 candidate: EvictionCandidate[bytes] = EvictionCandidate(
-                    size, offer.num_tokens, cost_s=0.0
+                    size, offer.info.num_tokens, cost_s=0.0
                 )
                 self._policy.add(offer.key.to_bytes(), candidate, now)
                 offered[offer.key.to_bytes()] = offer
@@ -334,7 +333,7 @@ class LocalTiers:
         offer = offered[name] if value is None else value.offer
         with self._lock:
             self._free_closed_reads()
-            allocation = pool.allocate(offer.num_tokens)
+            allocation = pool.allocate(offer.info.num_tokens)
         if allocation is None:
             return False
         try:
@@ -342,7 +341,7 @@ class LocalTiers:
                 native = offer.native()
                 pieces: Sequence[torch.Tensor] = () if native is None else (native,)
             else:
-                pieces = self._pools[value.tier].views(value.allocation, 0, offer.num_tokens)
+                pieces = self._pools[value.tier].views(value.allocation, 0, offer.info.num_tokens)
             pool.fill(allocation, pieces)
         except BaseException as error:
             variant = offer.key.to_bytes().hex()
@@ -360,7 +359,7 @@ class LocalTiers:
             # The tier does not need the offer's own memory any more.
             stored = replace(offer, native=lambda: None)
             self._values[name] = TierValue(stored, tier, allocation)
-            self._changes[offer.key] = TierChange(TIER_NAMES[tier], offer.serves_exact)
+            self._changes[offer.key] = TierChange(TIER_NAMES[tier], offer.info.serves_exact)
             if value is not None:
                 self._retire(value)
         return True
@@ -410,3 +409,55 @@ def make_local_tiers(
                     "%s tier: off, cannot allocate memory error=%s", TIER_NAMES[tier], error
                 )
     return LocalTiers(pools, settings.tier_policy, on_reads)
+
+
+@dataclass(slots=True)
+class TierMoves:
+    """What must change so that each value is in its assigned tier. Apply the fields in this order.
+
+    Attributes:
+        evicted: Variants that leave their tier, and no tier stores them afterwards.
+        replaced: Variants that leave their tier because an offer has a newer value. A variant that
+            is assigned to no tier is dropped.
+        unavailable: Variants that the policy assigned to a tier, but that have neither a stored
+            value nor an offer. The policy must forget them.
+        copies: The target tier of each variant to copy, demotions first.
+    """
+
+    evicted: list[bytes] = field(default_factory=list)
+    replaced: list[bytes] = field(default_factory=list)
+    unavailable: list[bytes] = field(default_factory=list)
+    copies: dict[bytes, Placement] = field(default_factory=dict)
+
+
+def plan_tier_moves(
+    assigned: Mapping[bytes, Placement],
+    current: Mapping[bytes, Placement],
+    offered: Collection[bytes],
+) -> TierMoves:
+    """Compare the assigned tier of each variant with its current one.
+
+    Invariant: demotions come first, because they make room for promotions. So ``copies`` has all
+    copies to host memory before those to the device.
+
+    Args:
+        assigned: The policy's tier of each variant. ``Placement.DISK``: in no tier of the worker.
+        current: The tier that stores a variant now.
+        offered: Variants for which there is a new value.
+    """
+    moves = TierMoves()
+    copies: dict[bytes, Placement] = {}
+    for name, tier in assigned.items():
+        stored_in, is_offered = current.get(name), name in offered
+        if stored_in is not None and is_offered:
+            moves.replaced.append(name)
+        elif stored_in is not None and tier is Placement.DISK:
+            moves.evicted.append(name)
+        elif stored_in is None and tier is not Placement.DISK and not is_offered:
+            moves.unavailable.append(name)
+            continue
+        if tier is not Placement.DISK and (is_offered or stored_in is not tier):
+            copies[name] = tier
+    demotions = {name: tier for name, tier in copies.items() if tier is Placement.PINNED}
+    moves.copies = demotions | copies
+    return moves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -214,42 +214,31 @@ class Fetcher:
         if span.base_position not in (None, stored.info.base_position):
             return IncomingValue(span, None, reason="other position", can_recompute=can_recompute)
         num_tokens, size = span.end - span.start, len(stored.value)
-        if self._is_for_device(stored) and matches_space(stored, num_tokens, self._space):
-            return IncomingValue(
-                span,
-                EncodedValue(stored, self._space, self._device),
-                can_recompute=can_recompute,
-                num_bytes=size,
-                rotate_by=span.position_shift,
-                offer=OfferedValue.from_info(
-                    span.variant,
-                    stored.info,
-                    size,
-                    job.domain,
-                    partial(decode, stored, num_tokens, self._space),
-                ),
-            )
-        value = decode(stored, num_tokens, self._space)
-        if value is None:
-            return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
-        offer = OfferedValue.from_info(
-            span.variant, stored.info, value.nbytes, job.domain, lambda: value
-        )
         rotate_by = span.position_shift
-        rotated = value
-        if rotate_by and self._device == _CPU:
-            # Other users of the value get it as it was computed: a second rotation would round its
-            # keys a second time.
-            in_place = not (self._tiers.has_memory or shared)
-            rotated = self._rotated(value, rotate_by, in_place=in_place)
-            rotate_by = 0
+        source: ValueSource
+        native: Callable[[], torch.Tensor | None]
+        if self._is_for_device(stored) and matches_space(stored, num_tokens, self._space):
+            source = EncodedValue(stored, self._space, self._device)
+            offered_bytes, native = size, partial(decode, stored, num_tokens, self._space)
+        else:
+            value = decode(stored, num_tokens, self._space)
+            if value is None:
+                return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
+            offered_bytes, native = value.nbytes, lambda: value
+            rotated = value
+            if rotate_by and self._device == _CPU:
+                # Other users of the value get it as it was computed: a second rotation would round
+                # its keys a second time.
+                in_place = not (self._tiers.has_memory or shared)
+                rotated, rotate_by = self._rotated(value, rotate_by, in_place=in_place), 0
+            source = NativeValue(rotated)
         return IncomingValue(
             span,
-            NativeValue(rotated),
+            source,
             can_recompute=can_recompute,
             num_bytes=size,
             rotate_by=rotate_by,
-            offer=offer,
+            offer=OfferedValue(span.variant, stored.info, offered_bytes, job.domain, native),
         )
 
     def _rotated(

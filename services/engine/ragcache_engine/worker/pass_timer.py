@@ -23,65 +23,6 @@ _MIN_PROMPT_TOKENS = 32
 """Prompt tokens of a pass that is reported. With fewer, decoding dominates the pass."""
 
 
-class PassTimer:
-    """Times passes with device events. A device error costs the measurement and nothing else."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-        self._costs = ComputeCosts()
-        self._began: DeviceEvent | None = None
-        self._passes: list[tuple[StepJobs, DeviceEvent, DeviceEvent]] = []
-
-    def begin_pass(self, *, timed: bool) -> None:
-        """Begin a pass. If not timed, other work makes it longer than its tokens take."""
-        self._began = self.record_event() if timed else None
-
-    def end_pass(self, jobs: StepJobs, *, failed: bool) -> None:
-        """End the pass of a step."""
-        began, self._began = self._began, None
-        ended = self.record_event() if jobs.num_tokens else None
-        if began is None or ended is None or failed:
-            return
-        if jobs.computed:
-            num_tokens = jobs.num_tokens + jobs.recompute_tokens
-            self._costs.add(jobs.computed, num_tokens, began, ended)
-        if jobs.prompt_tokens >= _MIN_PROMPT_TOKENS:
-            self._passes.append((jobs, began, ended))
-
-    def take_passes(self) -> list[MeasuredPass]:
-        """Return the passes that have completed since the last call."""
-        completed = []
-        while self._passes and self._passes[0][2].is_complete:
-            jobs, began, ended = self._passes.pop(0)
-            seconds = ended.seconds_since(began)
-            completed.append(MeasuredPass(jobs.work, seconds, jobs.recompute_tokens > 0))
-        return completed
-
-    def record_event(self) -> DeviceEvent | None:
-        """Return an event after all work submitted so far; None after a device error."""
-        try:
-            return self._cache.record_event()
-        except Exception:
-            log.exception("worker: cannot time the forward pass")
-            return None
-
-    def cost_of(self, job: SaveJob) -> Callable[[], float]:
-        """Return a function that returns the seconds to compute a value; see ``ComputeCosts``."""
-        return self._costs.cost_of(job.request_id, job.span)
-
-    def cost_s(self, job: SaveJob) -> float:
-        """Return the seconds to compute a value, 0 if unknown. Call it after the value was read."""
-        try:
-            return self.cost_of(job)()
-        except Exception:
-            log.exception("worker: cannot measure the cost of a variant")
-            return 0.0
-
-    def remove(self, request_id: str) -> None:
-        """Remove a request that has ended."""
-        self._costs.remove(request_id)
-
-
 @dataclass(frozen=True, slots=True)
 class _ForwardPass:
     """A forward pass over num_tokens tokens."""
@@ -95,56 +36,78 @@ class _ForwardPass:
         return self.ended.seconds_since(self.began) / max(1, self.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedRange:
-    """Prompt tokens [first, end) and the pass that computed them."""
-
-    first: int
-    end: int
-    forward_pass: _ForwardPass
-
-
-class ComputeCosts:
-    """Compute cost of the prompt tokens of running requests.
+class PassTimer:
+    """Times passes with device events. A device error costs the measurement and nothing else.
 
     All tokens of one pass get an equal share of its time. PGDSF has costs of its own, predicted
     from cached and computed tokens (``ReuseCosts.prefill_token_s``).
     """
 
-    def __init__(self) -> None:
-        self._ranges: dict[str, list[_TimedRange]] = {}
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._computed: dict[str, list[tuple[ComputedRange, _ForwardPass]]] = {}
+        self._began: DeviceEvent | None = None
+        self._passes: list[tuple[StepJobs, _ForwardPass]] = []
 
-    def add(
-        self,
-        computed: Iterable[ComputedRange],
-        num_tokens: int,
-        began: DeviceEvent,
-        ended: DeviceEvent,
-    ) -> None:
-        """Add a forward pass over num_tokens tokens of all requests."""
-        forward_pass = _ForwardPass(began, ended, num_tokens)
-        for one in computed:
-            timed = _TimedRange(one.first, one.end, forward_pass)
-            self._ranges.setdefault(one.request_id, []).append(timed)
+    def begin_pass(self, *, timed: bool) -> None:
+        """Begin a pass. If not timed, other work makes it longer than its tokens take."""
+        self._began = self.record_event() if timed else None
 
-    def cost_of(self, request_id: str, span: VariantSpan) -> Callable[[], float]:
-        """Return a function that returns the seconds to compute a span without cached tokens.
+    def end_pass(self, jobs: StepJobs, *, failed: bool) -> None:
+        """End the pass of a step."""
+        began, self._began = self._began, None
+        ended = self.record_event() if jobs.num_tokens else None
+        if began is None or ended is None or failed:
+            return
+        forward_pass = _ForwardPass(began, ended, jobs.num_tokens + jobs.recompute_tokens)
+        for one in jobs.computed:
+            self._computed.setdefault(one.request_id, []).append((one, forward_pass))
+        if jobs.prompt_tokens >= _MIN_PROMPT_TOKENS:
+            self._passes.append((jobs, forward_pass))
+
+    def take_passes(self) -> list[MeasuredPass]:
+        """Return the passes that have completed since the last call."""
+        completed = []
+        while self._passes and self._passes[0][1].ended.is_complete:
+            jobs, one = self._passes.pop(0)
+            seconds = one.ended.seconds_since(one.began)
+            completed.append(MeasuredPass(jobs.work, seconds, jobs.recompute_tokens > 0))
+        return completed
+
+    def record_event(self) -> DeviceEvent | None:
+        """Return an event after all work submitted so far; None after a device error."""
+        try:
+            return self._cache.record_event()
+        except Exception:
+            log.exception("worker: cannot time the forward pass")
+            return None
+
+    def cost_of(self, job: SaveJob) -> Callable[[], float]:
+        """Return a function that returns the seconds to compute a value without cached tokens.
 
         The function returns 0 if the cost is unknown. It waits until the passes that computed the
-        span have ended, so any thread may call it.
+        value have ended, so any thread may call it.
         """
-        return partial(_cost_s, tuple(self._ranges.get(request_id, ())), span)
+        return partial(_cost_s, tuple(self._computed.get(job.request_id, ())), job.span)
+
+    def cost_s(self, job: SaveJob) -> float:
+        """Return the seconds to compute a value, 0 if unknown. Call it after the value was read."""
+        try:
+            return self.cost_of(job)()
+        except Exception:
+            log.exception("worker: cannot measure the cost of a variant")
+            return 0.0
 
     def remove(self, request_id: str) -> None:
         """Remove a request that has ended."""
-        self._ranges.pop(request_id, None)
+        self._computed.pop(request_id, None)
 
 
-def _cost_s(ranges: Iterable[_TimedRange], span: VariantSpan) -> float:
+def _cost_s(computed: Iterable[tuple[ComputedRange, _ForwardPass]], span: VariantSpan) -> float:
     tokens, seconds = 0, 0.0
-    for one in ranges:
+    for one, forward_pass in computed:
         overlap = min(one.end, span.end) - max(one.first, span.start)
         if overlap > 0:
             tokens += overlap
-            seconds += overlap * one.forward_pass.token_s()
+            seconds += overlap * forward_pass.token_s()
     return seconds / tokens * (span.end - span.start) if tokens else 0.0

@@ -12,19 +12,27 @@ import torch
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant, PutOutcome
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
-from ragcache_engine.protocol.messages import SaveJob
+from ragcache_engine.protocol.context import EngineContext
+from ragcache_engine.protocol.messages import EngineRole, SaveJob
 from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_parts
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import SpanKind, Tracer
+from ragcache_wire.tracing import SpanKind
 
 log = logging.getLogger("vllm.ragcache")
+
+_STREAMS = 4
+"""Values that are sent in parallel while they are computed: mostly those of one pass."""
+
+_HEAD_START_S = 0.02
+"""Delay of saves that no other engine waits for. Checksums and transfer of a value use cores,
+memory and the store, which the first token of the same pass needs more."""
 
 _MAX_PASS_S = 600.0
 """Seconds to wait for the rest of a value before the save is aborted."""
@@ -40,32 +48,19 @@ class Saver:
 
     Args:
         client: The store.
-        space: The KV space of all values.
-        deadline_s: Deadline of one put.
-        queue_bytes: Bytes of all queued values, at most.
-        at_once: Number of parallel puts.
-        head_start_s: Delay before each put. Checksums and transfer of a value use cores, memory and
-            the store, which the first token of the same pass needs more.
-        tracer: Traces the requests that are part of a trace.
+        engine: Has the deadline of one put, and the bound of the queued bytes.
     """
 
-    def __init__(
-        self,
-        client: ShardedStore,
-        space: KVSpace,
-        deadline_s: float,
-        queue_bytes: int,
-        at_once: int = 1,
-        head_start_s: float = 0.0,
-        tracer: Tracer | None = None,
-    ) -> None:
+    def __init__(self, client: ShardedStore, engine: EngineContext) -> None:
         self._client = client
-        self._space = space
-        self._deadline_s = deadline_s
-        self._queue_bytes = queue_bytes
-        self._head_start_s = head_start_s
-        self._tracer = tracer or Tracer()
-        self._pool = unpinned_pool(at_once, "ragcache-save")
+        self._space = engine.space
+        self._deadline_s = engine.settings.save_deadline_s
+        self._queue_bytes = engine.settings.save_queue_bytes
+        self._tracer = engine.tracer
+        # An engine that computes prompts for other engines sends values while it computes them.
+        hands_off = engine.role is EngineRole.PREFILL
+        self._head_start_s = 0.0 if hands_off else _HEAD_START_S
+        self._pool = unpinned_pool(_STREAMS if hands_off else 1, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 

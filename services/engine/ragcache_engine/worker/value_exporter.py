@@ -96,9 +96,7 @@ class ValueExporter:
             self._saver.save(job, native, self._timer.cost_of(job))
         else:
             return
-        offer = OfferedValue.from_info(
-            job.span.variant, job.info, num_bytes, job.origin.domain, native
-        )
+        offer = OfferedValue(job.span.variant, job.info, num_bytes, job.origin.domain, native)
         self._tiers.offer((offer,))
 
     def _copy_out(self, job: SaveJob) -> Callable[[], torch.Tensor]:

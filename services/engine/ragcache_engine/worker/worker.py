@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragcache_core.blend.token_ranking import QUESTION_TOKENS
-from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.chunk_observer import ChunkObserver
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     EngineRole,
@@ -39,8 +38,6 @@ from ragcache_engine.worker.pass_timer import PassTimer
 from ragcache_engine.worker.saver import Saver
 from ragcache_engine.worker.value_exporter import ValueExporter
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_wire.settings import EngineSettings
-from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
@@ -48,12 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.ragcache")
 
-
-_STREAMS = 4
-"""Values that are sent in parallel while they are computed: mostly those of one pass."""
-
-_HEAD_START_S = 0.02
-"""Delay of saves that no other engine waits for, so that the first token is sent before them."""
 
 _WARM_UP_S = 60.0
 """Timeout of the warm-up. Compilation takes some seconds, and an unavailable store a load's
@@ -79,15 +70,13 @@ class ConnectorWorker:
 
     def __init__(
         self,
-        settings: EngineSettings,
-        space: KVSpace,
+        engine: EngineContext,
         cache: PagedCache,
         client: ShardedStore,
         blend: BlendComponents | None = None,
-        tracer: Tracer | None = None,
-        role: EngineRole = EngineRole.BOTH,
         joint_pass: JointPass | None = None,
     ) -> None:
+        settings, space = engine.settings, engine.space
         rotation = blend.rotation if blend else None
         self._cache = cache
         self._client = client
@@ -98,23 +87,13 @@ class ConnectorWorker:
             Fetcher(client, space, self._tiers, rotation, cache.device),
             self._tiers,
             _warm_up_steps(client, settings.load_deadline_s, blend, cache.device),
-            tracer,
+            engine.tracer,
         )
         self._writer = BlockWriter(cache, rotation)
         self._layerwise = LayerwiseLoader(cache, self._writer) if settings.layerwise else None
         self._timer = PassTimer(cache)
-        # An engine that computes prompts for other engines sends values while it computes them.
-        hands_off = role is EngineRole.PREFILL
-        saver = Saver(
-            client,
-            space,
-            settings.save_deadline_s,
-            settings.save_queue_bytes,
-            _STREAMS if hands_off else 1,
-            0.0 if hands_off else _HEAD_START_S,
-            tracer,
-        )
-        staging = LayerStaging(cache) if hands_off else None
+        saver = Saver(client, engine)
+        staging = LayerStaging(cache) if engine.role is EngineRole.PREFILL else None
         self._exporter = ValueExporter(cache, saver, self._tiers, staging, self._timer)
         self._joint_pass = joint_pass
         self._recomputation: RecomputationQueue | None = None
@@ -122,20 +101,18 @@ class ConnectorWorker:
         if blend is not None:
             self._recomputation = RecomputationQueue(
                 cache,
-                blend.recomputer,
-                blend.observer,
+                blend,
                 settings.recompute_slice_tokens,
                 QUESTION_TOKENS,
-                tracer,
+                engine.tracer,
                 joins_passes=joint_pass is not None,
             )
             counter = arrival_counter()
             self._chunk_observer = ChunkObserver(
-                blend.observer,
-                blend.recomputer.max_tokens,
+                blend,
                 saver.save_observation,
                 settings.observe_deadline_s,
-                tracer=tracer,
+                tracer=engine.tracer,
                 count_arrivals=None if counter is None else counter.count,
             )
         self._num_arrivals = 0
@@ -160,11 +137,7 @@ class ConnectorWorker:
         self._timer.begin_pass(timed=not writes_layers)
         self._exporter.begin_pass(jobs.saves)
         if self._joint_pass is not None:
-            slices = [
-                PromptSlice(j.token_ids, j.blocks, j.runs, j.chunks, j.shifted_runs)
-                for j in jobs.joint_recomputes
-            ]
-            self._joint_pass.prepare(slices)
+            self._joint_pass.prepare(jobs.joint_recomputes)
 
     def wait_for_layer(self, name: str) -> None:
         """Write a layer of layer-wise loads. Its attention comes next in the running pass."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from ragcache_cachestore.background.re_encoder import (
     Allowance,
     Pace,
     ReEncoder,
-    ReEncodingCandidate,
     native_bytes,
 )
+from ragcache_cachestore.background.variant_access import VariantAccess
 from ragcache_cachestore.puts import IncomingPut
+from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreOptions
+from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -81,15 +84,21 @@ def widened(raw: np.ndarray) -> np.ndarray:
     return (np.frombuffer(raw.tobytes(), np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
+def copies(tier: Tier) -> dict[str, Any]:
+    """Return the fields of a variant that is in a tier."""
+    copy = TierCopy((), NATIVE_BYTES)
+    return {"memory": copy if tier is Tier.MEMORY else None, "disk": copy}
+
+
 @dataclass
 class FakeVariant:
-    candidate: ReEncodingCandidate
+    candidate: CatalogVariant
     value: bytes
     busy: bool = False
 
 
 class DictStore:
-    """A ReEncodableStore without tiers, threads or bounds."""
+    """A VariantAccess without tiers, threads or bounds."""
 
     def __init__(self) -> None:
         self.held: dict[VariantKey, FakeVariant] = {}
@@ -103,8 +112,11 @@ class DictStore:
         info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
         parts = tuple(ValuePart(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
         self.held[key(name)] = FakeVariant(
-            ReEncodingCandidate(
-                key(name), next(self._identities), info, shape, FORMAT, parts, tier, 0, 0.0, False
+            CatalogVariant(
+                *(key(name), next(self._identities), info, parts, Origin(), shape, FORMAT),
+                delete_sequence=0,
+                put_at=0.0,
+                **copies(tier),
             ),
             value,
         )
@@ -128,7 +140,7 @@ class DictStore:
             layers.append(widened(native))
         return np.concatenate(layers)
 
-    def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
+    def all(self) -> Iterator[CatalogVariant]:
         if self.down:
             raise Unavailable("disk", "is full")
         return iter([record.candidate for record in self.held.values()])
@@ -164,7 +176,7 @@ class DictStore:
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         self.prefetched.extend(keys)
         for record in (self.held[one] for one in keys if one in self.held):
-            record.candidate = replace(record.candidate, tier=Tier.MEMORY)
+            record.candidate = replace(record.candidate, **copies(Tier.MEMORY))
         return len(keys)
 
 
@@ -179,7 +191,7 @@ def make(
     assignment: PrecisionAssignment, pace: Pace = PACE
 ) -> tuple[DictStore, ReEncoder, ManualClock]:
     store, clock = DictStore(), ManualClock()
-    return store, ReEncoder(store, assignment, pace, clock), clock
+    return store, ReEncoder(cast("VariantAccess", store), assignment, pace, clock), clock
 
 
 def test_exact_values_stay_exact_by_default() -> None:
@@ -285,7 +297,7 @@ def test_a_variant_below_the_fixed_precision_wants_more_and_is_not_changed() -> 
     store.put(0)
     run(re_encoder, clock, 100)
     assert store.precision(0) == MIXED
-    exact = ReEncoder(store, FixedAssignment(), PACE, clock)
+    exact = ReEncoder(cast("VariantAccess", store), FixedAssignment(), PACE, clock)
     run(exact, clock, 100)
     assert store.precision(0) == MIXED
     assert store.held[key(0)].candidate.wants_higher_precision
@@ -295,7 +307,7 @@ def test_a_lower_precision_is_encoded_from_the_stored_one() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     run(re_encoder, clock, 100)
-    coarser = ReEncoder(store, FixedAssignment(MIXED), PACE, clock)
+    coarser = ReEncoder(cast("VariantAccess", store), FixedAssignment(MIXED), PACE, clock)
     run(coarser, clock, 100)
     assert store.precision(0) == MIXED
     assert np.sqrt(np.mean((store.decoded(0) - numbers(0)) ** 2)) < 0.15
@@ -365,7 +377,7 @@ def test_hot_variants_are_promoted_at_a_bounded_rate() -> None:
     run(re_encoder, clock, 10)
     assert store.prefetched == [key(0), key(1), key(2), key(3)]
     record = store.held[key(0)]
-    record.candidate = replace(record.candidate, tier=Tier.DISK)
+    record.candidate = replace(record.candidate, **copies(Tier.DISK))
     run(re_encoder, clock, 40)
     assert len(store.prefetched) == 4
     run(re_encoder, clock, 40)
@@ -387,9 +399,9 @@ def test_the_thread_survives_errors_of_the_store() -> None:
     swapped = threading.Event()
 
     class Watched(DictStore):
-        def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
+        def all(self) -> Iterator[CatalogVariant]:
             scanned.set()
-            return store.candidates(now)
+            return store.all()
 
         def swap(self, *args: object) -> bool:
             swapped.set()
@@ -399,7 +411,9 @@ def test_the_thread_survives_errors_of_the_store() -> None:
             return store.read(key, identity)
 
     pace = replace(PACE, scan_interval_s=1e-3, min_age_s=0)
-    re_encoder = ReEncoder(Watched(), FixedAssignment(INT8), pace, time.monotonic)
+    re_encoder = ReEncoder(
+        cast("VariantAccess", Watched()), FixedAssignment(INT8), pace, time.monotonic
+    )
     re_encoder.start()
     try:
         assert scanned.wait(LIMIT_S)
@@ -451,7 +465,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
     store.reads.note_opened(opened)
     assert isinstance(lease, ReadLease)
     store.reads.release([lease.id])
-    held = next(one for one in store.variants.candidates(0.0) if one.key == key(name))
+    held = next(one for one in store.variants.all() if one.key == key(name))
     value = store.variants.read(key(name), held.identity)
     assert value is not None
     start, layers = 0, []
@@ -476,7 +490,7 @@ def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path
         for _ in range(30):  # a variant whose write is pending is tried again
             run(re_encoder, clock, 10)
             store.mover.writer.flush()
-        held = {one.key: one.info for one in store.variants.candidates(clock.now)}
+        held = {one.key: one.info for one in store.variants.all()}
         assert [held[key(name)].precision for name in range(4)] == [
             HA_RAG_SCHEMES[0],
             HA_RAG_SCHEMES[1],
@@ -496,7 +510,7 @@ def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path
         store.close()
     reopened = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     try:
-        after = {one.key: one.info for one in reopened.variants.candidates(clock.now)}
+        after = {one.key: one.info for one in reopened.variants.all()}
         assert after == held
         for name in range(4):
             assert np.sqrt(np.mean((read_for_real(reopened, name) - numbers(name)) ** 2)) < 0.1
@@ -518,18 +532,18 @@ def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(store.variants, name)
 
-        def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
-            for one in store.variants.candidates(now):
+        def all(self) -> Iterator[CatalogVariant]:
+            for one in store.variants.all():
                 yield replace(one, reads=5) if one.key == key(2) else one
 
     try:
-        assert {one.tier for one in store.variants.candidates(0.0)} == {Tier.DISK}
+        assert {one.tier for one in store.variants.all()} == {Tier.DISK}
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
         re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(re_encoder, clock, 15)
 
         def tiers() -> dict[VariantKey, Tier]:
-            return {one.key: one.tier for one in store.variants.candidates(0.0)}
+            return {one.key: one.tier for one in store.variants.all()}
 
         wait_until(lambda: tiers()[key(2)] is Tier.MEMORY)
         assert [tiers()[key(name)] for name in range(4)] == [

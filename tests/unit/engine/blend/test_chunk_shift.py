@@ -16,8 +16,8 @@ else:
 from ragcache_core.blend.chunk_shift import plan_shift
 from ragcache_core.blend.slices import runs_outside
 from ragcache_engine.blend.chunk_shift import ChunkShift, _TorchShift
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import PromptSlice
 from ragcache_kv.rotation import Pairing, Rope
 from tests.unit.engine.kv_cache.test_paged_cache import DIM, HEADS, LAYERS, ORDERS, FakeLayer
 

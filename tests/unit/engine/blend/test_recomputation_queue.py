@@ -16,6 +16,8 @@ from tests.kit.wait import wait_until
 
 if TYPE_CHECKING:
     import torch
+
+    from ragcache_engine.blend.components import BlendComponents
 else:
     torch = pytest.importorskip("torch")
 
@@ -25,13 +27,13 @@ from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
 from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.blend.chunk_observer import ChunkObserver
-from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
     LoadJob,
     LoadOutcome,
     ObserveJob,
+    PromptSlice,
     RecomputeJob,
     StepJobs,
     VariantSpan,
@@ -425,9 +427,9 @@ def make_queue(
     model: FakeModel, slice_tokens: int, *, joins_passes: bool = False
 ) -> RecomputationQueue:
     model.cache = FakePagedCache()
-    like = cast("Any", model)
+    blend = cast("BlendComponents", SimpleNamespace(recomputer=model, observer=model))
     return RecomputationQueue(
-        cast("Any", model.cache), like, like, slice_tokens, 8, joins_passes=joins_passes
+        cast("Any", model.cache), blend, slice_tokens, 8, joins_passes=joins_passes
     )
 
 
@@ -600,9 +602,9 @@ def make_observer(
     def save(job: Any, observation: ChunkObservation, seconds: float) -> None:
         saved.append((job.span.start, observation))
 
-    made = ChunkObserver(
-        cast("Any", observer), 64, save, 60.0, clock, count_arrivals=count_arrivals
-    )
+    blend = SimpleNamespace(recomputer=SimpleNamespace(max_tokens=64), observer=observer)
+    like = cast("BlendComponents", blend)
+    made = ChunkObserver(like, save, 60.0, clock, count_arrivals=count_arrivals)
     return made, saved
 
 

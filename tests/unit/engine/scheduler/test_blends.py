@@ -17,7 +17,13 @@ from ragcache_core.identity.variant import Provenance, Tier, VariantInfo
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.store_api import StoredVariant
-from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, MeasuredPass
+from ragcache_engine.protocol.messages import (
+    BLEND_UNSUPPORTED,
+    LoadJob,
+    LoadOutcome,
+    MeasuredPass,
+    StepReport,
+)
 from ragcache_engine.scheduler.lookup import MAX_CANDIDATES
 from ragcache_kv.values.layout import value_bytes
 from tests.kit.scheduler import (
@@ -437,7 +443,7 @@ def test_requests_in_flight_survive_when_blending_is_disabled(warm: BlendHarness
 def teach(engine: BlendHarness, *, select_s: float = 1e-5) -> None:
     """Let the engine learn that a token takes 1 ms to compute, and select_s in a selection."""
     for tokens in (100, 200, 300, 400, 500):
-        engine.scheduler.on_passes([MeasuredPass(tokens, 1e-3 * tokens)])
+        engine.scheduler.on_report(StepReport(passes=[MeasuredPass(tokens, 1e-3 * tokens)]))
         engine.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
         engine.costs.observe_selection(tokens, select_s * tokens)
 

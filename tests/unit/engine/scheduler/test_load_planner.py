@@ -130,5 +130,5 @@ def test_passes_update_the_prediction_of_computing(engine: SchedulerHarness) -> 
     decoding = engine.scheduler.step([("b", 30, 1), ("c", 50, 1), ("d", 0, 40)], lambda _: BLOCKS)
     assert (decoding.prompt_tokens, decoding.num_tokens) == (40, 42)
     for _ in range(300):
-        engine.scheduler.on_passes([MeasuredPass(jobs.work, 3 * jobs.work)])
+        engine.scheduler.on_report(StepReport(passes=[MeasuredPass(jobs.work, 3 * jobs.work)]))
     assert engine.costs.predict_compute_s(0, 500) == pytest.approx(1.5, rel=0.05)

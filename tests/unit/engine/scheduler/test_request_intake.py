@@ -17,6 +17,7 @@ from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import sign
 from ragcache_engine.protocol.messages import EngineRole
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.request_intake import RefusalReason
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
@@ -34,8 +35,10 @@ from tests.kit.wait import wait_until
 def test_a_short_prompt_without_a_plan_is_left_to_vllm(engine: SchedulerHarness) -> None:
     engine.store.outage = AssertionError("asked")
     assert len(PROMPT.token_ids) < PIECE_TOKENS
-    engine.scheduler.on_new_request("plain", PROMPT.token_ids, None)
-    engine.scheduler.on_new_request("other", PROMPT.token_ids, {"do_remote_prefill": True})
+    engine.scheduler.on_new_request(NewRequest("plain", PROMPT.token_ids, None))
+    engine.scheduler.on_new_request(
+        NewRequest("other", PROMPT.token_ids, {"do_remote_prefill": True})
+    )
     assert engine.scheduler.loadable_tokens("plain", 0) == 0
     assert engine.prefill("other") == []
 
@@ -183,7 +186,7 @@ def test_a_plan_with_computed_segments_is_not_handed_off(role: EngineRole) -> No
     engine = SchedulerHarness(role=role)
     computed = plan_compute(PROMPT, SPACE, "public", "computed")
     params = {"ragcache": replace(computed, handoff=True).encode()}
-    engine.scheduler.on_new_request("computed", PROMPT.token_ids, params)
+    engine.scheduler.on_new_request(NewRequest("computed", PROMPT.token_ids, params))
     assert engine.loaded("computed") == 0
     assert engine.prefill("computed") == []
     assert engine.store.stored == {}
@@ -198,7 +201,7 @@ def test_an_engine_with_both_roles_ignores_a_handoff(engine: SchedulerHarness) -
 def test_a_request_with_a_refused_plan_does_not_count_as_one_without_a_plan(
     engine: SchedulerHarness,
 ) -> None:
-    engine.scheduler.on_new_request("r", PLAIN, {"ragcache": {"v": 0}})
+    engine.scheduler.on_new_request(NewRequest("r", PLAIN, {"ragcache": {"v": 0}}))
     assert engine.scheduler.loadable_tokens("r", 0) == 0
     assert engine.scheduler.step([("r", 0, len(PLAIN))], lambda _: BLOCKS).saves == ()
 
@@ -206,14 +209,14 @@ def test_a_request_with_a_refused_plan_does_not_count_as_one_without_a_plan(
 def test_a_plan_for_other_tokens_is_not_served(warm: SchedulerHarness) -> None:
     other = assemble(range(20), [range(100, 140), range(201, 251), range(300, 330)], range(9))
     plan = plan_exact(PROMPT, SPACE, "public", "forged").encode()
-    warm.scheduler.on_new_request("forged", other.token_ids, {"ragcache": plan})
+    warm.scheduler.on_new_request(NewRequest("forged", other.token_ids, {"ragcache": plan}))
     # Template and first chunk match. From the second chunk on the tokens do not hash to the plan.
     assert warm.scheduler.loadable_tokens("forged", 0) == PROMPT.chunk_ends[0]
 
 
 def test_a_malformed_plan_is_refused(engine: SchedulerHarness) -> None:
     whole = plan_exact(PROMPT, SPACE, "public", "r").encode()
-    engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": whole[:-4]})
+    engine.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": whole[:-4]}))
     assert engine.scheduler.loadable_tokens("r", 0) == 0
     assert engine.prefill("r") == []
 
@@ -243,7 +246,7 @@ def params(plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY) -> dict[s
 
 def test_a_signed_plan_is_accepted(strict: SchedulerHarness) -> None:
     plan = plan_exact(PROMPT, SPACE, "public", "r")
-    strict.scheduler.on_new_request("r", PROMPT.token_ids, params(plan))
+    strict.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, params(plan)))
     assert strict.scheduler.loadable_tokens("r", 0) == PROMPT.chunk_ends[-1]
     assert not strict.scheduler.take_counts().refused_plans
 
@@ -270,7 +273,7 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
     strict: SchedulerHarness, case: str
 ) -> None:
     sent, reason = FORGED[case]
-    strict.scheduler.on_new_request("r", PROMPT.token_ids, sent)
+    strict.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, sent))
     assert strict.scheduler.loadable_tokens("r", 0) == 0
     strict.store.stored.clear()
     strict.scheduler.on_allocated("r", BLOCKS, 0)
@@ -302,7 +305,7 @@ def test_signing_keys_can_be_rotated_while_the_engine_runs(
     engine.store.stored = strict.store.stored
 
     def is_accepted(key: bytes) -> bool:
-        engine.scheduler.on_new_request("r", PROMPT.token_ids, params(OURS, key=key))
+        engine.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, params(OURS, key=key)))
         loadable = engine.scheduler.loadable_tokens("r", 0)
         engine.scheduler.on_finished("r", BLOCKS)
         return loadable != 0
@@ -322,5 +325,5 @@ def test_an_invalid_plan_is_counted(engine: SchedulerHarness) -> None:
     for _ in range(100_000):
         deep = [deep]
     for plan in (7, {}, {"v": 2, "segments": deep}):
-        engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
+        engine.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": plan}))
     assert engine.scheduler.take_counts().refused_plans == {"invalid": 3}

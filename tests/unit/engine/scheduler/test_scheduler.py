@@ -17,6 +17,7 @@ from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Prove
 from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome
 from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
+from ragcache_engine.scheduler.request import NewRequest
 from ragcache_kv.store_client.sharded_results import ShardedLookup
 from tests.kit.scheduler import (
     AS_OF,
@@ -101,14 +102,14 @@ def test_an_approximate_variant_never_serves_exact(warm: SchedulerHarness) -> No
 
 def test_another_access_domain_does_not_find_the_variants(warm: SchedulerHarness) -> None:
     plan = plan_exact(PROMPT, SPACE, "tenant", "r").encode()
-    warm.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
+    warm.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": plan}))
     assert warm.scheduler.loadable_tokens("r", 0) == 0
 
 
 def test_reuse_off_neither_loads_nor_saves(warm: SchedulerHarness) -> None:
     plan = plan_compute(PROMPT, SPACE, "public", "off").encode()
     warm.store.stored.clear()
-    warm.scheduler.on_new_request("off", PROMPT.token_ids, {"ragcache": plan})
+    warm.scheduler.on_new_request(NewRequest("off", PROMPT.token_ids, {"ragcache": plan}))
     assert warm.scheduler.loadable_tokens("off", 0) == 0
     warm.scheduler.on_allocated("off", BLOCKS, 0)
     assert warm.prefill("off") == []
@@ -185,7 +186,7 @@ def test_tokens_loaded_before_a_preemption_count_once(warm: SchedulerHarness, ke
 
 def test_a_save_names_its_origin_and_the_deletes_it_knows_of(engine: SchedulerHarness) -> None:
     plan = plan_exact(PROMPT, SPACE, "tenant", "r", ["c/a", "c/a", "c/b"], 123)
-    engine.scheduler.on_new_request("r", PROMPT.token_ids, {"ragcache": plan.encode()})
+    engine.scheduler.on_new_request(NewRequest("r", PROMPT.token_ids, {"ragcache": plan.encode()}))
     assert engine.scheduler.loadable_tokens("r", 0) == 0
     engine.scheduler.on_allocated("r", BLOCKS, 0)
     saves = engine.saves("r", pieces=2)

@@ -17,9 +17,10 @@ from ragcache_engine.telemetry.request_records import (
     RequestRecords,
     serve_records,
 )
-from ragcache_engine.telemetry.segment_outcomes import SegmentOutcome, SpanSource
+from ragcache_engine.telemetry.segment_outcomes import SpanSource
 from ragcache_wire.clients import engine_client
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2 as pb
 
 LIMIT_S = 60.0
 """Deadline of calls that are answered, however slow the machine is."""
@@ -77,19 +78,15 @@ async def test_a_record_serves_the_outcome_of_each_segment() -> None:
     variant = VariantKey(bytes(16), b"p" * 16)
     source = SpanSource(variant, Tier.DISK, 512, base_position=3, fix_overhead=0.25)
     segments = (
-        SegmentOutcome(0, 10, 10, 0, 0, None, blended=False, reason=""),
-        SegmentOutcome(10, 30, 0, 20, 4, source, blended=True, reason=""),
-        SegmentOutcome(30, 50, 0, 0, 0, None, blended=False, reason="evicted"),
+        pb.SegmentRecord(end=10, cached_tokens=10),
+        pb.SegmentRecord(start=10, end=30, loaded_tokens=20, source=source.to_message()),
+        pb.SegmentRecord(start=30, end=50, reason="evicted"),
     )
     records.put("r", RequestRecord(segments=segments))
     cached, loaded, computed = (await client.request_record("r", LIMIT_S)).segments
     assert (cached.cached_tokens, cached.HasField("source")) == (10, False)
-    assert (loaded.start, loaded.end, loaded.loaded_tokens, loaded.blended) == (10, 30, 20, True)
-    assert (loaded.recomputed_tokens, loaded.source.tier, loaded.source.num_bytes) == (
-        4,
-        "disk",
-        512,
-    )
+    assert (loaded.start, loaded.end, loaded.loaded_tokens) == (10, 30, 20)
+    assert (loaded.source.tier, loaded.source.num_bytes) == ("disk", 512)
     assert (loaded.source.base_position, loaded.source.fix_overhead) == (3, 0.25)
     assert loaded.source.prefix == variant.prefix
     assert computed.reason == "evicted"

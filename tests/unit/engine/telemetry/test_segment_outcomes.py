@@ -67,7 +67,7 @@ def test_a_prompt_that_was_never_stored_says_so() -> None:
     misses = {SEGMENTS[0].variant: Miss.NEVER_STORED, SEGMENTS[1].variant: Miss.EVICTED}
     outcomes = segment_outcomes(replace(NOTHING, misses=misses))
     assert [one.reason for one in outcomes] == ["never stored", "evicted", "never stored"]
-    assert all(one.source is None and one.loaded_tokens == 0 for one in outcomes)
+    assert not any(one.HasField("source") or one.loaded_tokens for one in outcomes)
 
 
 def test_a_cached_prompt_needs_no_reason() -> None:
@@ -79,7 +79,7 @@ def test_a_cached_prompt_needs_no_reason() -> None:
 def test_a_load_names_tier_and_bytes_of_each_segment() -> None:
     outcomes = segment_outcomes(loading(replace(NOTHING, local_tokens=10, stored=STORED), 1, 2))
     assert [one.loaded_tokens for one in outcomes] == [0, 20, 30]
-    assert [one.source and one.source.tier for one in outcomes] == [None, "memory", "memory"]
+    assert [one.source.tier for one in outcomes] == ["", "memory", "memory"]
     assert [one.blended for one in outcomes] == [False, False, False]
 
 
@@ -134,4 +134,4 @@ def test_tokens_add_up_and_every_gap_has_a_reason(
         assert 0 <= one.cached_tokens + one.loaded_tokens <= size
         assert 0 <= one.recomputed_tokens <= size
         assert (one.reason == "") == (one.cached_tokens + one.loaded_tokens == size)
-        assert (one.source is not None) == (one.loaded_tokens > 0)
+        assert one.HasField("source") == (one.loaded_tokens > 0)

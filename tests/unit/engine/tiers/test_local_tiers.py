@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +18,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
@@ -48,8 +49,8 @@ def offer(
     number: int, num_tokens: int = PAGE_TOKENS, *, exact: bool = True, base: int = 0, seed: int = 0
 ) -> OfferedValue:
     made = value(seed or number, num_tokens)
-    size = made.nbytes
-    return OfferedValue(key(number), num_tokens, size, base, exact, "tenant", lambda: made)
+    info = VariantInfo(num_tokens, made.nbytes, base, Provenance(exact))
+    return OfferedValue(key(number), info, made.nbytes, "tenant", lambda: made)
 
 
 @dataclass
@@ -281,8 +282,8 @@ def test_an_offer_that_fails_does_not_affect_others(
     def broken() -> torch.Tensor:
         raise RuntimeError("device error")
 
-    bad = OfferedValue(key(1), PAGE_TOKENS, PAGE, 0, True, "tenant", broken)
-    none = OfferedValue(key(2), PAGE_TOKENS, PAGE, 0, True, "tenant", lambda: None)
+    bad = replace(offer(1), num_bytes=PAGE, native=broken)
+    none = replace(offer(2), num_bytes=PAGE, native=lambda: None)
     tiers.put(bad, none, offer(3), offer(1))
     assert [tiers.where(n) for n in (1, 2, 3)] == ["host", None, "host"]
     tiers.tiers.check()

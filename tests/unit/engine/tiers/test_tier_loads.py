@@ -35,10 +35,7 @@ from ragcache_engine.protocol.messages import (  # noqa: E402
     StepJobs,
     VariantSpan,
 )
-from ragcache_engine.tiers.local_tiers import (
-    LocalTiers,
-    TierRead,
-)
+from ragcache_engine.tiers.local_tiers import LocalTiers, TierRead  # noqa: E402
 from ragcache_engine.worker.fetcher import Fetcher  # noqa: E402
 from ragcache_kv.codecs import encode_part  # noqa: E402
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.tiering.precision_assignment import Placement
-from ragcache_engine.tiers.tier_moves import TierMoves, plan_tier_moves
+from ragcache_engine.tiers.local_tiers import TierMoves, plan_tier_moves
 
 GPU, PINNED, DISK = Placement.GPU, Placement.PINNED, Placement.DISK
 A, B, C = b"a", b"b", b"c"

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-from ragcache_engine.protocol.messages import JointRecomputeJob, StepJobs
+from ragcache_engine.protocol.messages import PromptSlice, StepJobs
 from tests.kit.worker import BLOCK, BLOCKS, WorkerHarness, key, save_job, wait_for_puts
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.joint_pass import JointPass
-    from ragcache_engine.blend.prompt_slice import PromptSlice
+    from ragcache_engine.protocol.messages import PromptSlice
 
 
 class FakeJointPass:
@@ -33,11 +33,11 @@ class FakeJointPass:
         return tuple(one for one in self.slices if one.token_ids[0] == 0)
 
 
-def recompute(first_token: int, blocks: tuple[int, ...]) -> JointRecomputeJob:
+def recompute(first_token: int, blocks: tuple[int, ...]) -> PromptSlice:
     tokens = (first_token,) * 131
     chunks = (range(BLOCK + 2, 70), range(70, 100))
     runs = (range(BLOCK + 8, BLOCK + 10), range(80, 90))
-    return JointRecomputeJob(tokens, blocks, runs, chunks, (range(90, 100),))
+    return PromptSlice(tokens, blocks, runs, chunks, (range(90, 100),))
 
 
 @pytest.fixture

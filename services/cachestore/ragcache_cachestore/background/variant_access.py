@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ragcache_cachestore.background.re_encoder import ReEncodingCandidate
 from ragcache_cachestore.background.tier_mover import TierMover
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.store_state import StoreState
@@ -28,21 +27,9 @@ class VariantAccess:
         self._memory_tier = memory_tier
         self._mover = mover
 
-    def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
-        """Yield every stored variant, as it is when the iterator reaches it."""
-        for variant in self._state.in_batches():
-            yield ReEncodingCandidate(
-                key=variant.key,
-                identity=variant.identity,
-                info=variant.info,
-                shape=variant.shape,
-                parts=variant.parts,
-                value_format=variant.value_format,
-                tier=variant.tier,
-                reads=variant.reads,
-                score=variant.score(now),
-                wants_higher_precision=variant.wants_higher_precision,
-            )
+    def all(self) -> Iterator[CatalogVariant]:
+        """Yield every stored variant."""
+        return self._state.in_batches()
 
     def children(self, min_age_s: float) -> Iterator[tuple[VariantKey, VariantKey]]:
         """Yield each variant of this age that has a parent, with the parent."""
