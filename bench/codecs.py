@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.support.coded_values import decode_value, encode_value
 from bench.support.program import is_quick
 from models.tinyrag.handbook import make_handbook
 from ragcache_core.identity.variant import Codec, Precision, ValueShape
-from ragcache_kv.codecs import decode_value, encode_value, warm_up
+from ragcache_kv.codecs import warm_up
 
 LAYER = ValueShape(1, 8, 128, "bfloat16")
 PART_TOKENS = 256

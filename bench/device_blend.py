@@ -43,6 +43,7 @@ from typing import Any, cast
 
 import torch
 
+from bench.support.coded_values import encode_value
 from bench.support.plain_llama import (
     LLAMA_1B,
     SMALL,
@@ -65,7 +66,6 @@ from ragcache_core.identity.variant import (
     VariantInfo,
 )
 from ragcache_core.tiering.precision_assignment import Placement
-from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY
 from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.components import BlendComponents
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
@@ -82,7 +82,6 @@ from ragcache_engine.kv_cache.incoming_value import (
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
 from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers
-from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.layout import FORMAT, checksum
 from ragcache_kv.values.stored_value import StoredValue
@@ -156,7 +155,7 @@ class ChunkCopies:
         """Return a tier with all chunks, filled as an engine fills it."""
         limit = int(2 * self.num_bytes / QUEUE_SHARE)  # room for all of them in the queue
         pool = ChunkPool(self.shape.space, limit, device)
-        tiers = LocalTiers({memory: pool}, DEFAULT_TIER_POLICY)
+        tiers = LocalTiers({memory: pool}, "score")
         tiers.offer(self._offer(number) for number in range(len(self.keys)))
         tiers.start_rebalance()
         wanted = sum(pool.bytes_for(self.shape.chunk_tokens) for _ in self.keys)

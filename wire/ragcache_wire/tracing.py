@@ -55,8 +55,6 @@ class Span(AbstractContextManager["Span"]):
     Args:
         span: The span of OpenTelemetry. The default records nothing.
         started_ns: When it began, in nanoseconds of Unix time.
-        exports_errors: See ``Tracer``.
-        exports_content: See ``Tracer``.
     """
 
     def __init__(
@@ -288,8 +286,6 @@ def tracer(
         instance: Name of this process among those of the service.
         sample_ratio: Share of the traces without a parent that are recorded, 0 to 1. A span with a
             parent follows the parent's decision.
-        exports_errors: See ``Tracer``.
-        exports_content: See ``Tracer``.
     """
     if not endpoint:
         return Tracer()

@@ -32,7 +32,7 @@ def split_first_pass(runs: Sequence[range], *, max_tokens: int, max_runs: int) -
 
 
 def split_into_passes(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> Iterator[Runs]:
-    """Yield runs of positions as ascending passes (see ``split_first_pass``).
+    """Yield runs of positions as ascending passes, each as in ``split_first_pass``.
 
     Passes that are executed one after another have the result of a single pass: a token attends
     only to tokens before it, which are final by then.

@@ -108,7 +108,6 @@ def decide_replication(
     Args:
         load: Of this shard.
         replicated: Variants that this shard has copied to another one.
-        thresholds: See ReplicationThresholds.
     """
     min_bytes_per_s = thresholds.min_bytes_per_s
     busy = load.bytes_per_s >= min_bytes_per_s

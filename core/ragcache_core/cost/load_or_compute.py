@@ -203,7 +203,7 @@ class ReuseCosts:
         return self.profile.predict(max(0, cached), computed) / computed
 
     def predict_s(self, option: ReuseOption, length: int) -> float | None:
-        """Return the predicted seconds until a prompt is computed; see ``predict``."""
+        """Return the total of ``predict``, in seconds."""
         predicted = self.predict(option, length)
         return predicted.total_s if predicted is not None else None
 
@@ -271,7 +271,6 @@ class ReuseCosts:
             num_cached: Number of tokens that the engine has cached.
             length: Number of tokens of the prompt.
             options: Ascending by ``end``.
-            tie_ratio: See TIE_RATIO.
             min_gain: Share of the time to compute the prompt that an option has to save.
         """
         if not options:

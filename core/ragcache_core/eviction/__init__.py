@@ -7,6 +7,13 @@ it selects the next victim, and the tier asks until there is room.
 from __future__ import annotations
 
 from ragcache_core.eviction.policy import EvictionCandidate, EvictionPolicy
-from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES, PolicyName, make_policy
 
-__all__ = ["DEFAULT_POLICY", "POLICY_NAMES", "EvictionCandidate", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICY_NAMES",
+    "EvictionCandidate",
+    "EvictionPolicy",
+    "PolicyName",
+    "make_policy",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ragcache_core.eviction.cachecraft import CacheCraft
 from ragcache_core.eviction.lru import LeastRecentlyUsed
@@ -11,13 +11,16 @@ from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 from ragcache_core.eviction.policy import EvictionPolicy
 from ragcache_core.eviction.score import ScorePolicy
 
-_POLICIES: dict[str, Callable[..., EvictionPolicy[Any]]] = {
+PolicyName = Literal["score", "pgdsf", "lru", "cachecraft"]
+"""What the spec, the settings and the metrics name."""
+
+_POLICIES: dict[PolicyName, Callable[..., EvictionPolicy[Any]]] = {
     "score": ScorePolicy,
     "pgdsf": PrefixAwareGreedyDualSizeFrequency,
     "lru": LeastRecentlyUsed,
     "cachecraft": CacheCraft,
 }
-POLICY_NAMES = tuple(_POLICIES)
+POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 DEFAULT_POLICY = "score"
 
 
@@ -26,15 +29,14 @@ def make_policy(name: str, *, leaves_only: bool, **settings: float) -> EvictionP
 
     Args:
         name: One of POLICY_NAMES.
-        leaves_only: See ``EvictionPolicy``.
+        leaves_only: As for ``EvictionPolicy``.
         settings: Keyword arguments of the policy's class.
 
     Raises:
         ValueError: The name is not in POLICY_NAMES.
         TypeError: The class does not have one of the settings.
     """
-    try:
-        policy = _POLICIES[name]
-    except KeyError:
-        raise ValueError(f"no policy {name!r}; use one of {', '.join(POLICY_NAMES)}") from None
-    return policy(leaves_only=leaves_only, **settings)
+    for known, policy in _POLICIES.items():
+        if known == name:
+            return policy(leaves_only=leaves_only, **settings)
+    raise ValueError(f"no policy {name!r}; use one of {', '.join(POLICY_NAMES)}")

@@ -115,9 +115,6 @@ class ResidentNodes(Generic[B]):
 
     Nodes are followed while a prompt in the engine contains them, and longer while they are
     resident. So memory is bounded by the engine's blocks and prompts.
-
-    Args:
-        max_nodes: See MAX_NODES.
     """
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:

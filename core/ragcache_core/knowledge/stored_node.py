@@ -35,7 +35,7 @@ class Residency:
 
     Attributes:
         tier: ``device`` or ``host`` of an engine, ``memory`` or ``disk`` of a cache store.
-        exact: See ``StoredNode``.
+        exact: As in ``StoredNode``.
     """
 
     tier: str

@@ -62,7 +62,7 @@ def assemble(
     stable_head: int = 0,
     chunk_digests: Sequence[bytes] = (),
 ) -> Prompt:
-    """Join tokenized parts into one prompt. stable_head and chunk_digests: see ``Prompt``."""
+    """Join tokenized parts into one prompt. The other arguments are as in ``Prompt``."""
     ends = itertools.accumulate(map(len, chunks_ids), initial=len(head_ids))
     return Prompt(
         PackedIds.join([head_ids, *chunks_ids, tail_ids]),

@@ -74,7 +74,6 @@ def order_documents(
         documents: Best rank first.
         max_displacement: Most positions that a document may move from its rank. None: no limit.
         sources: Only exact copies in these sources count. None: in any source.
-        max_steps: See MAX_STEPS.
     """
     num_documents = len(documents)
     ranks = tuple(range(num_documents))

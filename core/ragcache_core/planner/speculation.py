@@ -119,7 +119,7 @@ def net_saving_s(
 def is_beneficial(
     final_probability: float, remaining_s: float, cost: GuessCost, load: Load
 ) -> bool:
-    """Return whether a guess should start. For the arguments see ``net_saving_s``."""
+    """Return whether a guess should start. The arguments are those of ``net_saving_s``."""
     if load.num_pending >= cost.max_prefill_requests:
         return False
     return net_saving_s(final_probability, remaining_s, cost, load) > LEAST_SAVING_S

@@ -101,7 +101,6 @@ class ScoreAssignment(PrecisionAssignment):
         max_error: Bound of the mean error of a read.
         memory: Capacities for the placement.
         capacity_bytes: Stop once everything fits. None: save as much as the bound allows.
-        prior_accesses: See PRIOR_ACCESSES.
     """
 
     grades: tuple[Grade, ...] = GRADES

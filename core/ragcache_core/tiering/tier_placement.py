@@ -126,7 +126,6 @@ class ThresholdTierPolicy(TierPolicy[K]):
     tier. A device without a pool leaves its list to the host.
 
     Args:
-        limits: See TierPolicy.
         lists: Thresholds of the algorithm.
     """
 
@@ -221,7 +220,6 @@ _POLICIES: dict[str, Callable[[Mapping[Placement, int]], TierPolicy[Any]]] = {
     "thresholds": ThresholdTierPolicy,
 }
 TIER_POLICIES = tuple(_POLICIES)
-DEFAULT_TIER_POLICY = "score"
 
 
 def make_tier_policy(name: str, limits: Mapping[Placement, int]) -> TierPolicy[Any]:

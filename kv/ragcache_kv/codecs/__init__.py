@@ -6,9 +6,7 @@ codecs INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, and ``packed`` the lossless o
 
 from ragcache_kv.codecs.part import (
     decode_part,
-    decode_value,
     encode_part,
-    encode_value,
     encoded_part_bytes,
     native_part_bytes,
     warm_up,
@@ -16,9 +14,7 @@ from ragcache_kv.codecs.part import (
 
 __all__ = [
     "decode_part",
-    "decode_value",
     "encode_part",
-    "encode_value",
     "encoded_part_bytes",
     "native_part_bytes",
     "warm_up",

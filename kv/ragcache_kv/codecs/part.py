@@ -9,8 +9,6 @@ The loops of every function release the GIL, so several threads can encode and d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from functools import cache
 
 import numpy as np
@@ -69,47 +67,6 @@ def decode_part(
     value_coder.decode(encoded[key_bytes:], values, dim, number)
     if not np.shares_memory(bits, result):
         result[:] = bits.view(np.uint8)
-    return result
-
-
-def encode_value(
-    value: Bytes,
-    shape: ValueShape,
-    num_tokens: int,
-    precision: Precision,
-    pool: Executor | None = None,
-) -> list[Bytes]:
-    """Encode the layers of a native value; with a pool concurrently."""
-    part_bytes = native_part_bytes(shape, num_tokens)
-    layers = _checked(value, shape.num_layers * part_bytes).reshape(shape.num_layers, part_bytes)
-
-    def encode(layer: Bytes) -> Bytes:
-        return encode_part(layer, shape, num_tokens, precision)
-
-    return list(map(encode, layers) if pool is None else pool.map(encode, layers))
-
-
-def decode_value(
-    parts: Sequence[Bytes],
-    shape: ValueShape,
-    num_tokens: int,
-    precision: Precision,
-    out: Bytes | None = None,
-    pool: Executor | None = None,
-) -> Bytes:
-    """Decode the parts of a value, into out if given. Raises ValueError as decode_part does."""
-    if len(parts) != shape.num_layers:
-        raise ValueError(f"has {len(parts)} parts for {shape.num_layers} layers")
-    part_bytes = native_part_bytes(shape, num_tokens)
-    total = shape.num_layers * part_bytes
-    result = np.empty(total, np.uint8) if out is None else _checked(out, total)
-    layers = result.reshape(shape.num_layers, part_bytes)
-
-    def decode(part: Bytes, layer: Bytes) -> Bytes:
-        return decode_part(part, shape, num_tokens, precision, layer)
-
-    for _ in map(decode, parts, layers) if pool is None else pool.map(decode, parts, layers):
-        pass
     return result
 
 

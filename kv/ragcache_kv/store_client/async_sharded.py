@@ -1,4 +1,8 @@
-"""Async client of all shards, for the calls of services that move no values."""
+"""Async client of all shards, for the calls of services that move no values.
+
+A delete goes to every shard, since a chunk has other owners after shards join or leave. A shard
+that is down does not block a delete: it asks its peers for deletes before it serves again.
+"""
 
 from __future__ import annotations
 

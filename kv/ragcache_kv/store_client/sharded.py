@@ -3,9 +3,6 @@
 The shard that owns a chunk stores its variants (``ragcache_core.cluster.sharding``). Hot variants
 also have a copy on the next shard in the same order. While a shard is lost, the chunks that it
 owns are misses, unless they are hot. Answers of other shards neither fail nor wait for it.
-
-A delete goes to every shard, since a chunk has other owners after shards join or leave. A shard
-that is down does not block a delete: it asks its peers for deletes before it serves again.
 """
 
 from __future__ import annotations
@@ -26,23 +23,17 @@ from ragcache_core.store_api import (
     Ack,
     AsOf,
     ChunkVariants,
-    Deletion,
     LookupAnswer,
     LookupKey,
     NewVariant,
     PutOutcome,
     ReportedUses,
 )
-from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, LOOKUP_TIMEOUT_S, SERVICE
+from ragcache_kv.store_client.client import LOOKUP_TIMEOUT_S, SERVICE
 from ragcache_kv.store_client.shard import Shard, lost_error
 from ragcache_kv.store_client.shard_reader import KeyedValue, ShardReader
 from ragcache_kv.store_client.shard_router import ShardCandidates, ShardRouter, group_by_shard
-from ragcache_kv.store_client.sharded_results import (
-    NO_SHARDS,
-    DeleteResult,
-    ShardedLookup,
-    merge_deletes,
-)
+from ragcache_kv.store_client.sharded_results import NO_SHARDS, ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, ValueOrMiss
 from ragcache_wire.watched.members import Members
@@ -248,16 +239,6 @@ class ShardedStore:
             }
             answers = self._call(calls, timeout_s)
             return sum(answer for answer in answers.values() if isinstance(answer, int))
-
-    def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> DeleteResult:
-        """Delete on every shard. Raises Unavailable if none acknowledges; InvalidInput."""
-        with self._router.all_shards() as shards:
-            calls = {
-                shard: partial(shard.client.delete, deletion, timeout_s=timeout_s)
-                for shard in shards
-            }
-            answers = self._call(calls, timeout_s)
-        return merge_deletes({shard.address: answer for shard, answer in answers.items()})
 
     def _call(
         self,

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
+from ragcache_core.eviction import PolicyName
 from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, TelemetrySpec
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.retriever import RetrieverSpec
@@ -416,7 +417,7 @@ class CacheStoreSpec(ManifestModel):
     """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
     """The volume of each shard's disk tier. This field is immutable."""
-    policy: Literal["score", "pgdsf", "lru", "cachecraft"] = "score"
+    policy: PolicyName = "score"
     """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
     per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of
     the RAGCache and Cache-Craft papers."""

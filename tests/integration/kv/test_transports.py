@@ -371,9 +371,10 @@ def test_errors_are_the_same_on_every_transport(client: StoreClient) -> None:
     variant, value = new(1, [100])
     with pytest.raises(InvalidInput, match="value: has 99 bytes"):
         client.put(variant, whole(variant, value[:99]), TIMEOUT_S)
+    after = Origin(prefix_chunks=(key(1).chunk,) * 5000)
     with pytest.raises(TooLarge) as many:
-        list(client.get([key(1)] * 5000, TIMEOUT_S))
-    assert many.value.field == "keys"
+        client.put(replace(variant, origin=after), whole(variant, value), TIMEOUT_S)
+    assert many.value.field == "header.origin.prefix_chunks"
     with pytest.raises(InvalidInput) as unnamed:
         client.put(replace(variant, origin=Origin(domain="")), whole(variant, value), TIMEOUT_S)
     assert unnamed.value.field == "header.origin.domain"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.eviction import DEFAULT_POLICY, PolicyName
 from ragcache_core.eviction.admission import default_admission
 from ragcache_core.identity.variant import Precision
 from ragcache_core.storage.extents import PAGE_BYTES
@@ -79,9 +80,7 @@ class CacheStoreSettings(ServiceSettings):
     """Size of the memory tier. Its pages are taken as they are first written to, and kept."""
     disk_bytes: _TierBytes = setting(spec="spec.cacheStore.disk.size")
     """Size of the disk tier. The store leaves 64 MiB of the volume free besides."""
-    policy: Literal["score", "pgdsf", "lru", "cachecraft"] = setting(
-        "score", spec="spec.cacheStore.policy"
-    )
+    policy: PolicyName = setting(DEFAULT_POLICY, spec="spec.cacheStore.policy")
     """What a full tier evicts first."""
     admission: Literal["always", "second-touch", "score"] = setting(
         "always", spec="spec.cacheStore.admission"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -14,9 +12,7 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import (
     decode_part,
-    decode_value,
     encode_part,
-    encode_value,
     encoded_part_bytes,
     native_part_bytes,
     warm_up,
@@ -393,29 +389,10 @@ def test_fp8_equals_that_of_torch(codec: Fp8, name: str) -> None:
         assert np.array_equal(widen(out, number).reshape(-1, 64), expected)
 
 
-def test_layers_in_threads() -> None:
-    shape, precision = ValueShape(6, 2, 64, "bfloat16"), Precision(Codec.INT8, Codec.INT4)
-    rng = np.random.default_rng(3)
-    value = narrow(rng.standard_normal(6 * 2 * 9 * 128).astype(np.float32), NUMBERS["bfloat16"])
-    native = value.view(np.uint8)
-    parts = encode_value(native, shape, 9, precision)
-    result = decode_value(parts, shape, 9, precision)
-    with ThreadPoolExecutor(2) as pool:
-        in_threads = encode_value(native, shape, 9, precision, pool)
-        out = np.empty_like(native)
-        assert decode_value(in_threads, shape, 9, precision, out, pool) is out
-    assert all(map(np.array_equal, parts, in_threads))
-    assert np.array_equal(out, result)
-    with pytest.raises(ValueError, match="parts"):
-        decode_value(parts[:-1], shape, 9, precision)
-
-
-def test_native_values_are_their_parts_in_order() -> None:
+def test_a_native_value_has_as_many_bytes_as_its_parts() -> None:
     shape = ValueShape(3, 2, 8, "bfloat16")
-    native = np.arange(kv_value.value_bytes(shape, 5)).astype(np.uint8)
-    parts = encode_value(native, shape, 5, Precision())
-    assert np.array_equal(np.concatenate(parts), native)
-    assert tuple(part.size for part in parts) == kv_value.value_parts(shape, 5)
+    assert kv_value.value_bytes(shape, 5) == 3 * native_part_bytes(shape, 5)
+    assert kv_value.value_parts(shape, 5) == (native_part_bytes(shape, 5),) * 3
     assert kv_value.value_parts(KVSpace("m", 3, 2, 8, "bfloat16"), 5) == (160 * 2,) * 3
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from ragcache_core.eviction import POLICY_NAMES
+from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry.instrument import at_most, counter, gauge, histogram, one_of
 
 _DURATIONS_S: Final = (
@@ -12,11 +15,11 @@ _DURATIONS_S: Final = (
 )
 """From a memory hit of a small chunk over shared memory, to a cold disk and a slow network."""
 
-_TIER: Final = one_of("tier", "memory", "disk")
+_TIER: Final = one_of("tier", *Tier)
 _TRANSPORT: Final = one_of("transport", "shared", "socket", "grpc")
-_OUTCOME: Final = one_of("outcome", "stored", "already_stored", "deleted")
-_ACK: Final = one_of("ack", "accepted", "durable")
-_POLICY: Final = one_of("policy", "score", "pgdsf", "lru", "cachecraft")
+_OUTCOME: Final = one_of("outcome", *PutOutcome)
+_ACK: Final = one_of("ack", *Ack)
+_POLICY: Final = one_of("policy", *POLICY_NAMES)
 
 HITS: Final = counter("ragcache.store.hits", "{value}", "Values served.", _TIER, _TRANSPORT)
 READ_SIZE: Final = counter(
@@ -26,11 +29,7 @@ MISSES: Final = counter(
     "ragcache.store.misses",
     "{variant}",
     "Variants asked for and not served.",
-    one_of(
-        "reason",
-        *("never_stored", "evicted", "deleted", "corrupt", "approximate", "other_precision"),
-        *("other_domain", "timed_out", "lost"),
-    ),
+    one_of("reason", *Miss),
 )
 USES_REPORTED: Final = counter(
     "ragcache.store.uses.reported",

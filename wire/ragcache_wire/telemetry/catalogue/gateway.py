@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, NO_TENANT, OTHER_TENANTS
+from ragcache_core.planner.request_plan import ChunkAction, PlanReason
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.instrument import at_most, counter, gauge, histogram, one_of
 
@@ -138,12 +139,8 @@ PLANNED_CHUNKS: Final = counter(
     "ragcache.gateway.planned_chunks",
     "{chunk}",
     "Chunks of answered prompts, by what the gateway's plan expected of them and why.",
-    one_of("action", "cached", "load", "blend", "compute"),
-    one_of(
-        "reason",
-        *("resident", "stored", "other_prefix", "not_stored", "after_gap", "other_engine"),
-        *("slower", "reuse_off"),
-    ),
+    one_of("action", *ChunkAction),
+    one_of("reason", *PlanReason),
 )
 PREDICTION_RATIO: Final = histogram(
     "ragcache.gateway.prediction_ratio",
