@@ -72,7 +72,7 @@ REAL_KEPT_SHARE = 0.05
 """Share of questions whose order a real reranker keeps. ``bench.retrieval_quality --reranked``
 measures it."""
 
-KEPT_SHARES = (REAL_KEPT_SHARE, 0.5, 1.0)
+KEPT_SHARES, QUICK_KEPT_SHARES = (REAL_KEPT_SHARE, 0.5, 1.0), (REAL_KEPT_SHARE, 1.0)
 
 CLIENTS = 6
 """Questions at once at saturation."""
@@ -392,7 +392,9 @@ async def measure_real_stage(
     }
 
 
-async def real_stages(folder: Path, behind: Behind, num_pairs: int) -> dict[str, Any]:
+async def real_stages(
+    folder: Path, behind: Behind, kept_shares: Sequence[float], num_pairs: int
+) -> dict[str, Any]:
     """Measure the real retriever with a reranker that keeps the order of some questions."""
     async with (
         reranking_retriever(folder, behind.model) as running,
@@ -401,7 +403,7 @@ async def real_stages(folder: Path, behind: Behind, num_pairs: int) -> dict[str,
         say("the retriever is up")
         found = {
             share: await measure_real_stage(site, running, share, num_pairs)
-            for share in KEPT_SHARES
+            for share in kept_shares
         }
     real = found[REAL_KEPT_SHARE]
     return {
@@ -426,7 +428,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ):
         say("the engine is up")
         behind = Behind(model, engine, store.address)
-        found = await real_stages(folder, behind, options.pairs)
+        found = await real_stages(folder, behind, options.kept_shares, options.pairs)
         port = free_port()
         parts = await serve_parts(port, retriever)
         async with running_site(folder, behind, f"{HOST}:{port}") as site:
@@ -447,7 +449,7 @@ def main() -> None:
     given = options(__doc__, "under four minutes on two cores").parse_args()
     # Of each vector search ratio and gateway; answers and pairs of turns at saturation.
     given.questions, given.answers, given.rounds = (3, 12, 1) if given.quick else (20, 30, 2)
-    given.pairs = 10 if given.quick else 30
+    given.kept_shares, given.pairs = (QUICK_KEPT_SHARES, 10) if given.quick else (KEPT_SHARES, 40)
     given.recorded = max(given.questions, 20)
     print_figures(lambda folder: asyncio.run(run(given, folder)))
 
