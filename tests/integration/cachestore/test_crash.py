@@ -202,6 +202,11 @@ class StoreRun:
                 assert number in ledger.named, "refused as deleted, which it was not"
             self._operations += 1
 
+    def put_until_kept(self, count: int, rng: random.Random) -> None:
+        """Put values until the store must serve so many."""
+        while len(self._ledger.must_be_there()) < count:
+            self._put(rng)
+
     def _delete(self, rng: random.Random) -> None:
         ledger = self._ledger
         with ledger.lock:
@@ -334,6 +339,14 @@ def test_kills_lose_no_durable_value_and_restore_no_deleted_one(
         assert run.failures == []
         demotions += run.demotions
 
+    # The last delete of a whole domain may have left little.
+    run = StoreRun(folder, port, ledger, rng)
+    try:
+        run.wait_until_ready()
+        run.put_until_kept(num_kills + 1, rng)
+    finally:
+        run.kill()
+        run.client.close()
     torn = rng.sample(ledger.must_be_there(), 3)
     for number in torn:
         corrupt(folder, key(number))
@@ -358,6 +371,5 @@ def test_kills_lose_no_durable_value_and_restore_no_deleted_one(
         f"{ledger.deletes} deletes acknowledged, {ledger.revivals.total()} put again after one, "
         f"{demotions} demotions"
     )
-    assert len(ledger.must_be_there()) > num_kills
     assert ledger.deletes > num_kills
     assert demotions > num_kills
