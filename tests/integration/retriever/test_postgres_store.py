@@ -190,13 +190,14 @@ def test_a_connection_that_dies_in_a_transaction_changes_nothing(
 
 
 def test_a_restarted_server_is_used_again(
-    store: PostgresDocumentStore, postgres: PostgresServer
+    store: PostgresDocumentStore, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_collection(store, "c")
     put(store, "d", ["old"])
     postgres.stop()
     try:
-        with pytest.raises(Unavailable, match="PostgreSQL"):
+        with monkeypatch.context() as short, pytest.raises(Unavailable, match="PostgreSQL"):
+            short.setattr(store.database._pool, "timeout", 1.0)
             store.get("c", "d")
     finally:
         postgres.start()
