@@ -196,9 +196,10 @@ def test_a_restarted_server_is_used_again(
     put(store, "d", ["old"])
     postgres.stop()
     try:
-        with monkeypatch.context() as short, pytest.raises(Unavailable, match="PostgreSQL"):
+        with monkeypatch.context() as short:
             short.setattr(store.database._pool, "timeout", 1.0)
-            store.get("c", "d")
+            with pytest.raises(Unavailable, match="PostgreSQL"):
+                store.get("c", "d")
     finally:
         postgres.start()
     assert store.get("c", "d") is not None
