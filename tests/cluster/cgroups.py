@@ -46,7 +46,7 @@ def _make_group(hierarchy: Path) -> None:
             (group / setting).write_text((hierarchy / setting).read_text())
 
 
-def remove_tree(limit_s: float = 10) -> None:
+def remove_tree(limit_s: float = 60) -> None:
     """Remove our groups; the processes in them must have ended or be about to."""
     deadline = time.monotonic() + limit_s
     for hierarchy in _hierarchies():

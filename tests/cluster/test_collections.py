@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -37,10 +36,10 @@ from ragcache_operator.kube.resources import (
 )
 from ragcache_operator.spec.crd import KINDS, definition
 from ragcache_operator.status.conditions import ObjectEvent, find
+from tests.kit.wait import until
 
 DEFINITIONS = [definition(kind) for kind in KINDS]
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", namespaced=True)
-PATIENCE_S = 60.0
 CONFIG = OperatorConfig("ragcache-system", "test", images="example.com/ragcache", tag="1")
 _numbers = count()
 
@@ -218,9 +217,8 @@ def _ended(job: Object) -> set[str]:
 
 async def eventually(find: Callable[[], Awaitable[Object | None]]) -> Object:
     """Return the first result of ``find`` that is not None."""
-    async with asyncio.timeout(PATIENCE_S):
-        while (found := await find()) is None:  # noqa: ASYNC110  the server has no event of ours
-            await asyncio.sleep(0.1)
+    found = await until(find)
+    assert found is not None
     return found
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,9 @@ from harness import packages
 from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from harness.cluster.kubeconfig import User
+from tests.kit.wait import wait_until
 
 # Long enough for a busy machine; a test that fails says so late.
-LIMIT_S = 100
-
 CUSTOM_RESOURCE_DEFINITION = json.dumps(
     {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -86,20 +85,19 @@ def test_the_admin_may_everything_and_the_audit_log_tells_it_apart(
 
 def test_controllers_make_pods_of_a_deployment(control_plane: ControlPlane) -> None:
     kubectl(control_plane.kubeconfig, "create", "deployment", "web", "--image=none")
-    deadline = time.monotonic() + LIMIT_S
-    while "Pending" not in kubectl(control_plane.kubeconfig, "get", "pods", "-l=app=web").stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    words = "get", "pods", "-l=app=web"
+    wait_until(lambda: "Pending" in kubectl(control_plane.kubeconfig, *words).stdout)
+
+
+def is_applied(control_plane: ControlPlane, thing: str) -> bool:
+    made = kubectl(control_plane.kubeconfig, "apply", "--filename=-", stdin=thing)
+    return made.returncode == 0
 
 
 def test_custom_resources_are_kept(control_plane: ControlPlane) -> None:
     for thing in (CUSTOM_RESOURCE_DEFINITION, CUSTOM_RESOURCE):
-        deadline = time.monotonic() + LIMIT_S
-        words = ["apply", "--filename=-"]
         # A kind is served a moment after it is defined.
-        while (made := kubectl(control_plane.kubeconfig, *words, stdin=thing)).returncode != 0:
-            assert time.monotonic() < deadline, made.stderr
-            time.sleep(0.2)
+        wait_until(partial(is_applied, control_plane, thing), thing)
     kept = kubectl(control_plane.kubeconfig, "get", "kept", "one", "--output=jsonpath={.spec}")
     assert json.loads(kept.stdout) == {"text": "kept"}
 
@@ -116,10 +114,7 @@ def test_a_user_may_only_what_rbac_grants(tmp_path: Path) -> None:
                 "clusterrolebinding reads --clusterrole=reads --user=reader",
             ):
                 kubectl(plane.kubeconfig, "create", *grant.split())
-            deadline = time.monotonic() + LIMIT_S
-            while kubectl(config, "get", "configmaps").returncode != 0:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            wait_until(lambda: kubectl(config, "get", "configmaps").returncode == 0)
     except Unavailable as reason:
         skip(reason)
 
@@ -141,10 +136,7 @@ def test_nothing_outlives_a_killed_test(tmp_path: Path) -> None:
             pytest.skip("no control plane here; the other tests say why")
         assert _processes_naming(tmp_path)
         test.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT_S
-    while _processes_naming(tmp_path) - {os.getpid()}:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not _processes_naming(tmp_path) - {os.getpid()})
 
 
 def _processes_naming(folder: Path) -> set[int]:

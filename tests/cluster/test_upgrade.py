@@ -40,7 +40,7 @@ _PAUSE_S = 4
 """Between two questions. For a second after each, vLLM's worker spins on the core that it is bound
 to, and the worker of the next engine is bound to the same one: asked without a pause, the engine
 that is to go leaves none of it for the one that is to come."""
-_PATIENCE_S = 60
+_PATIENCE_S = 240
 """How long one question is asked again, when a part says 503 and Retry-After."""
 
 

@@ -6,13 +6,12 @@ page's beginning, which names the service.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.gateway import CONFIG, FakeRetriever, serving, serving_retriever
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -89,10 +89,13 @@ class Reader:
         for part in (slice(1), slice(1, None)):
             wanted = self._find(self._pages, part) + await self._stored()
             await self._complete("Which?", {"reuse": "exact"})
-            deadline = time.monotonic() + 60
-            while await self._stored() < wanted:  # saved after the answer
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
+            await until(partial(self._has_stored, wanted))  # saved after the answer
+
+    async def _has_stored(self, count: int) -> bool:
+        return await self._stored() >= count
+
+    async def _has_tried(self, count: int) -> bool:
+        return await self.metric('blend_trials_total{outcome="tried"}') >= count
 
     async def _stored(self) -> int:
         return int((await self._client.get("/v1/cache")).json()["variants"])
@@ -139,13 +142,10 @@ class Reader:
         Before the decision, every SAMPLE_UNDECIDED_EVERY-th question is tried.
         """
         answers: list[Any] = []
-        deadline = time.monotonic() + 600
         for number in range(1, MIN_QUESTIONS + 1):
             for _ in range(SAMPLE_UNDECIDED_EVERY):
                 answers.append(await self.ask(*self.pick()))
-            while await self.metric('blend_trials_total{outcome="tried"}') < alphas * number:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
+            await until(partial(self._has_tried, alphas * number), timeout_s=600)
         return answers
 
 

@@ -190,14 +190,16 @@ def test_a_connection_that_dies_in_a_transaction_changes_nothing(
 
 
 def test_a_restarted_server_is_used_again(
-    store: PostgresDocumentStore, postgres: PostgresServer
+    store: PostgresDocumentStore, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_collection(store, "c")
     put(store, "d", ["old"])
     postgres.stop()
     try:
-        with pytest.raises(Unavailable, match="PostgreSQL"):
-            store.get("c", "d")
+        with monkeypatch.context() as short:
+            short.setattr(store.database._pool, "timeout", 1.0)
+            with pytest.raises(Unavailable, match="PostgreSQL"):
+                store.get("c", "d")
     finally:
         postgres.start()
     assert store.get("c", "d") is not None
