@@ -76,39 +76,33 @@ async def test_programs_and_the_gateways_own_pages_may_write(gateway: World) -> 
     assert (await post_form(gateway, **moved)).status_code == 200
 
 
-FOREIGN_HOSTS = [
-    "evil.example",
-    "evil.example:8080",
-    "rag.example.com.evil.example",
-    "team.example.com",
-    "user@rag.example.com",
-    "a/b",
-]
+async def test_a_rebound_name_reads_nothing(gateway: World) -> None:
+    for host in (
+        "evil.example",
+        "evil.example:8080",
+        "rag.example.com.evil.example",
+        "team.example.com",
+        "user@rag.example.com",
+        "a/b",
+    ):
+        for path in ("/v1/documents", "/metrics", "/healthz"):
+            response = await gateway.client.get(path, headers={"Host": host})
+            assert "spec.gateway.allowedHosts" in refusal_of(response)
 
 
-@pytest.mark.parametrize("host", FOREIGN_HOSTS)
-@pytest.mark.parametrize("path", ["/v1/documents", "/metrics", "/healthz"])
-async def test_a_rebound_name_reads_nothing(gateway: World, host: str, path: str) -> None:
-    response = await gateway.client.get(path, headers={"Host": host})
-    assert "spec.gateway.allowedHosts" in refusal_of(response)
-
-
-OWN_HOSTS = [
-    "127.0.0.1",
-    "10.1.2.3:8000",
-    "[::1]:8080",
-    "localhost:8080",
-    "LOCALHOST",
-    "docs.localhost",
-    "rag.example.com",
-    "RAG.example.com.:443",
-    "a.team.example.com",
-]
-
-
-@pytest.mark.parametrize("host", OWN_HOSTS)
-async def test_addresses_and_own_names_are_allowed(gateway: World, host: str) -> None:
-    assert (await gateway.client.get("/readyz", headers={"Host": host})).status_code == 200
+async def test_addresses_and_own_names_are_allowed(gateway: World) -> None:
+    for host in (
+        "127.0.0.1",
+        "10.1.2.3:8000",
+        "[::1]:8080",
+        "localhost:8080",
+        "LOCALHOST",
+        "docs.localhost",
+        "rag.example.com",
+        "RAG.example.com.:443",
+        "a.team.example.com",
+    ):
+        assert (await gateway.client.get("/readyz", headers={"Host": host})).status_code == 200
 
 
 async def test_a_preflight_of_an_allowed_origin_is_answered(gateway: World) -> None:

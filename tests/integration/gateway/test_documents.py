@@ -121,43 +121,6 @@ async def test_a_bad_form_names_the_field(gateway: World) -> None:
     assert response.json()["error"]["param"] == "other"
 
 
-async def test_bad_documents_name_the_field(gateway: World) -> None:
-    for change, param in (
-        ({"id": ""}, "id"),
-        ({"text": " "}, "text"),
-        ({"text": "a\0b"}, "text"),
-        ({"content_type": "pdf"}, "content_type"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"titel": "x"}, "titel"),
-    ):
-        response = await put(gateway, **change)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
-
-
-async def test_a_body_that_is_not_json_is_400(gateway: World) -> None:
-    for path, body, content_type, param in (
-        ("/v1/documents", b"{", "application/json", "body"),
-        ("/v1/documents", b"[]", "application/json", "body"),
-        ("/v1/documents", b"\xff", "application/json", "body"),
-        ("/v1/documents", b"[" * 100_000, "application/json", "body"),
-        ("/v1/documents", b"{}", "text/csv", "Content-Type"),
-        ("/v1/documents", b"{}", "multipart/form-data", "body"),
-        ("/v1/chat/completions", b"{", "application/json", "body"),
-        ("/v1/chat/completions", b"", "application/json", "body"),
-        ("/v1/chat/completions", b"\xff", "application/json", "body"),
-        ("/v1/chat/completions", b"[" * 100_000, "application/json", "body"),
-        ("/v1/chat/completions", b"[]", "application/json", "body"),
-        ("/v1/chat/completions", b"{}", "application/x-www-form-urlencoded", "body"),
-        ("/v1/search", b"{}", "application/json", "query"),
-    ):
-        response = await gateway.client.post(
-            path, content=body, headers={"content-type": content_type}
-        )
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
-
-
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
 async def test_a_large_body_is_413_and_the_client_gets_the_error(

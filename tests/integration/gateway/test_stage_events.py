@@ -221,22 +221,6 @@ async def test_a_guess_that_is_abandoned_writes_nothing_after_the_end(tiny_model
         assert (await gateway.client.get("/healthz")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {**STAGED, "stream": False}),
-        ("/v1/completions", {"prompt": "Where?", "ragcache": {"events": True}}),
-        ("/v1/responses", {"input": "Where?", "stream": True, "ragcache": {"events": True}}),
-    ],
-)
-async def test_events_are_refused_where_they_cannot_come(
-    gateway: World, path: str, body: Any
-) -> None:
-    response = await gateway.client.post(path, json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "ragcache.events"
-
-
 async def test_a_text_completion_has_the_same_stages(gateway: World) -> None:
     body = {"prompt": "Where?", "stream": True, "ragcache": {"events": True}}
     events = parse_all((await gateway.client.post("/v1/completions", json=body)).text)
