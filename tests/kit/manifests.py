@@ -54,6 +54,18 @@ def examples() -> list[Object]:
     ]
 
 
+GOLDEN = Path(__file__).parents[1] / "unit" / "operator" / "builders" / "golden"
+"""Folder with specs that set nearly every field, and with the objects that follow from them."""
+
+
+def golden_specs() -> dict[str, Object]:
+    """The specs of the golden files, by name."""
+    return {
+        path.name.partition(".")[0]: yaml.safe_load(path.read_text("utf-8"))
+        for path in sorted(GOLDEN.glob("*.spec.yaml"))
+    }
+
+
 def cache(name: str = "docs", namespace: str = "", **spec: Any) -> Object:
     """Manifest of a RagCache."""
     where = {"namespace": namespace} if namespace else {}

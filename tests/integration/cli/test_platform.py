@@ -146,7 +146,7 @@ async def test_restart_gives_a_fresh_process_without_a_death(
         assert platform.pid("engine-main") != first
         assert platform.pid("gateway") == gateway
         assert platform.states()["engine-main"].deaths == 0
-        with pytest.raises(NotFound, match="the parts are cachestore"):
+        with pytest.raises(NotFound, match="the components are cachestore"):
             await platform.restart("engin")
     assert not any(event.lines for event in events)
 
@@ -281,7 +281,7 @@ async def test_what_a_killed_supervisor_left_is_ended_first(
 import asyncio
 from pathlib import Path
 from ragcache_cli.local import platform
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.ragcache import RagCache
 from tests.integration.cli.stand_ins import living, stand_ins
 platform.build_children = stand_ins(engine="has-child")
 cache = RagCache.model_validate_json({cache.model_dump_json(by_alias=True)!r})

@@ -27,6 +27,7 @@ from tests.kit.manifests import (
     cache,
     collection,
     examples,
+    golden_specs,
     source,
 )
 
@@ -175,70 +176,7 @@ def test_the_server_accepts_what_only_the_operator_or_the_parser_rejects(
 
 
 FULL = [
-    cache(
-        model={
-            "source": "hf:meta-llama/Llama-3.1-8B-Instruct",
-            "tokenSecret": {"name": "hub", "key": "hf"},
-            "name": "llama",
-            "maxLength": 8192,
-            "dtype": "bfloat16",
-        },
-        gateway={
-            "port": 80,
-            "replicas": 2,
-            "autoscaling": {"maxReplicas": 4, "cpuPercent": 60},
-            "resources": {"cpu": 2, "memory": "1Gi", "memoryLimit": "2Gi"},
-            "ingress": {"host": "rag.example.com", "className": "nginx", "tlsSecret": "rag-tls"},
-        },
-        retriever={
-            "embedder": {"source": "http://e:8080/v1", "model": "m", "keySecret": {"name": "e"}},
-            "chunking": {"size": 128, "overlap": 16, "window": 2},
-            "storage": {"size": "20Gi", "className": "fast"},
-            "resources": {"cpu": "500m"},
-        },
-        engines=[
-            {
-                "name": "main",
-                "replicas": 2,
-                "device": "cpu",
-                "kvMemory": 4294967296,
-                "args": ["--max-num-seqs=8"],
-                "unsafeArgs": ["--model-impl=vllm"],
-                "resources": {"memory": "12Gi"},
-                "autoscaling": {"maxReplicas": 3, "queueDepth": 2},
-            },
-            {"name": "small"},
-        ],
-        cacheStore={"shards": 3, "memory": "2Gi", "disk": {"size": "40Gi"}},
-        scheduling={
-            "priorityClassName": "high",
-            "nodeSelector": {"disk": "ssd", "example.com/pool": "rag"},
-            "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            "imagePullSecrets": [{"name": "registry"}],
-        },
-        dataPolicy="Delete",
-        networkPolicy={
-            "enabled": True,
-            "clients": [
-                {"namespaceSelector": {"matchLabels": {"team": "a"}}},
-                {
-                    "podSelector": {
-                        "matchExpressions": [{"key": "app", "operator": "In", "values": ["chat"]}]
-                    }
-                },
-            ],
-        },
-    ),
-    cache(
-        gateway={
-            "httpRoute": {
-                "gateway": "public",
-                "gatewayNamespace": "edge",
-                "hostnames": ["rag.example.com"],
-            }
-        },
-        model={"source": "pvc:models/llama-8b"},
-    ),
+    *(cache(**spec) for spec in golden_specs().values()),
     collection(
         collection="manual",
         chunking={"size": 96, "overlap": 16, "window": 2},
@@ -251,7 +189,6 @@ FULL = [
             {"git": {"url": "https://e.com/a.git", "ref": "v1.2", "path": "docs"}},
         ],
     ),
-    cache(),
     source(http={"url": "http://files/handbook.md"}),
     *examples(),
 ]

@@ -6,17 +6,16 @@ meant. NetworkPolicies are not in them, because their tests ask which connection
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from ragcache_operator.builders.metadata import SPEC_HASH
+from tests.kit.manifests import GOLDEN, golden_specs
 from tests.kit.operator import Object, build
 
-FOLDER = Path(__file__).parent / "golden"
-SPECS = sorted(path.name.partition(".")[0] for path in FOLDER.glob("*.spec.yaml"))
+SPECS = golden_specs()
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,16 +45,11 @@ def _distinctive(value: Any) -> Any:
     }
 
 
-def read_spec(name: str) -> Object:
-    spec: Object = yaml.safe_load((FOLDER / f"{name}.spec.yaml").read_text("utf-8"))
-    return spec
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_the_objects_of_a_spec_are_as_recorded(name: str) -> None:
-    assert golden(read_spec(name)) == (FOLDER / f"{name}.golden.yaml").read_text("utf-8")
+    assert golden(SPECS[name]) == (GOLDEN / f"{name}.golden.yaml").read_text("utf-8")
 
 
 if __name__ == "__main__":
-    for given in SPECS:
-        (FOLDER / f"{given}.golden.yaml").write_text(golden(read_spec(given)), "utf-8")
+    for given, found in SPECS.items():
+        (GOLDEN / f"{given}.golden.yaml").write_text(golden(found), "utf-8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from ragcache_operator.collections.job import SyncJob
 from ragcache_operator.collections.outcome import Outcome, SyncVerdict
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.collections.schedule import (
+    BLOCKED_RETRY_S,
     CONFIG_MAP_POLL_S,
     FAILED_RETRY_S,
     AwaitJob,
@@ -51,30 +54,54 @@ def last(
     return LastSync(revision, NOW - ago_s, Outcome(verdict), attempt)
 
 
-def test_the_first_sync_starts_at_once() -> None:
-    assert next_step(situation()) == StartJob(REVISION, 0, None)
+BLOCKED = ("CacheNotReady", "the gateway starts")
+NEW_PAGES = Revision("aaaa", "cccc")
+JOB = SyncJob("a", REVISION)
+OLD_SPEC = SyncJob("a", Revision("old", "bbbb"))
+ENDING = replace(OLD_SPEC, ending=True)
+ENDED = replace(ENDING, finished_at=NOW)
+OLD_PAGES = SyncJob("a", Revision("aaaa", "old"))
+FINISHED = SyncJob("a", REVISION, finished_at=NOW - 1)
 
 
-def test_after_a_complete_sync_the_next_one_waits_for_the_interval() -> None:
-    assert next_step(situation(last=last("complete", 100))) == Idle(200)
-    assert isinstance(next_step(situation(last=last("complete", 300))), StartJob)
-
-
-def test_config_maps_are_polled_between_syncs() -> None:
-    assert next_step(situation(last=last("complete", 100), polls_sources=True)) == Idle(
-        CONFIG_MAP_POLL_S
-    )
-
-
-def test_a_changed_config_map_is_synced_at_once() -> None:
-    changed = Revision("aaaa", "cccc")
-    step = next_step(situation(last=last("complete", 1), revision=changed))
-    assert step == StartJob(changed, 0, NOW - 1)
-
-
-def test_a_refused_or_partial_sync_waits_for_the_interval() -> None:
-    for verdict in ("refused", "partial"):
-        assert next_step(situation(last=last(verdict, 100))) == Idle(200)
+@pytest.mark.parametrize(
+    ("here", "step"),
+    [
+        pytest.param({}, StartJob(REVISION, 0, None), id="first sync"),
+        pytest.param({"last": last("complete", 100)}, Idle(200), id="after a complete sync"),
+        pytest.param(
+            {"last": last("complete", 300)}, StartJob(REVISION, 0, NOW - 300), id="interval over"
+        ),
+        pytest.param(
+            {"last": last("complete", 100), "polls_sources": True},
+            Idle(CONFIG_MAP_POLL_S),
+            id="ConfigMaps are polled between syncs",
+        ),
+        pytest.param(
+            {"last": last("complete", 1), "revision": NEW_PAGES},
+            StartJob(NEW_PAGES, 0, NOW - 1),
+            id="a changed ConfigMap is synced at once",
+        ),
+        pytest.param({"last": last("refused", 100)}, Idle(200), id="after a refused sync"),
+        pytest.param({"last": last("partial", 100)}, Idle(200), id="after a partial sync"),
+        pytest.param(
+            {"blocked": BLOCKED}, Postpone(*BLOCKED, BLOCKED_RETRY_S), id="blocked and due"
+        ),
+        pytest.param(
+            {"blocked": BLOCKED, "last": last("complete", 1)}, Idle(299), id="blocked, not due"
+        ),
+        pytest.param({"jobs": [JOB]}, AwaitJob(JOB), id="a running Job is awaited"),
+        pytest.param({"jobs": [OLD_SPEC]}, StopJob(OLD_SPEC), id="a Job for an older spec"),
+        pytest.param({"jobs": [ENDING]}, AwaitJob(ENDING), id="it is stopped once"),
+        pytest.param({"jobs": [ENDED]}, AwaitJob(ENDED), id="its pod may still run"),
+        pytest.param({"jobs": [OLD_PAGES]}, AwaitJob(OLD_PAGES), id="a Job for older ConfigMaps"),
+        pytest.param(
+            {"jobs": [FINISHED]}, RecordOutcome(FINISHED), id="the outcome is stored first"
+        ),
+    ],
+)
+def test_the_next_step_follows_from_the_situation(here: dict[str, Any], step: SyncStep) -> None:
+    assert next_step(situation(**here)) == step
 
 
 def test_a_failed_sync_is_retried_with_a_backoff_up_to_the_interval() -> None:
@@ -92,38 +119,6 @@ def test_a_failed_sync_is_retried_with_a_backoff_up_to_the_interval() -> None:
 
 def test_a_short_interval_bounds_the_retry_too() -> None:
     assert due_at(situation(last=last("failed", 0), interval_s=10.0)) == NOW + 10
-
-
-def test_a_blocked_sync_is_reported_only_when_it_is_due() -> None:
-    blocked = ("CacheNotReady", "the gateway starts")
-    step = next_step(situation(blocked=blocked))
-    assert isinstance(step, Postpone)
-    assert (step.reason, step.message) == blocked
-    assert isinstance(next_step(situation(blocked=blocked, last=last("complete", 1))), Idle)
-
-
-def test_a_running_job_is_awaited() -> None:
-    job = SyncJob("a", REVISION)
-    assert next_step(situation(jobs=[job])) == AwaitJob(job)
-
-
-def test_a_job_for_an_older_spec_is_stopped_once_and_awaited() -> None:
-    job = SyncJob("a", Revision("old", "bbbb"))
-    assert next_step(situation(jobs=[job])) == StopJob(job)
-    ending = replace(job, ending=True)
-    assert next_step(situation(jobs=[ending])) == AwaitJob(ending)
-    finished = replace(ending, finished_at=NOW)
-    assert next_step(situation(jobs=[finished])) == AwaitJob(finished)
-
-
-def test_a_job_for_older_config_maps_may_finish() -> None:
-    job = SyncJob("a", Revision("aaaa", "old"))
-    assert next_step(situation(jobs=[job])) == AwaitJob(job)
-
-
-def test_the_outcome_of_a_finished_job_is_stored_first() -> None:
-    job = SyncJob("a", REVISION, finished_at=NOW - 1)
-    assert next_step(situation(jobs=[job])) == RecordOutcome(job)
 
 
 def test_all_finished_jobs_but_the_last_are_superseded() -> None:

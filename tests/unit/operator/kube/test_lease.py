@@ -38,51 +38,32 @@ def lease(holder: str, version: str = "1", duration_s: int = 15) -> Object:
     }
 
 
-def test_a_missing_lease_may_be_acquired() -> None:
-    assert may_acquire(observe_lease(None, None, 0.0), "a", 0.0)
-
-
-def test_a_released_lease_may_be_acquired_at_once() -> None:
-    held = observe_lease(None, lease("b"), 0.0)
-    assert may_acquire(observe_lease(held, lease("", "2"), 1.0), "a", 1.0)
-
-
-def test_a_holder_keeps_its_lease() -> None:
-    assert may_acquire(observe_lease(None, lease("a"), 0.0), "a", 0.0)
-
-
-def test_a_new_holder_gets_its_full_duration() -> None:
-    # renewTime does not count, because it is another machine's clock.
-    seen = observe_lease(None, lease("b"), 100.0)
-    assert not may_acquire(seen, "a", 114.9)
-    assert may_acquire(seen, "a", 115.0)
-
-
-def test_every_renewal_restarts_the_wait() -> None:
-    seen = observe_lease(observe_lease(None, lease("b", "1"), 0.0), lease("b", "2"), 14.0)
-    assert not may_acquire(seen, "a", 28.9)
-    assert may_acquire(seen, "a", 29.0)
-
-
-def test_a_repeated_observation_does_not_restart_the_wait() -> None:
-    seen = observe_lease(observe_lease(None, lease("b"), 0.0), lease("b"), 14.0)
-    assert may_acquire(seen, "a", 15.0)
-
-
-def test_the_holder_sets_the_duration() -> None:
-    seen = observe_lease(None, lease("b", duration_s=60), 0.0)
-    assert not may_acquire(seen, "a", 59.0)
-
-
-def test_a_deleted_lease_does_not_make_two_holders() -> None:
-    seen = observe_lease(observe_lease(None, lease("b"), 0.0), None, 1.0)
-    assert not may_acquire(seen, "a", 15.9)
-    assert may_acquire(observe_lease(seen, None, 10.0), "a", 16.0)
-    assert may_acquire(seen, "b", 1.0)
-
-
-def test_an_empty_lease_may_be_acquired() -> None:
-    assert may_acquire(observe_lease(None, {"metadata": {"resourceVersion": "1"}}, 0.0), "a", 0.0)
+@pytest.mark.parametrize(
+    ("seen", "who", "may_from_s"),
+    [
+        pytest.param([(None, 0)], "a", 0, id="a missing lease"),
+        pytest.param([({"metadata": {"resourceVersion": "1"}}, 0)], "a", 0, id="an empty lease"),
+        pytest.param([(lease("b"), 0), (lease("", "2"), 1)], "a", 1, id="a released lease"),
+        pytest.param([(lease("a"), 0)], "a", 0, id="its own lease"),
+        # renewTime does not count, because it is another machine's clock.
+        pytest.param([(lease("b"), 100)], "a", 115, id="a new holder has its full duration"),
+        pytest.param([(lease("b"), 0), (lease("b", "2"), 14)], "a", 29, id="a renewal restarts"),
+        pytest.param([(lease("b"), 0), (lease("b"), 14)], "a", 15, id="a repetition does not"),
+        pytest.param([(lease("b", duration_s=60), 0)], "a", 60, id="the holder sets the duration"),
+        pytest.param([(lease("b"), 0), (None, 1), (None, 10)], "a", 16, id="a deletion is no end"),
+        pytest.param([(lease("b"), 0), (None, 1)], "b", 1, id="a deletion, for its holder"),
+    ],
+)
+def test_a_lease_may_be_acquired_from_a_time_on(
+    seen: list[tuple[Object | None, float]], who: str, may_from_s: float
+) -> None:
+    observed: ObservedLease | None = None
+    for found, at_s in seen:
+        observed = observe_lease(observed, found, at_s)
+    assert observed is not None
+    assert may_acquire(observed, who, may_from_s)
+    if observed.holder not in ("", who):
+        assert not may_acquire(observed, who, may_from_s - 0.1)
 
 
 def test_a_takeover_is_counted_and_a_renewal_is_not() -> None:

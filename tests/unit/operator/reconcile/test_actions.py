@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ragcache_operator.builders.metadata import SPEC_HASH
 from ragcache_operator.reconcile.actions import (
     CorrectDrift,
@@ -32,58 +34,54 @@ def plan(desired: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[Any]
     return plan_actions(desired, found, live, UID)
 
 
-def test_equal_objects_need_no_action() -> None:
-    both = [child("a", spec={"x": 1}), child("b")]
-    assert plan(both, [{**obj, "status": {"seen": True}} for obj in both]) == []
+def hashed(spec_hash: str, **spec: Any) -> dict[str, Any]:
+    found = child("a", spec=spec)
+    found["metadata"]["annotations"] = {SPEC_HASH: spec_hash}
+    return found
 
 
-def test_a_missing_object_is_created() -> None:
-    assert plan([child("a")], []) == [CreateChild(child("a"))]
+ONE, TWO = child("a", spec={"x": 1}), child("a", spec={"x": 2})
+SELECTING = child("a", spec={"selector": {"app": "x"}})
+MORE = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
+THEIRS = child("a", owner="u-2", spec={"x": 2})
+GONE = child("a")
+GONE["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+INGRESS, SERVICE = child("a", "Ingress"), child("a", "Service")
+NEVER_DELETED = [child(kind, kind) for kind in ("Pod", "PersistentVolumeClaim", "Job")]
 
 
-def test_a_change_by_others_is_corrected_with_its_field() -> None:
-    [action] = plan([child("a", spec={"x": 1})], [child("a", spec={"x": 2})])
-    assert action == CorrectDrift(child("a", spec={"x": 1}), "spec.x")
-
-
-def test_a_changed_spec_is_an_update_and_no_drift() -> None:
-    before, after = child("a", spec={"x": 2}), child("a", spec={"x": 1})
-    before["metadata"]["annotations"] = {SPEC_HASH: "old"}
-    after["metadata"]["annotations"] = {SPEC_HASH: "new"}
-    assert plan([after], [before]) == [UpdateChild(after)]
-
-
-def test_a_forbidden_addition_is_corrected() -> None:
-    selecting = child("a", spec={"selector": {"app": "x"}})
-    more = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
-    assert plan([selecting], [more]) == [CorrectDrift(selecting, "spec.selector", added=True)]
-
-
-def test_objects_that_are_no_longer_desired_are_deleted() -> None:
-    assert plan([], [child("a")]) == [DeleteChild(child("a"))]
-
-
-def test_an_object_being_deleted_is_not_deleted_again() -> None:
-    gone = child("a")
-    gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert plan([], [gone]) == []
-
-
-def test_an_object_of_another_owner_is_not_changed() -> None:
-    theirs = child("a", owner="u-2", spec={"x": 2})
-    assert plan([child("a", spec={"x": 1})], [theirs]) == [NameConflict(child("a", spec={"x": 1}))]
-    assert plan([], [theirs]) == []
-    assert plan([], [child("b", owner=None)]) == []
-
-
-def test_pods_claims_and_jobs_are_never_deleted_as_children() -> None:
-    live = [child(kind, kind) for kind in ("Pod", "PersistentVolumeClaim", "Job")]
-    assert plan([], live) == []
-
-
-def test_an_object_of_another_kind_is_another_object() -> None:
-    actions = plan([child("a", "Ingress")], [child("a", "Service")])
-    assert actions == [CreateChild(child("a", "Ingress")), DeleteChild(child("a", "Service"))]
+@pytest.mark.parametrize(
+    ("desired", "live", "actions"),
+    [
+        pytest.param([ONE], [{**ONE, "status": {"seen": True}}], [], id="equal"),
+        pytest.param([ONE], [], [CreateChild(ONE)], id="missing"),
+        pytest.param([ONE], [TWO], [CorrectDrift(ONE, "spec.x")], id="changed by others"),
+        pytest.param(
+            [hashed("new", x=1)],
+            [hashed("old", x=2)],
+            [UpdateChild(hashed("new", x=1))],
+            id="a changed spec is no drift",
+        ),
+        pytest.param(
+            [SELECTING],
+            [MORE],
+            [CorrectDrift(SELECTING, "spec.selector", added=True)],
+            id="forbidden addition",
+        ),
+        pytest.param([], [ONE], [DeleteChild(ONE)], id="no longer desired"),
+        pytest.param([], [GONE], [], id="being deleted already"),
+        pytest.param([ONE], [THEIRS], [NameConflict(ONE)], id="another owner"),
+        pytest.param([], [THEIRS, child("b", owner=None)], [], id="not ours to delete"),
+        pytest.param([], NEVER_DELETED, [], id="pods, claims and Jobs are not deleted"),
+        pytest.param(
+            [INGRESS], [SERVICE], [CreateChild(INGRESS), DeleteChild(SERVICE)], id="another kind"
+        ),
+    ],
+)
+def test_actions_make_the_live_objects_equal_the_desired_ones(
+    desired: list[dict[str, Any]], live: list[dict[str, Any]], actions: list[Any]
+) -> None:
+    assert plan(desired, live) == actions
 
 
 SECRET = "docs-signing-key"

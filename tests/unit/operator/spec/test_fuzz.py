@@ -19,7 +19,7 @@ from ragcache_operator.spec.crd import KINDS, object_schema
 from ragcache_operator.spec.manifest import InvalidManifest, parse
 from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.rules import find_problems
-from tests.kit.manifests import Object, cache, collection
+from tests.kit.manifests import Object, cache, collection, golden_specs
 
 SCHEMAS = [object_schema(kind) for kind in KINDS]
 
@@ -137,17 +137,7 @@ def entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 GOOD = [
-    cache(
-        model={"source": "hf:a/b", "tokenSecret": {"name": "hub"}, "maxLength": 8192},
-        gateway={"replicas": 2, "autoscaling": {"maxReplicas": 3}, "resources": {"cpu": "1"}},
-        retriever={"embedder": {"source": "http://e/v1", "model": "m"}, "chunking": {"size": 64}},
-        engines=[{"name": "a", "args": ["--seed=1"], "kvMemory": "1Gi"}, {"name": "b"}],
-        cacheStore={"shards": 2, "disk": {"size": "4Gi", "className": "fast"}},
-        reuse={"mode": "blend", "maxRecomputeShare": 0.25},
-        scheduling={"nodeSelector": {"a": "b"}, "tolerations": [{"key": "a"}]},
-        networkPolicy={"clients": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
-    )
-    | {"status": {"phase": "Ready"}},
+    *(cache(**spec) | {"status": {"phase": "Ready"}} for spec in golden_specs().values()),
     collection(
         sources=[
             {"volume": {"claimName": "c", "path": "docs"}},
@@ -157,7 +147,6 @@ GOOD = [
         lexicalWeight=0.25,
     ),
 ]
-GOOD[0]["spec"]["retriever"]["chunking"]["overlap"] = 8
 
 
 @st.composite
