@@ -58,15 +58,8 @@ class Store:
         telemetry: Receives what happens.
         memory_tier: Has the bytes of leases and puts in memory.
         disk_tier: Has the bytes of leases on disk.
-        metadata: The metadata of values on disk, and the deletes.
         status_page: Tells local clients whether a cached read is valid.
-        state: What is stored.
-        mover: Moves values between the tiers.
-        reads: Lookups and leases.
-        puts: Puts.
-        deletes: Deletes.
-        variants: Single variants, for the background tasks.
-        housekeeping: The tasks of the sweeper.
+        variants: For the background tasks.
     """
 
     def __init__(self, folder: Path, options: StoreOptions) -> None:

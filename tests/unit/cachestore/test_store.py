@@ -1045,20 +1045,20 @@ def test_a_swap_changes_the_encoding_and_nothing_else(tmp_path: Path, on_disk: b
 
 def swapped(store: Store) -> bytes:
     """Swap key 1 for a lossy encoding. Return its bytes."""
-    (candidate,) = store.variants.candidates(time.monotonic())
+    (candidate,) = store.variants.all()
     small = value(100_000, 7)
     views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
     parts = [*checksummed_parts(small[:40_000]), *checksummed_parts(small[40_000:])]
     store.mover.writer.flush()
     assert store.variants.read(key(1), candidate.identity) == value(300_000)
     assert store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
-    assert not store.variants.swap(
-        key(1), candidate.identity, LOSSY, parts, views
-    )  # the identity has changed
+    # The identity has changed.
+    assert not store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
     assert store.variants.read(key(1), candidate.identity) is None
-    (after,) = store.variants.candidates(time.monotonic())
+    (after,) = store.variants.all()
     assert after.info.precision == LOSSY
-    assert after.score > candidate.score
+    now = time.monotonic()
+    assert after.score(now) > candidate.score(now)
     assert checksum(small[:40_000]) == after.parts[0].checksum
     return small
 
@@ -1066,7 +1066,7 @@ def swapped(store: Store) -> bytes:
 def test_a_leased_value_is_not_swapped(store: Store) -> None:
     put(store, key(1), value(100))
     store.mover.writer.flush()
-    (candidate,) = store.variants.candidates(0.0)
+    (candidate,) = store.variants.all()
     lease = lease_of(store, key(1))
     parts, views = checksummed_parts(b"small"), [memoryview(b"small")]
     assert not store.variants.swap(key(1), candidate.identity, LOSSY, parts, views)
@@ -1141,7 +1141,7 @@ def test_a_delete_is_remembered_until_its_variants_are_off_the_disk(tmp_path: Pa
 def test_a_swap_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE), ack=Ack.DURABLE)
-        (candidate,) = store.variants.candidates(0.0)
+        (candidate,) = store.variants.all()
         write = store.disk_tier.write
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         small = value(100, 7)

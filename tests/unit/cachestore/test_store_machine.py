@@ -198,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=keys)
     def swap(self, number: int) -> None:
-        for candidate in self.store.variants.candidates(0.0):
+        for candidate in self.store.variants.all():
             if candidate.key == key(number):
                 raw = self._raw(max(1, candidate.info.num_bytes // 2))
                 if self.store.variants.swap(

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -37,6 +37,13 @@ CAPACITY = 4096
 RECORD_THREADS = 2
 MAX_WATCHERS = 32
 """Most gateway processes that follow the engine's caches."""
+
+_SERVED_FIELDS: Final = (
+    *("queue_s", "load_s", "prefill_s", "select_s", "recompute_s", "prompt_tokens", "local_tokens"),
+    *("loaded_tokens", "loaded_bytes", "blended_tokens", "recomputed_tokens", "missing_chunks"),
+    "segments",
+)
+"""What a gateway gets of a record as it is."""
 
 
 @dataclass(slots=True)
@@ -197,20 +204,9 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             )
         predicted = record.predicted
         return pb.RequestRecord(
+            **{name: getattr(record, name) for name in _SERVED_FIELDS},
             request=request.request,
-            queue_s=record.queue_s,
-            load_s=record.load_s,
-            prefill_s=record.prefill_s,
-            prompt_tokens=record.prompt_tokens,
-            local_tokens=record.local_tokens,
-            loaded_tokens=record.loaded_tokens,
-            loaded_bytes=record.loaded_bytes,
-            blended_tokens=record.blended_tokens,
-            recomputed_tokens=record.recomputed_tokens,
-            recompute_s=record.recompute_s,
-            missing_chunks=record.missing_chunks,
             miss=record.reported_miss,
-            select_s=record.select_s,
             predicted=None
             if predicted is None
             else pb.PredictedTime(
@@ -218,7 +214,6 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
                 select_s=predicted.select_s,
                 passes_s=predicted.passes_s,
             ),
-            segments=record.segments,
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802

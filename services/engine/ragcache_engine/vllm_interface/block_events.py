@@ -72,14 +72,14 @@ class PrefixCacheEvents:
         published = self._pool.enable_kv_cache_events  # by --kv-events-config
         take = self._pool.take_events
 
-        def take_and_tell() -> list[Any]:
+        def take_and_report() -> list[Any]:
             events: list[Any] = take()
             for names in _split(events):
                 listener(names)
             return events if published else []
 
         self._pool.enable_kv_cache_events = True
-        self._pool.take_events = take_and_tell
+        self._pool.take_events = take_and_report
 
 
 def _split(events: Iterable[Any]) -> list[list[BlockName] | None]:
