@@ -308,7 +308,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             indexes=map(index_message, indexes),
             free_disk_bytes=disk.free_bytes or 0,
             memory_bytes=await asyncio.to_thread(_memory_bytes),
-            backend=self._knowledge_base.store.backend,
+            backend=self._knowledge_base.store.database.backend,
         )
 
     async def Backup(

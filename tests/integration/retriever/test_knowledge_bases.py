@@ -17,7 +17,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.remote.milvus import MilvusIndexes
-from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
+from ragcache_retriever.store.postgres.document_store import open_postgres
 from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
 from tests.integration.retriever.knowledge_base_contract import (
     KnowledgeBaseContract,
@@ -59,7 +59,7 @@ class PostgresHarness:
     url: str
 
     async def opened(self) -> KnowledgeBase:
-        store = PostgresDocumentStore(self.url)
+        store = open_postgres(self.url)
         knowledge_base = make_knowledge_base(
             self.folder, self.tokenizer, store=store, indexes=PgvectorIndexes(store.database)
         )

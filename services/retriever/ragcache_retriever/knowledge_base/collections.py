@@ -108,7 +108,7 @@ class CollectionSet:
     async def info(self, name: str) -> CollectionInfo:
         """Return a collection with its counters. Raises NotFound."""
         self.get(name)
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self._threads.read(self._store.collections.one, name)
         if stored is None:
             raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
         return self._info(stored)
@@ -116,12 +116,12 @@ class CollectionSet:
     async def infos(self) -> list[CollectionInfo]:
         """Return all collections with their counters, sorted by name."""
         self.check_loaded()
-        stored = await self._threads.read(self._store.collections)
+        stored = await self._threads.read(self._store.collections.all)
         return [self._info(one) for one in stored.values() if not one.is_deleting]
 
     async def index_infos(self) -> list[IndexInfo]:
         """Return the state of the serving indexes."""
-        stored = await self._threads.read(self._store.collections)
+        stored = await self._threads.read(self._store.collections.all)
         return [
             self._index_info(one, one.serving)
             for one in stored.values()
@@ -148,7 +148,7 @@ class CollectionSet:
 
     async def adopt_embedder(self) -> None:
         """Let the embedder take the identity of one whose vectors are stored, if they compare."""
-        stored = await self._threads.read(self._store.collections)
+        stored = await self._threads.read(self._store.collections.all)
         self._preparer.adopt_embedder(
             generation.recipe for one in stored.values() for generation in one.generations
         )
@@ -161,7 +161,7 @@ class CollectionSet:
                 their other indexes are open.
         """
         self._is_stale = True
-        stored = self._store.collections()
+        stored = self._store.collections.all()
         wanted: set[int] = set()
         failure: Exception | None = None
         for one in stored.values():
@@ -182,21 +182,21 @@ class CollectionSet:
 
     def has_changed(self) -> bool:
         """Whether the store has other collections, settings or generations. Any thread asks."""
-        return _without_counters(self._store.collections()) != _without_counters(self._stored)
+        return _without_counters(self._store.collections.all()) != _without_counters(self._stored)
 
     def add_missing(self) -> None:
         """Create the default collection and missing serving generations. In the writer's thread."""
-        stored = self._store.collections()
-        with self._store.transaction():
+        stored = self._store.collections.all()
+        with self._store.database.transaction():
             if DEFAULT_COLLECTION not in stored:
-                self._store.put_collection(DEFAULT_COLLECTION, CollectionSettings())
+                self._store.collections.put(DEFAULT_COLLECTION, CollectionSettings())
                 chunking = self._defaults.chunking
                 recipe = self._preparer.recipe(chunking)
-                self._store.add_generation(DEFAULT_COLLECTION, recipe)
+                self._store.collections.add_generation(DEFAULT_COLLECTION, recipe)
             for name, one in stored.items():
                 if one.serving is None and not one.is_deleting:
-                    self._store.add_generation(name, self.wanted_recipe(one))
-            self._store.commit()
+                    self._store.collections.add_generation(name, self.wanted_recipe(one))
+            self._store.database.commit()
         self.reload()
 
     def _put(self, name: str, settings: CollectionSettings, kept: Collection[str]) -> None:
@@ -214,20 +214,22 @@ class CollectionSet:
             settings = replace(settings, **before)
             if settings == present.settings:
                 return
-        with self._store.transaction():
-            self._store.put_collection(name, settings)
+        with self._store.database.transaction():
+            self._store.collections.put(name, settings)
             if present is None:
                 chunking = self._defaults.chunking_of(settings)
-                self._store.add_generation(name, self._preparer.recipe(chunking))
-            self._store.commit()
+                self._store.collections.add_generation(name, self._preparer.recipe(chunking))
+            self._store.database.commit()
         self._reload_or_later()
 
     def _delete(self, name: str) -> CollectionRemoval:
-        stored = self._store.collection(name)
-        with self._store.transaction(frees_space=True):
-            self._store.start_deleting(name)
-            step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
-            self._store.commit()
+        stored = self._store.collections.one(name)
+        with self._store.database.transaction(frees_space=True):
+            self._store.collections.start_deleting(name)
+            step = self._store.documents.remove_of_collection(
+                name, REMOVED_AT_ONCE, self._threads.now_ms()
+            )
+            self._store.database.commit()
         self._reload_or_later()
         return CollectionRemoval(0 if stored is None else stored.num_documents, step.deletes)
 

@@ -40,8 +40,14 @@ from ragcache_retriever.ranking.stages import Ranking
 from ragcache_retriever.ranking.text_scores import score_texts
 from ragcache_retriever.search.vector_index import Vectors
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.outbox import OutboxClaim, OutboxDelete, Removal
-from ragcache_retriever.store.records import DiskUse, Document, StoredDocument
+from ragcache_retriever.store.records import (
+    DiskUse,
+    Document,
+    OutboxClaim,
+    OutboxDelete,
+    Removal,
+    StoredDocument,
+)
 from ragcache_retriever.store.vector_indexes import VectorIndexes
 
 logger = logging.getLogger(__name__)
@@ -120,7 +126,7 @@ class KnowledgeBase:
         self._collections.finish_loading()
         self._remake.start()
         self._catch_up.start()
-        if self.store.is_shared:
+        if self.store.database.is_shared:
             self._refresh.start()
 
     async def close(self) -> None:
@@ -134,7 +140,7 @@ class KnowledgeBase:
         await asyncio.to_thread(self._ranking.close)
         self._indexes.close()
         await self._embedder.close()
-        self.store.close()
+        self.store.database.close()
 
     async def wait_until_idle(self) -> None:
         """Wait until no document has to be prepared again and nothing has to be removed."""
@@ -180,7 +186,7 @@ class KnowledgeBase:
 
     async def disk(self) -> DiskUse:
         """Return the used and the free disk space."""
-        return await self.threads.read(self.store.disk)
+        return await self.threads.read(self.store.database.disk)
 
     # Documents
 
@@ -216,7 +222,7 @@ class KnowledgeBase:
     async def document(self, collection: str, document_id: str) -> StoredDocument:
         """Return a document with its text. Raises NotFound."""
         self._collections.get(collection)
-        stored = await self.threads.read(self.store.get, collection, document_id)
+        stored = await self.threads.read(self.store.reads.get, collection, document_id)
         if stored is None:
             raise document_not_found(document_id, collection)
         return stored
@@ -226,7 +232,7 @@ class KnowledgeBase:
     ) -> tuple[list[StoredDocument], str | None]:
         """Return a page of documents (see DocumentStore.page). Raises NotFound."""
         self._collections.get(collection)
-        return await self.threads.read(self.store.page, collection, after, limit)
+        return await self.threads.read(self.store.reads.page, collection, after, limit)
 
     # Search
 
@@ -263,7 +269,7 @@ class KnowledgeBase:
 
     async def removals(self, after: int, limit: int) -> tuple[list[Removal], int]:
         """Return the removals after a sequence, oldest first, and the sequence of the last one."""
-        return await self.threads.read(self.store.removals, after, limit)
+        return await self.threads.read(self.store.outbox.removals, after, limit)
 
     async def claim_deletes(self, limit: int) -> OutboxClaim:
         """Return pending deletes that no other caller is sending."""
@@ -285,23 +291,23 @@ class KnowledgeBase:
     async def report(self, name: str) -> tuple[bytes, int]:
         """Return a report and the Unix milliseconds of its last change. Raises NotFound."""
         self._collections.check_loaded()
-        found = await self.threads.read(self.store.report, name)
+        found = await self.threads.read(self.store.reads.report, name)
         if found is None:
             raise NotFound("report", name, "put it first")
         return found
 
     def _claim(self, limit: int) -> OutboxClaim:
-        with self.store.transaction(frees_space=True):
+        with self.store.database.transaction(frees_space=True):
             claim = self.store.outbox.claim(limit, self.threads.now_ms())
-            self.store.commit()
+            self.store.database.commit()
         return claim
 
     def _acknowledge(self, complete: Sequence[bytes], partial: Sequence[bytes]) -> None:
-        with self.store.transaction(frees_space=True):
+        with self.store.database.transaction(frees_space=True):
             self.store.outbox.acknowledge(complete, partial, self.threads.now_ms())
-            self.store.commit()
+            self.store.database.commit()
 
     def _put_report(self, name: str, body: bytes) -> None:
-        with self.store.transaction():
-            self.store.put_report(name, body, self.threads.now_ms())
-            self.store.commit()
+        with self.store.database.transaction():
+            self.store.documents.put_report(name, body, self.threads.now_ms())
+            self.store.database.commit()

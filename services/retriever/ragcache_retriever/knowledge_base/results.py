@@ -8,8 +8,7 @@ from ragcache_core.retrieval.filters import Filter
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.ranking.stages import LegScores, SearchMode
-from ragcache_retriever.store.outbox import OutboxDelete
-from ragcache_retriever.store.records import Neighbourhood, StoredDocument
+from ragcache_retriever.store.records import Neighbourhood, OutboxDelete, StoredDocument
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,11 @@ class Searching:
     ) -> list[list[SimilarChunk]]:
         """See KnowledgeBase.similar_chunks."""
         generation = self._collections.serving(name).row
-        if await self._threads.read(self._store.find, name, document_id) is None:
+        if await self._threads.read(self._store.reads.find, name, document_id) is None:
             raise document_not_found(document_id, name)
-        chunks = await self._threads.read(self._store.embedded, name, document_id, generation)
+        chunks = await self._threads.read(
+            self._store.embeddings.of_document, name, document_id, generation
+        )
         found = []
         for ordinal, (_, vector) in enumerate(chunks):
             # One chunk at a time, so that searches of questions come between them.
@@ -186,7 +188,7 @@ class Searching:
             self._filters.request, generation, query.filter, cancelled.is_set
         )
         # A store that is shared is asked for the version of its rows.
-        is_shared = self._store.is_shared
+        is_shared = self._store.database.is_shared
         rows = await self._threads.read(request) if is_shared else request()
         if not rows.done():
             try:
@@ -276,9 +278,9 @@ class Searching:
     ) -> tuple[RankedChunk, ...]:
         """Return the hits of a stage with their texts. Those that have vanished are left out."""
         new = [ranked.row for ranked in stage.rows if ranked.row not in known]
-        known |= self._store.neighbourhoods(new, window)
+        known |= self._store.reads.neighbourhoods(new, window)
         duplicates = [row for ranked in stage.rows for row in ranked.duplicates]
-        positions = self._store.positions(duplicates) if duplicates else {}
+        positions = self._store.reads.positions(duplicates) if duplicates else {}
         return tuple(
             RankedChunk(
                 known[ranked.row],
@@ -293,7 +295,7 @@ class Searching:
     def _similar(self, generation: int, vector: Vectors, top_k: int) -> list[SimilarChunk]:
         with self._indexes.using(generation) as index:
             *_, final = index.search(vector, top_k)
-        positions = self._store.positions(final.rows)
+        positions = self._store.reads.positions(final.rows)
         return [
             SimilarChunk(*positions[row], score)
             for row, score in zip(final.rows, final.scores, strict=True)

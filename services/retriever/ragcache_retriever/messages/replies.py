@@ -16,8 +16,7 @@ from ragcache_retriever.knowledge_base.results import (
     SearchStage,
 )
 from ragcache_retriever.ranking.stages import LegScores
-from ragcache_retriever.store.outbox import OutboxDelete
-from ragcache_retriever.store.records import StoredChunk, StoredDocument
+from ragcache_retriever.store.records import OutboxDelete, StoredChunk, StoredDocument
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.v1 import retriever_pb2 as pb
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from ragcache_core.retrieval.near_duplicates import Shingles, shingles_of
 from ragcache_retriever.ranking.candidate_text import CandidateText
 from ragcache_retriever.search.vector_index import Vectors
-from ragcache_retriever.store.records import Neighbourhood, Rows
-
-
-class ChunkReader(Protocol):
-    """What a pool needs of a document store."""
-
-    def vectors(self, generation: int, rows: Sequence[int]) -> tuple[Rows, Vectors]:
-        """See DocumentStore."""
-
-    def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
-        """See DocumentStore."""
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.records import Rows
 
 
 class CandidatePool:
     """Texts and embeddings of the candidates of one search. Each is read once."""
 
-    def __init__(self, store: ChunkReader, generation: int, dimension: int) -> None:
+    def __init__(self, store: DocumentStore, generation: int, dimension: int) -> None:
         self._store = store
         self._generation = generation
         self._vectors: dict[int, Vectors] = {}
@@ -40,7 +30,8 @@ class CandidatePool:
         new = [row for row in rows if row not in self._vectors]
         if new:
             self._vectors |= dict.fromkeys(new, self._no_vector)
-            self._vectors |= zip(*_listed(self._store.vectors(self._generation, new)), strict=True)
+            stored = self._store.embeddings.of_rows(self._generation, new)
+            self._vectors |= zip(*_listed(stored), strict=True)
         found = [self._vectors[row] for row in rows]
         return np.stack(found) if found else np.empty((0, len(self._no_vector)), np.float32)
 
@@ -49,7 +40,7 @@ class CandidatePool:
         new = [row for row in rows if row not in self._texts]
         if not new:
             return
-        found = self._store.neighbourhoods(new, 0)
+        found = self._store.reads.neighbourhoods(new, 0)
         for row in new:
             chunk = found[row].chunk if row in found else None
             self._versions[row] = 0 if chunk is None else chunk.updated_unix_ms

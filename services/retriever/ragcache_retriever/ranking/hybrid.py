@@ -89,7 +89,7 @@ class _HybridSearch:
     def find_words(self, num_hits: int) -> list[LexicalHit]:
         """Return the hits of the lexical leg. Any thread may call it."""
         search = self.search
-        return self.store.lexical_hits(
+        return self.store.lexical.hits(
             search.generation,
             self.words,
             num_hits,

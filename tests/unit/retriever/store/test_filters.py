@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from ragcache_core.retrieval.filters import (
     And,
@@ -20,7 +21,9 @@ from ragcache_core.retrieval.filters import (
     matches,
     number_of,
 )
-from ragcache_retriever.store.sqlite.filters import FilterSql, after_prefix
+from ragcache_retriever.store.filters import after_prefix, condition_of
+from ragcache_retriever.store.statements import SQLITE, Statement
+from ragcache_retriever.store.tables import documents
 from tests.kit.memory_database import MemoryDatabase
 
 NAMES = ["team", "year", "id", "title", "updated_unix_ms", "missing"]
@@ -60,8 +63,15 @@ def database() -> MemoryDatabase:
     for row, fields in enumerate(DOCUMENTS):
         metadata = {name: value for name, value in fields.items() if name in ("team", "year")}
         database.connection.execute(
-            "INSERT INTO documents VALUES (?, 1, ?, ?, 1, '', '', 0, ?)",
-            (row, fields["id"], fields["title"], row + 5),
+            "INSERT INTO documents VALUES (?, 1, ?, ?, ?, ?, 1, '', '', 0, ?)",
+            (
+                row,
+                fields["id"],
+                number_of(fields["id"]),
+                fields["title"],
+                number_of(fields["title"]),
+                row + 5,
+            ),
         )
         # A field of metadata cannot hide one of the document.
         for name, value in (metadata | {"id": "hidden"}).items():
@@ -72,13 +82,15 @@ def database() -> MemoryDatabase:
     return database
 
 
+def documents_that_pass(wanted: Filter) -> Statement:
+    passing = select(documents.c.row).where(condition_of(wanted, home=1))
+    return Statement(passing.order_by(documents.c.row))
+
+
 @given(wanted=filters)
 @settings(max_examples=150, deadline=None)
 def test_sql_agrees_with_the_meaning_of_a_filter(database: MemoryDatabase, wanted: Filter) -> None:
-    sql = FilterSql(wanted, collection=1)
-    found = database.query(
-        f"SELECT row FROM documents WHERE {sql.condition} ORDER BY row", sql.parameters
-    )
+    found = database.query(documents_that_pass(wanted))
     expected = [
         row
         for row, fields in enumerate(DOCUMENTS)
@@ -96,8 +108,6 @@ def test_texts_with_a_prefix_lie_between_it_and_its_end(prefix: str, text: str) 
 
 def test_a_selective_condition_uses_the_index(database: MemoryDatabase) -> None:
     for wanted in (In("team", ("a",)), Prefix("team", "a"), InRange("year", gte=2000.0)):
-        sql = FilterSql(wanted, collection=1)
-        plan = database.query(
-            f"EXPLAIN QUERY PLAN SELECT row FROM documents WHERE {sql.condition}", sql.parameters
-        )
+        sql, parameters = documents_that_pass(wanted).on(SQLITE, {})
+        plan = database.query(f"EXPLAIN QUERY PLAN {sql}", parameters)
         assert any("INDEX fields_by" in str(step[3]) for step in plan), plan
