@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, and_, cast, false, func, or_, select, true
+from sqlalchemy import ColumnElement, and_, bindparam, cast, false, func, or_, select, true
 from sqlalchemy.types import Double
 
 from ragcache_core.retrieval.filters import (
@@ -34,24 +34,23 @@ _OWN_FIELDS: dict[str, tuple[ColumnElement[str], ColumnElement[float]]] = {
 _FIRST_SURROGATE, _AFTER_SURROGATES = 0xD800, 0xE000
 
 
-def condition_of(wanted: Filter, home: int) -> ColumnElement[bool]:
+def condition_of(wanted: Filter) -> ColumnElement[bool]:
     """Return the condition of a filter on the table of documents.
 
-    Args:
-        home: Row of the collection, whose fields have an index.
+    Its parameter ``home`` is the row of their collection, whose fields have an index.
     """
     match wanted:
         case And(filters):
-            return and_(true(), *(condition_of(one, home) for one in filters))
+            return and_(true(), *map(condition_of, filters))
         case Or(filters):
-            return or_(false(), *(condition_of(one, home) for one in filters))
+            return or_(false(), *map(condition_of, filters))
         case Not(inner):
-            return ~condition_of(inner, home)
+            return ~condition_of(inner)
         case In() | InRange() | Exists() | Prefix():
-            return _test_of_field(wanted, home)
+            return _test_of_field(wanted)
 
 
-def _test_of_field(wanted: In | InRange | Exists | Prefix, home: int) -> ColumnElement[bool]:
+def _test_of_field(wanted: In | InRange | Exists | Prefix) -> ColumnElement[bool]:
     own = _OWN_FIELDS.get(wanted.field)
     if own is not None:
         # Never NULL, so that NOT inverts it.
@@ -60,7 +59,7 @@ def _test_of_field(wanted: In | InRange | Exists | Prefix, home: int) -> ColumnE
         return false()
     fields = document_fields.c
     found = select(fields.document).where(
-        fields.collection == home,
+        fields.collection == bindparam("home"),
         fields.name == wanted.field,
         _indexed(wanted),
         _test(wanted, fields.value, fields.number),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection
 
@@ -41,6 +42,9 @@ from ragcache_retriever.store.tables import (
 
 MAX_LISTING_CHARACTERS = 4 << 20
 """A page of a listing ends early, so that it fits into one message."""
+
+NUM_KNOWN_FILTERS = 256
+"""Filters whose statements are kept, because compiling one takes a millisecond."""
 
 _ROW_LIST: BindParameter[object] = bindparam("rows")
 _HOME = (
@@ -170,6 +174,18 @@ def _around() -> Statement:
     )
 
 
+@functools.lru_cache(NUM_KNOWN_FILTERS)
+def _allowed(wanted: Filter) -> Statement:
+    """Return the statement of the rows that a filter allows."""
+    passing = select(documents.c.row).where(
+        documents.c.collection == bindparam("home"), condition_of(wanted)
+    )
+    allowed = select(AllRows(chunks.c.row)).where(
+        chunks.c.generation == bindparam("generation"), chunks.c.document.in_(passing)
+    )
+    return Statement(allowed)
+
+
 _PAGE = _page()
 _AROUND = _around()
 
@@ -239,13 +255,8 @@ class DocumentReads:
         home = self._database.read_one(_HOME_OF_GENERATION, {"generation": generation})
         if home is None:
             return np.empty(0, np.int64)
-        passing = select(documents.c.row).where(
-            documents.c.collection == home[0], condition_of(wanted, home[0])
-        )
-        allowed = select(AllRows(chunks.c.row)).where(
-            chunks.c.generation == generation, chunks.c.document.in_(passing)
-        )
-        found = self._database.read_one(Statement(allowed), {}, cancelled)
+        of_generation = {"generation": generation, "home": home[0]}
+        found = self._database.read_one(_allowed(wanted), of_generation, cancelled)
         return self._database.rows_of(None if found is None else found[0])
 
     def rows_version(self, generation: int) -> int | None:

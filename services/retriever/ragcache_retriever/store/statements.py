@@ -17,7 +17,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.types import Boolean, Text
+from sqlalchemy.types import Text
 
 SQLITE: Dialect = sqlite_dialect(paramstyle="named")
 POSTGRES: Dialect = PGDialect_psycopg()  # type: ignore[no-untyped-call]
@@ -54,10 +54,12 @@ class Statement:
 
 
 class OneOf(FunctionElement[bool]):
-    """Whether a column of integers is in a list that ``Database.row_list`` has made."""
+    """Whether a column of integers is in a list that ``Database.row_list`` has made.
+
+    It has no type: SQLite has no booleans, and would use no index for "IN (...) = 1".
+    """
 
     inherit_cache = True
-    type = Boolean()
 
 
 class AllRows(FunctionElement[Any]):
