@@ -230,7 +230,7 @@ class KnowledgeBase:
     async def documents(
         self, collection: str, after: str, limit: int
     ) -> tuple[list[StoredDocument], str | None]:
-        """Return a page of documents (see DocumentStore.page). Raises NotFound."""
+        """Return a page of documents (see DocumentReads.page). Raises NotFound."""
         self._collections.get(collection)
         return await self.threads.read(self.store.reads.page, collection, after, limit)
 

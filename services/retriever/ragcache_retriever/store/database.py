@@ -82,9 +82,6 @@ class Database(Protocol):
     def execute(self, statement: Sql, parameters: Parameters = ...) -> int:
         """Execute a statement and return the number of changed rows."""
 
-    def execute_many(self, statement: Statement, executions: Sequence[Mapping[str, Any]]) -> None:
-        """Execute a statement once for each of several parameters."""
-
     def insert(self, table: Table, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Insert many rows in the fastest way.
 

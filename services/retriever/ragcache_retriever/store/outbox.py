@@ -84,6 +84,7 @@ _DELETE = (
 _IS_PENDING = ~outbox.c.complete
 _HAS_NONE = outbox.c.acknowledged_unix_ms == 0
 _UNACKNOWLEDGED = and_(_IS_PENDING, _HAS_NONE)
+_HAS_ID = outbox.c.id.in_(bindparam("ids", expanding=True))
 _SEQUENCES = select(outbox.c.sequence)
 _OF_DOCUMENT = and_(
     outbox.c.collection == bindparam("collection"), outbox.c.document == bindparam("document")
@@ -150,15 +151,11 @@ _CLAIM_OLDEST = _claims(
     .limit(bindparam("limit"))
     .with_for_update(skip_locked=True)
 )
-_LOCK_ROWS = Statement(
-    _SEQUENCES.where(outbox.c.id.in_(bindparam("ids", expanding=True)))
-    .order_by(outbox.c.sequence)
-    .with_for_update()
-)
-_ACKNOWLEDGE_ALL = Statement(_completion().where(outbox.c.id == bindparam("delete_id")))
+_LOCK_ROWS = Statement(_SEQUENCES.where(_HAS_ID).order_by(outbox.c.sequence).with_for_update())
+_ACKNOWLEDGE_ALL = Statement(_completion().where(_HAS_ID))
 _ACKNOWLEDGE_SOME = Statement(
     update(outbox)
-    .where(outbox.c.id == bindparam("delete_id"))
+    .where(_HAS_ID)
     .values(
         claimed_until_ms=bindparam("until_ms"),
         acknowledged_unix_ms=case(
@@ -301,11 +298,11 @@ class Outbox:
         if self._database.is_shared:
             # Locked in one order, so that two calls cannot wait for each other.
             self._database.query(_LOCK_ROWS, {"ids": [*complete, *partial]})
-        self._database.execute_many(_ACKNOWLEDGE_ALL, [{"delete_id": one} for one in complete])
-        times = {"until_ms": now_ms + REPEAT_MS, "now_ms": now_ms}
-        self._database.execute_many(
-            _ACKNOWLEDGE_SOME, [{"delete_id": one, **times} for one in partial]
-        )
+        if complete:
+            self._database.execute(_ACKNOWLEDGE_ALL, {"ids": complete})
+        if partial:
+            acknowledged = {"ids": partial, "until_ms": now_ms + REPEAT_MS, "now_ms": now_ms}
+            self._database.execute(_ACKNOWLEDGE_SOME, acknowledged)
 
     def added_after(self, sequence: int) -> tuple[OutboxDelete, ...]:
         """Return the deletes that the transaction has added after a sequence number.

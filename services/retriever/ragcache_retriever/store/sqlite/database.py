@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,7 +38,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 from ragcache_retriever.store.sqlite.files.folder_lock import lock_folder
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME, SCHEMA, check_schema
-from ragcache_retriever.store.statements import SQLITE, Statement
+from ragcache_retriever.store.statements import SQLITE
 
 log = logging.getLogger(__name__)
 
@@ -195,16 +195,6 @@ class SqliteDatabase:
         ):
             yield from rows
 
-    @contextlib.contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Let all reads of this thread see the same state."""
-        with self.errors("read"):
-            self.reader.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self.reader.execute("COMMIT")
-
     # Writes
 
     @contextlib.contextmanager
@@ -235,11 +225,6 @@ class SqliteDatabase:
     def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
         """See Database."""
         return self._writer.execute(*_bound(statement, parameters)).rowcount
-
-    def execute_many(self, statement: Statement, executions: Sequence[Mapping[str, Value]]) -> None:
-        """See Database."""
-        sql, constants = statement.on(SQLITE, {})
-        self._writer.executemany(sql, [{**constants, **one} for one in executions])
 
     def execute_rows(self, sql: str, rows: Iterable[Sequence[Value]]) -> None:
         """Execute a statement once for each row of parameters."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import select
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -186,12 +186,6 @@ class PostgresDatabase:
     def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
         """See Database."""
         return _executed(self._writer, statement, parameters).rowcount
-
-    def execute_many(self, statement: Statement, executions: Sequence[Mapping[str, Any]]) -> None:
-        """See Database."""
-        sql, constants = statement.on(POSTGRES, {})
-        with self._writer.cursor() as cursor:
-            cursor.executemany(sql, [{**constants, **one} for one in executions])
 
     def query(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
         """See Database."""
