@@ -50,10 +50,10 @@ def make_indexes(
     """
     match settings.backend:
         case "postgres":
-            from ragcache_retriever.store.postgres.connections.database import (  # noqa: PLC0415
+            from ragcache_retriever.store.postgres.database import (  # noqa: PLC0415
                 PostgresDatabase,
             )
-            from ragcache_retriever.store.postgres.vectors.vector_index import (  # noqa: PLC0415
+            from ragcache_retriever.store.postgres.vector_index import (  # noqa: PLC0415
                 PgvectorIndexes,
             )
 

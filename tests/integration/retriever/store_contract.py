@@ -276,6 +276,16 @@ class DocumentsContract:
             seen += [stored.document.id for stored in page]
         assert seen == names
 
+    def test_a_page_of_large_metadata_ends_early_and_the_next_one_goes_on(
+        self, store: DocumentStore
+    ) -> None:
+        for name in "abc":
+            put(store, name, ["text"], metadata={"k": "x" * (3 << 20)})
+        first, after = store.reads.page("c", "", 10)
+        assert ([one.document.id for one in first], after) == (["a", "b"], "b")
+        rest, after = store.reads.page("c", "b", 10)
+        assert ([one.document.id for one in rest], after) == (["c"], None)
+
     def test_embeddings_come_back_by_generation_and_row(self, store: DocumentStore) -> None:
         rows = [*added_rows(put(store, "d", ["a", "b"])), *added_rows(put(store, "e", ["c"]))]
         generation = serving(store)

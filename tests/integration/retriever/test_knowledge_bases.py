@@ -18,7 +18,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.stages import SearchMode
 from ragcache_retriever.search.remote.milvus import MilvusIndexes
 from ragcache_retriever.store.postgres.document_store import open_postgres
-from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from tests.integration.retriever.knowledge_base_contract import (
     KnowledgeBaseContract,
     KnowledgeBaseHarness,

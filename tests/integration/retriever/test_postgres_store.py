@@ -16,8 +16,8 @@ from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.postgres import lexical
-from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
-from ragcache_retriever.store.postgres.connections.database import LOCK_LIMIT_S
+from ragcache_retriever.store.postgres.cancellation import CancellableConnection
+from ragcache_retriever.store.postgres.database import LOCK_LIMIT_S
 from ragcache_retriever.store.postgres.document_store import PostgresStore, open_postgres
 from ragcache_retriever.store.postgres.schema import postings_table
 from tests.kit.postgres_server import PostgresServer

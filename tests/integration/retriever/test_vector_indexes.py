@@ -19,12 +19,12 @@ from ragcache_retriever.search.remote import milvus
 from ragcache_retriever.search.remote.milvus import MAX_HITS, MilvusIndexes
 from ragcache_retriever.search.remote.row_conditions import MAX_LISTED_ROWS
 from ragcache_retriever.search.vector_index import Vectors
-from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres import vector_index
+from ragcache_retriever.store.postgres.binary_types import BigintArray, vector_bytes
+from ragcache_retriever.store.postgres.database import PostgresDatabase
 from ragcache_retriever.store.postgres.document_store import PostgresStore, open_postgres
 from ragcache_retriever.store.postgres.schema import vector_table
-from ragcache_retriever.store.postgres.vectors import vector_index
-from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from ragcache_retriever.store.vector_indexes import RowIndex, VectorIndexes
 from tests.integration.retriever.index_contract import (
     DIMENSION,

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from sqlalchemy import Table
-from sqlalchemy.engine import Dialect
 
 from ragcache_retriever.store.records import DiskUse, Rows
 from ragcache_retriever.store.statements import Statement
@@ -28,10 +27,6 @@ class Database(Protocol):
     @property
     def backend(self) -> str:
         """Name of the backend: "embedded" or "postgres"."""
-
-    @property
-    def dialect(self) -> Dialect:
-        """The kind of its SQL."""
 
     @property
     def is_shared(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from ragcache_retriever.store.document_store import DocumentStore, store_in
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres.database import PostgresDatabase
 from ragcache_retriever.store.postgres.embeddings import PostgresEmbeddings
 from ragcache_retriever.store.postgres.lexical import PostgresLexical
 

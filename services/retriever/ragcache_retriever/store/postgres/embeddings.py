@@ -10,13 +10,13 @@ import psycopg
 
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.store.database import Row
-from ragcache_retriever.store.postgres.connections.binary_types import (
+from ragcache_retriever.store.postgres.binary_types import (
     BigintArray,
     rows_of,
     vector_bytes,
     vectors_of,
 )
-from ragcache_retriever.store.postgres.connections.database import (
+from ragcache_retriever.store.postgres.database import (
     APPLICATION_NAME,
     PostgresDatabase,
 )

@@ -24,8 +24,8 @@ import psycopg
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
 from ragcache_retriever.store.generation_tables import LexicalText
-from ragcache_retriever.store.postgres.connections.binary_types import BigintArray
-from ragcache_retriever.store.postgres.connections.database import Connection, PostgresDatabase
+from ragcache_retriever.store.postgres.binary_types import BigintArray
+from ragcache_retriever.store.postgres.database import Connection, PostgresDatabase
 from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted

@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 import numpy as np
 from sqlalchemy import Table
-from sqlalchemy.engine import Dialect
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.store.database import Parameters, Row, Sql
@@ -137,11 +136,6 @@ class SqliteDatabase:
     def backend(self) -> str:
         """See Database."""
         return "embedded"
-
-    @property
-    def dialect(self) -> Dialect:
-        """See Database."""
-        return SQLITE
 
     @property
     def is_shared(self) -> bool:

@@ -16,13 +16,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 from psycopg_pool import ConnectionPool, PoolTimeout
 from sqlalchemy import BigInteger, Double, Integer, LargeBinary, Table, Text
-from sqlalchemy.engine import Dialect
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_retriever.store.database import Parameters, Row, Sql
-from ragcache_retriever.store.postgres.connections import binary_types
-from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, rows_of
-from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
+from ragcache_retriever.store.postgres import binary_types
+from ragcache_retriever.store.postgres.binary_types import BigintArray, rows_of
+from ragcache_retriever.store.postgres.cancellation import CancellableConnection
 from ragcache_retriever.store.postgres.schema import prepare_schema
 from ragcache_retriever.store.records import DiskUse, Rows
 from ragcache_retriever.store.statements import POSTGRES, Statement
@@ -117,11 +116,6 @@ class PostgresDatabase:
     def backend(self) -> str:
         """See Database."""
         return "postgres"
-
-    @property
-    def dialect(self) -> Dialect:
-        """See Database."""
-        return POSTGRES
 
     @property
     def is_shared(self) -> bool:
