@@ -72,7 +72,7 @@ def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vectors = embedded_collection(collection, given.embeddings, name)
         searched = stored(collection, folder / name, *vectors)
         found, loss = _measured(searched, given.reranked)
-        searched.store.close()
+        searched.store.database.close()
         say(f"{name}: {time.perf_counter() - began_s:.0f} s {found}")
         results |= {f"{name}_{figure}": value for figure, value in found.items()}
         losses.append(loss)

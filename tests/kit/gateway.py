@@ -32,7 +32,7 @@ from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.messages.replies import delete_message
-from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
+from ragcache_retriever.store.outbox import Outbox
 from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
 from ragcache_wire.server import GrpcServer
@@ -94,7 +94,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             retriever_pb2.Hit(chunk=chunk("search.md", 0), score=0.5),
         ]
         self.documents: dict[str, retriever_pb2.Document] = {}
-        self.outbox = SqliteOutbox(MemoryDatabase())
+        self.outbox = Outbox(MemoryDatabase())
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
         self.reports: dict[str, bytes] = {}
         self.similar: dict[str, list[float]] = {}  # scores, by document

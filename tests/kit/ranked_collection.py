@@ -13,8 +13,8 @@ from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode, SearchStage
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import ChunkSet, DocumentVersion
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from tests.kit.stored_documents import NOW_MS, a_document, add_collection, digest_of_text
 
 DIMENSION = 4
@@ -45,7 +45,7 @@ class StagesIndex:
 class RankedCollection:
     """Texts in a store. ``rows`` are those of the texts, in their order."""
 
-    store: SqliteDocumentStore
+    store: DocumentStore
     generation: int
     rows: list[int]
     vectors: Vectors
@@ -89,7 +89,7 @@ class RankedCollection:
 
 
 def ranked_collection(
-    store: SqliteDocumentStore, texts: Sequence[str], vectors: Sequence[Vectors], name: str = "c"
+    store: DocumentStore, texts: Sequence[str], vectors: Sequence[Vectors], name: str = "c"
 ) -> RankedCollection:
     """Return a collection with one document for each text. Later ones are newer."""
     generation = add_collection(store, name)
@@ -99,8 +99,8 @@ def ranked_collection(
         chunks = ChunkSet(
             "tokenizer", [Chunk(text, ())], [digest_of_text(text)[:32]], [b""], vector[np.newaxis]
         )
-        with store.transaction():
-            change = store.replace(
+        with store.database.transaction():
+            change = store.documents.replace(
                 name,
                 document,
                 DocumentVersion(document.content_hash(), i),
@@ -108,6 +108,6 @@ def ranked_collection(
                 now_ms=NOW_MS,
                 claim=False,
             )
-            store.commit()
+            store.database.commit()
         rows += change.indexes[0].added
     return RankedCollection(store, generation, rows, np.stack(list(vectors)))

@@ -33,7 +33,6 @@ from ragcache_retriever.search.vector_index import VectorIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite import lexical
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients import retriever_client
@@ -110,7 +109,7 @@ def make_knowledge_base(
     indexes: VectorIndexes | None = None,
 ) -> KnowledgeBase:
     return KnowledgeBase(
-        store or SqliteDocumentStore(folder, DiskReserve(folder, 0)),
+        store or open_sqlite(folder, DiskReserve(folder, 0)),
         indexes
         or FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(effort=effort), build_thread()),
         HybridRanking(),

@@ -60,10 +60,10 @@ def add_collection(
     store: DocumentStore, name: str, settings: CollectionSettings | None = None
 ) -> int:
     """Create a collection and return its serving generation."""
-    with store.transaction():
-        store.put_collection(name, settings or CollectionSettings())
-        generation = store.add_generation(name, RECIPE)
-        store.commit()
+    with store.database.transaction():
+        store.collections.put(name, settings or CollectionSettings())
+        generation = store.collections.add_generation(name, RECIPE)
+        store.database.commit()
     return generation
 
 
@@ -78,11 +78,11 @@ def put(
     **fields: object,
 ) -> DocumentChange:
     """Put a document whose chunks are the texts into all generations of the collection."""
-    stored = store.collection(collection)
+    stored = store.collections.one(collection)
     assert stored is not None
     document = a_document(document_id, " ".join(texts), **fields)
-    with store.transaction():
-        change = store.replace(
+    with store.database.transaction():
+        change = store.documents.replace(
             collection,
             document,
             version_of(document),
@@ -94,23 +94,23 @@ def put(
             claim=claim,
         )
         if commit:
-            store.commit()
+            store.database.commit()
     return change
 
 
 def put_into(
     store: DocumentStore, generation: int, document_id: str, chunks: ChunkSet, text: str
 ) -> IndexChange | None:
-    with store.transaction():
-        change = store.put_chunks(
+    with store.database.transaction():
+        change = store.documents.put_chunks(
             "c", document_id, a_document(document_id, text).content_hash(), generation, chunks
         )
-        store.commit()
+        store.database.commit()
     return change
 
 
 def delete(store: DocumentStore, document_id: str, collection: str = "c") -> DocumentChange | None:
-    with store.transaction(frees_space=True):
-        change = store.delete(collection, document_id, NOW_MS)
-        store.commit()
+    with store.database.transaction(frees_space=True):
+        change = store.documents.delete(collection, document_id, NOW_MS)
+        store.database.commit()
     return change

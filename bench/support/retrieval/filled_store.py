@@ -17,7 +17,7 @@ from ragcache_retriever.store.records import (
     DocumentVersion,
     Vectors,
 )
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 CHUNKS_PER_DOCUMENT = 100
@@ -33,16 +33,16 @@ def fill(data_dir: Path, collection: str, num_chunks: int, seed: int = 0) -> Non
     Args:
         data_dir: Data of a retriever that does not run. It has the collection with a generation.
     """
-    store = SqliteDocumentStore(data_dir)
+    store = open_sqlite(data_dir)
     try:
-        stored = store.collection(collection)
+        stored = store.collections.one(collection)
         assert stored is not None
         assert stored.serving is not None
         generation = stored.serving.row
         recipe = stored.serving.recipe
         for document, chunks in _documents(recipe.tokenizer, recipe.dimension, num_chunks, seed):
-            with store.transaction():
-                store.replace(
+            with store.database.transaction():
+                store.documents.replace(
                     collection,
                     document,
                     DocumentVersion(document.content_hash(), 1),
@@ -50,9 +50,9 @@ def fill(data_dir: Path, collection: str, num_chunks: int, seed: int = 0) -> Non
                     now_ms=1,
                     claim=False,
                 )
-                store.commit()
+                store.database.commit()
     finally:
-        store.close()
+        store.database.close()
 
 
 def _documents(

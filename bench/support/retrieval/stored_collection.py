@@ -21,8 +21,9 @@ from ragcache_retriever.embedding.local_model import MiniLM
 from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import ChunkSet, Document, DocumentVersion, Recipe
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 
 DEPTH = 10
@@ -72,7 +73,7 @@ class StoredTestCollection:
     """
 
     collection: TestCollection
-    store: SqliteDocumentStore
+    store: DocumentStore
     generation: int
     index: ExactIndex
     ids: Mapping[int, str]
@@ -101,19 +102,19 @@ def stored(
         vectors: Of the documents, shape (documents, dimension), of length 1.
         query_vectors: Of the queries that have judgments, in their order.
     """
-    store = SqliteDocumentStore(folder, DiskReserve(folder, 0))
+    store = open_sqlite(folder, DiskReserve(folder, 0))
     recipe = Recipe("none", Chunking(4096, 0), "none", "minilm", vectors.shape[1])
-    with store.transaction():
-        store.put_collection(_COLLECTION, CollectionSettings())
-        generation = store.add_generation(_COLLECTION, recipe)
-        store.commit()
+    with store.database.transaction():
+        store.collections.put(_COLLECTION, CollectionSettings())
+        generation = store.collections.add_generation(_COLLECTION, recipe)
+        store.database.commit()
     rows: list[int] = []
     documents = list(collection.documents.items())
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        with store.transaction():
+        with store.database.transaction():
             for i, (name, text) in enumerate(documents[start : start + _DOCUMENTS_AT_ONCE], start):
                 rows += _add(store, generation, name, text, vectors[i])
-            store.commit()
+            store.database.commit()
     return StoredTestCollection(
         collection,
         store,
@@ -125,7 +126,7 @@ def stored(
 
 
 def _add(
-    store: SqliteDocumentStore, generation: int, name: str, text: str, vector: Vectors
+    store: DocumentStore, generation: int, name: str, text: str, vector: Vectors
 ) -> Sequence[int]:
     title, _, body = text.partition("\n")
     document = Document(name, title or name, body, 1, {})
@@ -136,7 +137,7 @@ def _add(
         [b""],
         vector[np.newaxis],
     )
-    change = store.replace(
+    change = store.documents.replace(
         _COLLECTION,
         document,
         DocumentVersion(document.content_hash(), 1),

@@ -37,7 +37,7 @@ from ragcache_retriever.readiness import load_and_report
 from ragcache_retriever.search.faiss_index import BuildThread, IndexOptions
 from ragcache_retriever.service import SERVICE_NAME, ModelNames, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.database import SqliteDatabase
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_retriever.store.sqlite.files.damage import (
     DocumentsDamaged,
@@ -112,7 +112,7 @@ async def _serve(
         knowledge_base,
         spans,
         # Other backends have tools of their own.
-        backups=None if store.is_shared else backups,
+        backups=None if store.database.is_shared else backups,
         restart=restart.set,
         models=model_names(settings),
     )
@@ -155,7 +155,7 @@ async def _until_stopped_or(restart: asyncio.Event) -> None:
 
 async def _check(store: DocumentStore, stop: threading.Event, restart: asyncio.Event) -> None:
     """Check the file of documents for damage. A restart then moves it aside."""
-    if not isinstance(store, SqliteDocumentStore):
+    if not isinstance(store.database, SqliteDatabase):
         return
     database = store.database
 

@@ -9,7 +9,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.search.vector_index import VectorIndexes
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import IDENTITY_FILE, INDEXES_FOLDER
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.table import variable
@@ -25,12 +25,12 @@ def open_store(settings: RetrieverSettings) -> DocumentStore:
     if settings.backend == "postgres":
         try:
             from ragcache_retriever.store.postgres.document_store import (  # noqa: PLC0415
-                PostgresDocumentStore,
+                open_postgres,
             )
         except ImportError as error:
             raise _missing("postgres", error) from error
-        return PostgresDocumentStore(settings.backend_url or "")
-    return SqliteDocumentStore(settings.data_dir)
+        return open_postgres(settings.backend_url or "")
+    return open_sqlite(settings.data_dir)
 
 
 def make_indexes(
@@ -50,14 +50,14 @@ def make_indexes(
     """
     match settings.backend:
         case "postgres":
-            from ragcache_retriever.store.postgres.document_store import (  # noqa: PLC0415
-                PostgresDocumentStore,
+            from ragcache_retriever.store.postgres.database import (  # noqa: PLC0415
+                PostgresDatabase,
             )
-            from ragcache_retriever.store.postgres.vectors.vector_index import (  # noqa: PLC0415
+            from ragcache_retriever.store.postgres.vector_index import (  # noqa: PLC0415
                 PgvectorIndexes,
             )
 
-            assert isinstance(store, PostgresDocumentStore)
+            assert isinstance(store.database, PostgresDatabase)
             return PgvectorIndexes(store.database, options.recall)
         case "milvus":
             try:

@@ -154,7 +154,7 @@ async def load_and_report(
     log.info("loaded")
     # PostgreSQL makes writes durable itself.
     folder = None if settings.backend == "postgres" else settings.data_dir
-    probe = StorageProbe(folder, functools.partial(knowledge_base.store.report, "readiness"))
+    probe = StorageProbe(folder, functools.partial(knowledge_base.store.reads.report, "readiness"))
     monitor = ReadinessMonitor(probe.check, server.set_ready, server.set_not_ready)
     async with asyncio.TaskGroup() as group:
         group.create_task(monitor.run(), name="readiness")

@@ -297,7 +297,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             indexes=indexes,
             free_disk_bytes=disk.free_bytes or 0,
             memory_bytes=await asyncio.to_thread(_memory_bytes),
-            backend=self._knowledge_base.store.backend,
+            backend=self._knowledge_base.store.database.backend,
         )
 
     async def Backup(

@@ -27,8 +27,7 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.lexical import word_choice
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.outbox import CLAIM_MS, OutboxDelete
-from ragcache_retriever.store.records import DocumentChange
+from ragcache_retriever.store.records import CLAIM_MS, DocumentChange, OutboxDelete
 from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
@@ -95,20 +94,22 @@ FILTERED: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 
 def serving(store: DocumentStore, collection: str = "c") -> int:
-    found = store.collection(collection)
+    found = store.collections.one(collection)
     assert found is not None
     assert found.serving is not None
     return found.serving.row
 
 
 def texts_of(store: DocumentStore, document_id: str) -> list[str]:
-    return [chunk.text for chunk, _ in store.embedded("c", document_id, serving(store))]
+    return [
+        chunk.text for chunk, _ in store.embeddings.of_document("c", document_id, serving(store))
+    ]
 
 
 def acknowledge(store: DocumentStore, deletes: Sequence[OutboxDelete]) -> None:
-    with store.transaction():
+    with store.database.transaction():
         store.outbox.acknowledge([], [one.id for one in deletes], NOW_MS)
-        store.commit()
+        store.database.commit()
 
 
 def removed_digests(change: DocumentChange) -> list[bytes]:
@@ -116,9 +117,9 @@ def removed_digests(change: DocumentChange) -> list[bytes]:
 
 
 def pending(store: DocumentStore) -> list[OutboxDelete]:
-    with store.transaction():
+    with store.database.transaction():
         claim = store.outbox.claim(1000, NOW_MS)
-        store.commit()
+        store.database.commit()
     return list(claim.deletes)
 
 
@@ -128,16 +129,16 @@ def added_rows(change: DocumentChange) -> tuple[int, ...]:
 
 
 def start_building(store: DocumentStore, recipe: object = OTHER) -> int:
-    with store.transaction():
-        generation = store.add_generation("c", recipe)  # type: ignore[arg-type]
-        store.commit()
+    with store.database.transaction():
+        generation = store.collections.add_generation("c", recipe)  # type: ignore[arg-type]
+        store.database.commit()
     return generation
 
 
 def switch(store: DocumentStore) -> bool:
-    with store.transaction():
-        has_switched = store.switch_generation("c")
-        store.commit()
+    with store.database.transaction():
+        has_switched = store.collections.switch_generation("c")
+        store.database.commit()
     return has_switched
 
 
@@ -146,11 +147,13 @@ class DocumentsContract:
 
     def test_what_was_put_is_read_back(self, store: DocumentStore) -> None:
         document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
-        with store.transaction():
+        with store.database.transaction():
             chunks = {serving(store): chunks_of(["body"])}
-            store.replace("c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False)
-            store.commit()
-        found = store.get("c", "d")
+            store.documents.replace(
+                "c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False
+            )
+            store.database.commit()
+        found = store.reads.get("c", "d")
         assert found is not None
         assert (found.document, found.version, found.num_chunks) == (
             document,
@@ -158,9 +161,9 @@ class DocumentsContract:
             1,
         )
         assert found.prepared == {serving(store)}
-        assert store.find("c", "d") == replace(found, document=replace(document, text=""))
-        assert store.get("c", "other") is None
-        assert store.get("other", "d") is None
+        assert store.reads.find("c", "d") == replace(found, document=replace(document, text=""))
+        assert store.reads.get("c", "other") is None
+        assert store.reads.get("other", "d") is None
 
     def test_an_uncommitted_change_never_happened(self, store: DocumentStore) -> None:
         put(store, "d", ["one"])
@@ -169,14 +172,14 @@ class DocumentsContract:
 
     def test_an_error_inside_a_transaction_undoes_it(self, store: DocumentStore) -> None:
         def fail() -> None:
-            with store.transaction():
-                store.delete("c", "d", NOW_MS)
+            with store.database.transaction():
+                store.documents.delete("c", "d", NOW_MS)
                 raise KeyError
 
         put(store, "d", ["one"])
         with pytest.raises(KeyError):
             fail()
-        assert store.get("c", "d") is not None
+        assert store.reads.get("c", "d") is not None
         put(store, "e", ["two"])
 
     def test_removed_digests_are_those_of_no_other_chunk_in_the_collection(
@@ -197,18 +200,18 @@ class DocumentsContract:
 
     def test_a_change_and_its_deletes_are_one_transaction(self, store: DocumentStore) -> None:
         put(store, "d", ["a"])
-        with store.transaction():
-            store.delete("c", "d", NOW_MS)
-        assert store.removals(0, 10) == ([], 0)
+        with store.database.transaction():
+            store.documents.delete("c", "d", NOW_MS)
+        assert store.outbox.removals(0, 10) == ([], 0)
         assert pending(store) == []
         put(store, "d", ["b"])
         [update] = pending(store)
         assert (update.token_digests, update.names_document) == ((digest_of_text("a"),), False)
         delete(store, "d")
-        with store.transaction():
+        with store.database.transaction():
             [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)[1:]
         assert (deletion.token_digests, deletion.names_document) == ((digest_of_text("b"),), True)
-        removals, last = store.removals(0, 10)
+        removals, last = store.outbox.removals(0, 10)
         assert [(one.collection, one.document) for one in removals] == [("c", "d")] * 2
         assert removals[-1].sequence == last
 
@@ -241,20 +244,20 @@ class DocumentsContract:
     def test_neighbours_stay_within_their_document(self, store: DocumentStore) -> None:
         rows = added_rows(put(store, "d", ["0", "1", "2", "3", "4"]))
         others = added_rows(put(store, "e", ["5"]))
-        found = store.neighbourhoods([rows[2], rows[0], others[0], 10**9], window=1)
+        found = store.reads.neighbourhoods([rows[2], rows[0], others[0], 10**9], window=1)
         assert found.keys() == {rows[2], rows[0], others[0]}
         middle = found[rows[2]]
         assert [c.text for c in (*middle.before, middle.chunk, *middle.after)] == ["1", "2", "3"]
         assert middle.chunk.heading_path == ("A", "B")
         assert middle.chunk.tokenizer == "tokenizer"
         assert middle.chunk.token_ids == np.arange(1, dtype="<u4").tobytes()
-        stored = store.find("c", "d")
+        stored = store.reads.find("c", "d")
         assert stored is not None
         assert (middle.chunk.content_hash, middle.chunk.updated_unix_ms) == (stored.content_hash, 7)
         assert not found[rows[0]].before
         assert not found[others[0]].before
         assert not found[others[0]].after
-        assert store.positions([rows[3], others[0], 10**9]) == {
+        assert store.reads.positions([rows[3], others[0], 10**9]) == {
             rows[3]: ("d", 3),
             others[0]: ("e", 0),
         }
@@ -266,26 +269,36 @@ class DocumentsContract:
         seen: list[str] = []
         after: str | None = ""
         while after is not None:
-            page, after = store.page("c", after, 2)
+            page, after = store.reads.page("c", after, 2)
             assert len(page) <= 2
             assert all(stored.document.text == "" for stored in page)
             seen += [stored.document.id for stored in page]
         assert seen == names
 
+    def test_a_page_of_large_metadata_ends_early_and_the_next_one_goes_on(
+        self, store: DocumentStore
+    ) -> None:
+        for name in "abc":
+            put(store, name, ["text"], metadata={"k": "x" * (3 << 20)})
+        first, after = store.reads.page("c", "", 10)
+        assert ([one.document.id for one in first], after) == (["a", "b"], "b")
+        rest, after = store.reads.page("c", "b", 10)
+        assert ([one.document.id for one in rest], after) == (["c"], None)
+
     def test_embeddings_come_back_by_generation_and_row(self, store: DocumentStore) -> None:
         rows = [*added_rows(put(store, "d", ["a", "b"])), *added_rows(put(store, "e", ["c"]))]
         generation = serving(store)
-        assert store.rows(generation).tolist() == rows
-        found, vectors = store.vectors_after(generation, 0, 2)
+        assert store.embeddings.rows(generation).tolist() == rows
+        found, vectors = store.embeddings.after(generation, 0, 2)
         assert found.tolist() == rows[:2]
         assert np.array_equal(vectors, np.array([vector_of("a"), vector_of("b")]))
-        rest, _ = store.vectors_after(generation, rows[1], 2)
+        rest, _ = store.embeddings.after(generation, rows[1], 2)
         assert rest.tolist() == rows[2:]
-        some, vectors = store.vectors(generation, [rows[2], 10**9])
+        some, vectors = store.embeddings.of_rows(generation, [rows[2], 10**9])
         assert some.tolist() == [rows[2]]
         assert np.array_equal(vectors, [vector_of("c")])
-        assert len(store.rows(generation + 1)) == 0
-        assert len(store.vectors_after(generation + 1, 0, 5)[0]) == 0
+        assert len(store.embeddings.rows(generation + 1)) == 0
+        assert len(store.embeddings.after(generation + 1, 0, 5)[0]) == 0
 
     def test_settings_and_counters(self, store: DocumentStore) -> None:
         settings = CollectionSettings(Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000, 0.7)
@@ -294,27 +307,27 @@ class DocumentsContract:
         put(store, "e", ["c"])
         delete(store, "e")
         put(store, "d", ["a", "bü", "c"])
-        found = store.collections()
+        found = store.collections.all()
         assert list(found) == ["c", "own"]
         assert found["own"].settings == settings
-        assert found["c"] == store.collection("c")
+        assert found["c"] == store.collections.one("c")
         assert (found["c"].num_documents, found["c"].text_bytes) == (1, len("a bü c".encode()))
         assert found["c"].serving is not None
         assert (found["c"].serving.num_documents, found["c"].serving.num_chunks) == (1, 3)
         assert found["c"].serving.recipe == RECIPE
         settings = replace(settings, lexical_weight=0.1)
-        with store.transaction():
-            store.put_collection("own", settings)
-            store.commit()
-        assert store.collections()["own"].settings == settings
+        with store.database.transaction():
+            store.collections.put("own", settings)
+            store.database.commit()
+        assert store.collections.all()["own"].settings == settings
 
     def test_a_quota_refuses_growth_and_nothing_else(self, store: DocumentStore) -> None:
         put(store, "d", ["abc"])
         put(store, "e", ["abc"])
         settings = CollectionSettings(max_documents=1, max_text_bytes=4)
-        with store.transaction():
-            store.put_collection("c", settings)
-            store.commit()
+        with store.database.transaction():
+            store.collections.put("c", settings)
+            store.database.commit()
         with pytest.raises(TooLarge, match="quota") as caught:
             put(store, "f", ["a"])
         assert caught.value.field == "document"
@@ -331,7 +344,7 @@ class DocumentsContract:
         store: DocumentStore,
     ) -> None:
         first, second = serving(store), start_building(store)
-        found = store.collection("c")
+        found = store.collections.one("c")
         assert found is not None
         assert (serving(store), found.building, found.retired) == (second, None, (first,))
 
@@ -343,8 +356,8 @@ class DocumentsContract:
         put(store, "d", ["a", "b"])
         put(store, "e", ["c"])
         second = start_building(store)
-        assert store.unprepared("c", second, "", 10) == ["d", "e"]
-        assert store.unprepared("c", second, "d", 10) == ["e"]
+        assert store.reads.unprepared("c", second, "", 10) == ["d", "e"]
+        assert store.reads.unprepared("c", second, "d", 10) == ["e"]
         change = put_into(store, second, "d", chunks_of(["a b"]), "a b")
         assert change is not None
         assert change.removed == ()
@@ -356,11 +369,11 @@ class DocumentsContract:
         both = put(store, "e", ["x"])
         assert [one.generation for one in both.indexes] == [first, second]
         assert switch(store)
-        found = store.collection("c")
+        found = store.collections.one("c")
         assert found is not None
         assert (serving(store), found.building, found.retired) == (second, None, (first,))
         assert texts_of(store, "d") == ["a b"]
-        listed = store.find("c", "d")
+        listed = store.reads.find("c", "d")
         assert listed is not None
         assert listed.num_chunks == 1
 
@@ -379,9 +392,9 @@ class DocumentsContract:
         num_documents = []
         deletes: list[OutboxDelete] = []
         while True:
-            with store.transaction(frees_space=True):
-                step = store.remove_retired(first, 1, NOW_MS)
-                store.commit()
+            with store.database.transaction(frees_space=True):
+                step = store.documents.remove_retired(first, 1, NOW_MS)
+                store.database.commit()
             num_documents.append(step.num_documents)
             deletes += step.deletes
             if step.is_done:
@@ -392,24 +405,24 @@ class DocumentsContract:
         [removed] = deletes
         assert (removed.document, removed.names_document) == ("d", True)
         assert set(removed.token_digests) == {digest_of_text("a"), digest_of_text("b")}
-        found = store.collection("c")
+        found = store.collections.one("c")
         assert found is not None
         assert found.retired == ()
-        assert len(store.rows(first)) == 0
-        with store.transaction():
-            assert store.remove_retired(first, 1, NOW_MS).is_done
+        assert len(store.embeddings.rows(first)) == 0
+        with store.database.transaction():
+            assert store.documents.remove_retired(first, 1, NOW_MS).is_done
 
     def test_a_step_removes_a_bounded_number_of_chunks(self, store: DocumentStore) -> None:
         for name, count in {"a": 3, "b": 3, "c": 9, "d": 0, "e": 2}.items():
             put(store, name, [f"{name}{i}" for i in range(count)])
-        with store.transaction():
-            store.start_deleting("c")
-            store.commit()
+        with store.database.transaction():
+            store.collections.start_deleting("c")
+            store.database.commit()
         removed = []
         while True:
-            with store.transaction(frees_space=True):
-                step = store.remove_documents("c", 6, NOW_MS)
-                store.commit()
+            with store.database.transaction(frees_space=True):
+                step = store.documents.remove_of_collection("c", 6, NOW_MS)
+                store.database.commit()
             removed.append(sorted({delete.document for delete in step.deletes}))
             if step.is_done:
                 break
@@ -422,12 +435,12 @@ class DocumentsContract:
     ) -> None:
         put(store, "d", ["a", "b"])
         document = a_document("d", "a c")
-        with store.transaction():
+        with store.database.transaction():
             chunks = {serving(store): chunks_of(["a", "c"], tokenizer="other")}
-            change = store.replace(
+            change = store.documents.replace(
                 "c", document, version_of(document), chunks, now_ms=NOW_MS, claim=True
             )
-            store.commit()
+            store.database.commit()
         [removed] = change.deletes
         assert removed.names_document
         assert removed.token_digests == (digest_of_text("b"),)
@@ -436,14 +449,14 @@ class DocumentsContract:
         put(store, "d", ["a"])
         second = start_building(store)
         third = start_building(store, replace(RECIPE, embedder="third"))
-        found = store.collection("c")
+        found = store.collections.one("c")
         assert found is not None
         assert found.building is not None
         assert (found.building.row, found.retired) == (third, (second,))
-        with store.transaction():
-            store.retire_building("c")
-            store.commit()
-        found = store.collection("c")
+        with store.database.transaction():
+            store.collections.retire_building("c")
+            store.database.commit()
+        found = store.collections.one("c")
         assert found is not None
         assert (found.building, found.retired) == (None, (second, third))
 
@@ -452,44 +465,46 @@ class DocumentsContract:
         put(store, "kept", ["a"], collection="other")
         for name in "abc":
             put(store, name, [name])
-        with store.transaction():
-            store.start_deleting("c")
-            store.commit()
-        assert store.collections()["c"].is_deleting
+        with store.database.transaction():
+            store.collections.start_deleting("c")
+            store.database.commit()
+        assert store.collections.all()["c"].is_deleting
         steps = []
         while True:
-            with store.transaction(frees_space=True):
-                step = store.remove_documents("c", 2, NOW_MS)
+            with store.database.transaction(frees_space=True):
+                step = store.documents.remove_of_collection("c", 2, NOW_MS)
                 if step.is_done:
-                    store.drop_collection("c")
-                store.commit()
+                    store.collections.drop("c")
+                store.database.commit()
             if step.is_done:
                 break
             steps.append([(one.document, one.names_document) for one in step.deletes])
         assert steps[:2] == [[("a", True), ("b", True)], [("c", True)]]
         assert not any(steps[2:])
-        assert list(store.collections()) == ["other"]
-        assert store.get("other", "kept") is not None
+        assert list(store.collections.all()) == ["other"]
+        assert store.reads.get("other", "kept") is not None
 
     def test_chunks_without_embeddings_are_found_by_words_only(self, store: DocumentStore) -> None:
         document = a_document("d", "zebra")
-        with store.transaction():
+        with store.database.transaction():
             chunks = {serving(store): chunks_of(["zebra"], is_embedded=False)}
-            store.replace("c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False)
-            store.commit()
-        assert len(store.rows(serving(store))) == 0
-        [hit] = store.lexical_hits(serving(store), ["zebras"], 10)
-        assert store.positions([hit.row]) == {hit.row: ("d", 0)}
+            store.documents.replace(
+                "c", document, version_of(document), chunks, now_ms=NOW_MS, claim=False
+            )
+            store.database.commit()
+        assert len(store.embeddings.rows(serving(store))) == 0
+        [hit] = store.lexical.hits(serving(store), ["zebras"], 10)
+        assert store.reads.positions([hit.row]) == {hit.row: ("d", 0)}
 
     def test_uncommitted_removals_are_not_seen(self, store: DocumentStore) -> None:
         put(store, "d", ["a"])
-        with store.transaction():
-            store.delete("c", "d", NOW_MS)
-            assert store.get("c", "d") is not None
-            assert len(store.rows(serving(store))) == 1
-            store.commit()
-        assert store.get("c", "d") is None
-        assert len(store.rows(serving(store))) == 0
+        with store.database.transaction():
+            store.documents.delete("c", "d", NOW_MS)
+            assert store.reads.get("c", "d") is not None
+            assert len(store.embeddings.rows(serving(store))) == 1
+            store.database.commit()
+        assert store.reads.get("c", "d") is None
+        assert len(store.embeddings.rows(serving(store))) == 0
 
     def test_a_claim_ends_and_an_acknowledgement_stays(self, store: DocumentStore) -> None:
         for name in "ab":
@@ -498,10 +513,10 @@ class DocumentsContract:
         first = sorted(pending(store), key=lambda one: one.document)
         assert [one.document for one in first] == ["a", "b"]
         assert pending(store) == []
-        with store.transaction():
+        with store.database.transaction():
             store.outbox.acknowledge([first[0].id], [], NOW_MS)
             again = store.outbox.claim(10, NOW_MS + CLAIM_MS + 1)
-            store.commit()
+            store.database.commit()
         assert [one.id for one in again.deletes] == [first[1].id]
         assert again.num_unacknowledged == 1
 
@@ -512,21 +527,21 @@ class DocumentsContract:
             put(store, name, [name])
             put(store, name, ["new"])
         partial = pending(store)[0]
-        with store.transaction():
+        with store.database.transaction():
             store.outbox.acknowledge([], [partial.id], NOW_MS)
             everything = store.outbox.add_everything(NOW_MS)
             claimed = store.outbox.claim(10, NOW_MS + 2 * CLAIM_MS)
-            store.commit()
+            store.database.commit()
         assert everything.everything
         assert [one.id for one in claimed.deletes] == [everything.id]
 
     def test_reports_replace_each_other(self, store: DocumentStore) -> None:
-        assert store.report("r") is None
+        assert store.reads.report("r") is None
         for body, at_ms in ((b"one", 1), (b"\0two", 2)):
-            with store.transaction():
-                store.put_report("r", body, at_ms)
-                store.commit()
-        assert store.report("r") == (b"\0two", 2)
+            with store.database.transaction():
+                store.documents.put_report("r", body, at_ms)
+                store.database.commit()
+        assert store.reads.report("r") == (b"\0two", 2)
 
 
 class FiltersContract:
@@ -537,8 +552,8 @@ class FiltersContract:
     def test_filters_agree_with_their_meaning(
         self, filtered_store: DocumentStore, wanted: Filter
     ) -> None:
-        rows = filtered_store.allowed_rows(serving(filtered_store), wanted)
-        found = filtered_store.positions(rows.tolist())
+        rows = filtered_store.reads.allowed_rows(serving(filtered_store), wanted)
+        found = filtered_store.reads.positions(rows.tolist())
         expected = [
             document_id
             for document_id, title, metadata in FILTERED
@@ -598,12 +613,12 @@ class LexicalContract:
         generation = serving(store)
         for i in range(12):
             put(store, f"d{i:02}", ["apple " * (12 - i)], metadata={"parity": str(i % 2)})
-        allowed = store.allowed_rows(generation, In("parity", ("1",)))
+        allowed = store.reads.allowed_rows(generation, In("parity", ("1",)))
         assert len(allowed) == 6
-        hits = store.lexical_hits(generation, ["apple"], 3, allowed=allowed)
-        everything = store.lexical_hits(generation, ["apple"], 20)
+        hits = store.lexical.hits(generation, ["apple"], 3, allowed=allowed)
+        everything = store.lexical.hits(generation, ["apple"], 20)
         assert hits == [hit for hit in everything if hit.row in allowed][:3]
-        assert not store.lexical_hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
+        assert not store.lexical.hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
 
     def test_hits_have_the_scores_that_all_words_give(
         self, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
@@ -614,11 +629,11 @@ class LexicalContract:
         ]
         put(store, "d", texts, title="")
         words = ["common", "rare", "end", "absent"]
-        everything = {hit.row: hit.score for hit in store.lexical_hits(generation, words, 100)}
+        everything = {hit.row: hit.score for hit in store.lexical.hits(generation, words, 100)}
         assert len(everything) == 60
         monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 10)
         monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 12)
-        found = store.lexical_hits(generation, words, 100)
+        found = store.lexical.hits(generation, words, 100)
         assert len(found) == 12
         # "end" is in all chunks and has the least weight, which is not zero.
         assert [hit.score for hit in found] == pytest.approx(
@@ -626,7 +641,7 @@ class LexicalContract:
         )
         assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
         put(store, "e", ["absent"], title="")
-        assert len(store.lexical_hits(generation, words, 100)) == 13
+        assert len(store.lexical.hits(generation, words, 100)) == 13
 
     def test_few_allowed_rows_are_found_by_all_words(
         self, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
@@ -636,14 +651,14 @@ class LexicalContract:
         monkeypatch.setattr(word_choice, "MIN_CANDIDATES", 5)
         monkeypatch.setattr(word_choice, "MAX_CANDIDATES", 5)
         words = ["rare", "common"]
-        assert len(store.lexical_hits(generation, words, 100)) == 10
-        allowed = store.rows(generation)[50:60]
-        hits = store.lexical_hits(generation, words, 100, allowed=allowed)
+        assert len(store.lexical.hits(generation, words, 100)) == 10
+        allowed = store.embeddings.rows(generation)[50:60]
+        hits = store.lexical.hits(generation, words, 100, allowed=allowed)
         assert [hit.row for hit in hits] == allowed.tolist()
 
 
 def documents_of(store: DocumentStore, generation: int, *words: str) -> list[str]:
-    hits = store.lexical_hits(generation, words, 10)
+    hits = store.lexical.hits(generation, words, 10)
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
-    positions = store.positions([hit.row for hit in hits])
+    positions = store.reads.positions([hit.row for hit in hits])
     return [positions[hit.row][0] for hit in hits]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.postgres.document_store import open_postgres
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.integration.retriever.store_contract import (
     DocumentsContract,
@@ -28,8 +28,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def new_store(backend: str, folder: Path, request: pytest.FixtureRequest) -> DocumentStore:
     if backend == "postgres":
-        return PostgresDocumentStore(request.getfixturevalue("postgres").new_schema())
-    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+        return open_postgres(request.getfixturevalue("postgres").new_schema())
+    return open_sqlite(folder, DiskReserve(folder, 0))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def store(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     opened = new_store(backend, tmp_path, request)
     add_collection(opened, "c")
     yield opened
-    opened.close()
+    opened.database.close()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def filtered_store(
     opened = new_store(backend, tmp_path_factory.mktemp("filtered"), request)
     fill_filtered(opened)
     yield opened
-    opened.close()
+    opened.database.close()
 
 
 class TestDocuments(DocumentsContract):

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from ragcache_retriever.concurrency.threads import NUM_READERS
 from ragcache_retriever.knowledge_base import filter_cache
 from ragcache_retriever.knowledge_base.filter_cache import NUM_THREADS, FilterCache, FilterCancelled
 from ragcache_retriever.ranking.search import Search
+from ragcache_retriever.store.reads import DocumentReads
 from ragcache_retriever.store.records import Document, Rows
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.database import SqliteDatabase
+from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.kit.clock import ManualClock
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
@@ -39,11 +42,11 @@ class Changes:
         return self.of[generation]
 
 
-class HeldStore(SqliteDocumentStore):
-    """A store whose evaluations of filters wait while ``may_go_on`` is not set."""
+class HeldReads(DocumentReads):
+    """Reads whose evaluations of filters wait while ``may_go_on`` is not set."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, DiskReserve(folder, 0))
+    def __init__(self, database: SqliteDatabase) -> None:
+        super().__init__(database)
         self.num_evaluations = 0
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -58,11 +61,16 @@ class HeldStore(SqliteDocumentStore):
         return super().allowed_rows(generation, wanted, cancelled)
 
 
+@dataclass(frozen=True)
+class HeldStore(SqliteStore):
+    reads: HeldReads
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[HeldStore]:
-    store = HeldStore(tmp_path)
-    yield store
-    store.close()
+    opened = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
+    yield HeldStore(**(vars(opened) | {"reads": HeldReads(opened.database)}))
+    opened.database.close()
 
 
 @pytest.fixture
@@ -99,16 +107,16 @@ def num_waiting(cache: FilterCache) -> int:
 def test_searches_that_wait_for_one_filter_share_its_evaluation(
     cache: FilterCache, store: HeldStore, generation: int, pool: ThreadPoolExecutor
 ) -> None:
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     # The same conditions in other words are the same filter.
     filters: list[Filter] = [ODD, And((ODD, ODD)), Or((ODD,)), In("parity", ("odd", "odd"))]
     waiting = [pool.submit(cache.allowed_rows, generation, wanted) for wanted in filters]
     wait_until(lambda: num_waiting(cache) == 4)
-    store.may_go_on.set()
+    store.reads.may_go_on.set()
     [first, *others] = [one.result(60) for one in waiting]
     assert len(first) == NUM_DOCUMENTS // 2
     assert all(rows is first for rows in others)
-    assert store.num_evaluations == 1
+    assert store.reads.num_evaluations == 1
 
 
 def test_only_changes_of_its_collection_outdate_a_filter(
@@ -129,23 +137,23 @@ def test_a_search_sees_a_change_that_came_during_an_evaluation(
     generation: int,
     pool: ThreadPoolExecutor,
 ) -> None:
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     earlier = pool.submit(cache.allowed_rows, generation, ODD)
     wait_until(lambda: num_waiting(cache) == 1)
     changes.of[generation] += 1
     later = [pool.submit(cache.allowed_rows, generation, ODD) for _ in range(3)]
     wait_until(lambda: num_waiting(cache) == 4)
-    store.may_go_on.set()
+    store.reads.may_go_on.set()
     earlier.result(60)
     [first, *others] = [one.result(60) for one in later]
     assert all(rows is first for rows in others)
-    assert store.num_evaluations == 2, "one for the earlier search, one for all others"
+    assert store.reads.num_evaluations == 2, "one for the earlier search, one for all others"
 
 
 def test_an_evaluation_ends_when_all_that_wait_are_cancelled(
     cache: FilterCache, store: HeldStore, generation: int, pool: ThreadPoolExecutor
 ) -> None:
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     cancelled = [threading.Event(), threading.Event()]
     waiting = [
         pool.submit(cache.allowed_rows, generation, ODD, event.is_set) for event in cancelled
@@ -157,25 +165,25 @@ def test_an_evaluation_ends_when_all_that_wait_are_cancelled(
         with pytest.raises(FilterCancelled):
             one.result(60)
     wait_until(lambda: not cache._current)
-    store.may_go_on.set()
+    store.reads.may_go_on.set()
     assert len(cache.allowed_rows(generation, ODD)) == NUM_DOCUMENTS // 2
 
 
 def test_many_searches_wait_without_threads(
     cache: FilterCache, store: HeldStore, changes: Changes, generation: int
 ) -> None:
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     waiting = []
     for _ in range(20):
         waiting += [cache.request(generation, ODD) for _ in range(5)]
-        wait_until(lambda: store.num_evaluations == 1)
+        wait_until(lambda: store.reads.num_evaluations == 1)
         changes.of[generation] += 1  # as under ingestion
     other = cache.request(generation, Exists("parity"))
-    wait_until(lambda: store.num_evaluations == 2)
-    store.may_go_on.set()
+    wait_until(lambda: store.reads.num_evaluations == 2)
+    store.reads.may_go_on.set()
     assert {len(one.result(60)) for one in waiting} == {NUM_DOCUMENTS // 2}
     assert len(other.result(60)) == NUM_DOCUMENTS
-    assert store.num_evaluations == 3, "two for those that wait, and one for the other filter"
+    assert store.reads.num_evaluations == 3, "two for those that wait, and one for the other filter"
 
 
 def test_a_search_that_joins_an_ending_evaluation_gets_its_rows(
@@ -186,13 +194,13 @@ def test_a_search_that_joins_an_ending_evaluation_gets_its_rows(
 
     def ended(generation: int, wanted: Filter, cancelled: Callable[[], bool]) -> Rows:
         if joined:
-            return SqliteDocumentStore.allowed_rows(store, generation, wanted, cancelled)
+            return DocumentReads.allowed_rows(store.reads, generation, wanted, cancelled)
         is_cancelled.set()
         assert cancelled()
         joined.append(cache.request(generation, wanted))
         raise Unavailable("retriever", "documents cannot be read: interrupted")
 
-    monkeypatch.setattr(store, "allowed_rows", ended)
+    monkeypatch.setattr(store.reads, "allowed_rows", ended)
     first = cache.request(generation, ODD, is_cancelled.is_set)
     assert len(first.result(60)) == NUM_DOCUMENTS // 2
     assert joined == [first]
@@ -202,16 +210,16 @@ def test_closing_ends_evaluations_that_run_and_that_wait(
     store: HeldStore, changes: Changes, generation: int
 ) -> None:
     cache = FilterCache(store, changes)  # type: ignore[arg-type]
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(NUM_THREADS + 1)]
-    wait_until(lambda: store.num_evaluations == NUM_THREADS)
+    wait_until(lambda: store.reads.num_evaluations == NUM_THREADS)
     changes.of[generation] += 1
     waiting.append(cache.request(generation, Exists("field 0")))
     cache.close()
     assert all(isinstance(one.exception(60), FilterCancelled) for one in waiting)
     with pytest.raises(Unavailable, match="stopping"):
         cache.request(generation, ODD)
-    store.may_go_on.set()
+    store.reads.may_go_on.set()
 
 
 def test_a_filter_that_takes_too_long_is_refused(
@@ -224,35 +232,35 @@ def test_a_filter_that_takes_too_long_is_refused(
     clock = ManualClock()
     monkeypatch.setattr(filter_cache, "time", clock)
     monkeypatch.setattr(filter_cache, "LIMIT_S", 0.2)
-    store.may_go_on.clear()
+    store.reads.may_go_on.clear()
     waiting = [pool.submit(cache.allowed_rows, generation, ODD) for _ in range(3)]
     wait_until(lambda: num_waiting(cache) == 3)
     clock.now += 0.3
     for one in waiting:
         with pytest.raises(InvalidInput, match=r"filter: takes longer than 0\.2 s.*; use fewer"):
             one.result(60)
-    assert store.num_evaluations == 1
+    assert store.reads.num_evaluations == 1
 
 
 def test_a_failure_reaches_all_that_wait_and_is_not_kept(
     cache: FilterCache, store: HeldStore, generation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as failing:
-        failing.setattr(store.database, "iterate", lambda *_, **__: 1 / 0)
+        failing.setattr(store.database, "read_one", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.allowed_rows(generation, ODD)
     assert len(cache.allowed_rows(generation, ODD)) == NUM_DOCUMENTS // 2
 
 
 def test_the_store_ends_a_cancelled_evaluation(store: HeldStore, generation: int) -> None:
-    with store.transaction():
+    with store.database.transaction():
         store.database.execute(
             "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers"
             " WHERE n < 20000) INSERT INTO documents (row, collection, id, title, content_type,"
             " metadata, content_hash, text_bytes, updated_unix_ms)"
             " SELECT 1000 + n, 1, 'n' || n, '', 1, '{}', '', 0, 0 FROM numbers"
         )
-        store.commit()
+        store.database.commit()
     num_asked = 0
 
     def cancelled() -> bool:
@@ -262,10 +270,10 @@ def test_the_store_ends_a_cancelled_evaluation(store: HeldStore, generation: int
 
     wanted: Filter = And(tuple(Not(Exists(f"field {i}")) for i in range(20)))
     with pytest.raises(Unavailable, match="interrupted"):
-        store.allowed_rows(generation, wanted, cancelled)
+        store.reads.allowed_rows(generation, wanted, cancelled)
     assert num_asked == 3
     # The connection serves the next query.
-    assert len(store.allowed_rows(generation, wanted)) == NUM_DOCUMENTS
+    assert len(store.reads.allowed_rows(generation, wanted)) == NUM_DOCUMENTS
 
 
 async def test_slow_filters_leave_threads_to_other_searches(
@@ -277,7 +285,7 @@ async def test_slow_filters_leave_threads_to_other_searches(
         "default", Document("d", "d", "Apple.", 1, {"parity": "odd"})
     )
     may_go_on, store = threading.Event(), knowledge_base.store
-    allowed_rows = store.allowed_rows
+    allowed_rows = store.reads.allowed_rows
 
     def held(generation: int, wanted: Filter, cancelled: Callable[[], bool]) -> Rows:
         while not may_go_on.wait(0.001):
@@ -285,7 +293,7 @@ async def test_slow_filters_leave_threads_to_other_searches(
                 raise Unavailable("retriever", "interrupted")
         return allowed_rows(generation, wanted, cancelled)
 
-    monkeypatch.setattr(store, "allowed_rows", held)
+    monkeypatch.setattr(store.reads, "allowed_rows", held)
 
     async def found(wanted: Filter | None) -> int:
         query = Search("default", "apple", 10, filter=wanted)

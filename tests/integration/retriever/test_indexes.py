@@ -13,7 +13,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.kit.retriever import build_thread
@@ -24,14 +24,14 @@ CHUNKS_OF_A_DOCUMENT = 30
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
-    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
     yield store
-    store.close()
+    store.database.close()
 
 
 @pytest.fixture
-def generation(store: SqliteDocumentStore) -> int:
+def generation(store: SqliteStore) -> int:
     generation = add_collection(store, "c")
     for i in range(NUM_DOCUMENTS):
         put(store, f"d{i}", texts(i))
@@ -44,7 +44,7 @@ def texts(number: int) -> list[str]:
     return [f"{first + i:04x}" for i in range(CHUNKS_OF_A_DOCUMENT)]
 
 
-def opened(store: SqliteDocumentStore, generation: int) -> GenerationIndexes:
+def opened(store: SqliteStore, generation: int) -> GenerationIndexes:
     folder = store.database.folder / INDEXES_FOLDER
     files = FaissIndexes(folder, IndexOptions(), build_thread())
     indexes = GenerationIndexes(store, files)
@@ -52,20 +52,18 @@ def opened(store: SqliteDocumentStore, generation: int) -> GenerationIndexes:
     return indexes
 
 
-def check(store: SqliteDocumentStore, indexes: GenerationIndexes, generation: int) -> None:
+def check(store: SqliteStore, indexes: GenerationIndexes, generation: int) -> None:
     """Compare the index with the stored vectors."""
-    rows, vectors = store.vectors_after(generation, 0, 10_000)
+    rows, vectors = store.embeddings.after(generation, 0, 10_000)
     with indexes.using(generation) as index:
-        assert index.rows().tolist() == rows.tolist() == store.rows(generation).tolist()
+        assert index.rows().tolist() == rows.tolist() == store.embeddings.rows(generation).tolist()
         for query in vectors[::97]:
             *_, final = index.search(query, 5)
             expected = np.sort(vectors @ query)[::-1][:5]
             assert np.allclose(final.scores, expected, atol=1e-5)
 
 
-def test_an_index_is_completed_from_the_documents(
-    store: SqliteDocumentStore, generation: int
-) -> None:
+def test_an_index_is_completed_from_the_documents(store: SqliteStore, generation: int) -> None:
     indexes = opened(store, generation)
     check(store, indexes, generation)
     indexes.close()
@@ -81,9 +79,7 @@ def test_an_index_is_completed_from_the_documents(
     indexes.close()
 
 
-def test_an_index_without_usable_files_is_built_again(
-    store: SqliteDocumentStore, generation: int
-) -> None:
+def test_an_index_without_usable_files_is_built_again(store: SqliteStore, generation: int) -> None:
     opened(store, generation).close()
     folder = store.database.folder / INDEXES_FOLDER / str(generation)
     for path in folder.rglob("*"):
@@ -95,11 +91,11 @@ def test_an_index_without_usable_files_is_built_again(
 
 
 def test_an_index_that_is_dropped_serves_the_searches_that_use_it(
-    store: SqliteDocumentStore, generation: int
+    store: SqliteStore, generation: int
 ) -> None:
     indexes = opened(store, generation)
     folder = store.database.folder / INDEXES_FOLDER
-    query = store.vectors_after(generation, 0, 1)[1][0]
+    query = store.embeddings.after(generation, 0, 1)[1][0]
     with indexes.using(generation) as index:
         indexes.keep_only([])
         with pytest.raises(Unavailable, match="being opened"), indexes.using(generation):
@@ -113,7 +109,7 @@ def test_an_index_that_is_dropped_serves_the_searches_that_use_it(
 
 
 def test_a_search_waits_for_a_change_no_longer_than_asked(
-    store: SqliteDocumentStore, generation: int
+    store: SqliteStore, generation: int
 ) -> None:
     indexes = opened(store, generation)
     indexes.wait_for_change(indexes.num_published, timeout_s=0.01)

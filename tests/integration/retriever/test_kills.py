@@ -22,7 +22,7 @@ from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.search.faiss_index import FaissIndexes, IndexOptions
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER, check_backup
 from ragcache_retriever.store.sqlite.files.damage import find_damage
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
@@ -201,7 +201,7 @@ async def check(client: RetrieverClient, expected: Expected) -> None:
 
 def check_files(folder: Path) -> set[str]:
     """Check the database and the indexes of a killed process. Return its tables of words."""
-    store = SqliteDocumentStore(folder, DiskReserve(folder, 0))
+    store = open_sqlite(folder, DiskReserve(folder, 0))
     query = store.database.query
     try:
         assert find_damage(store.database.path, threading.Event()) is None
@@ -213,7 +213,7 @@ def check_files(folder: Path) -> set[str]:
         generations = {row for (row,) in query("SELECT row FROM generations")}
         # The next start removes what is left of a generation, so nothing may be left without one.
         assert {int(name.split("_")[1]) for name in tables} <= generations
-        for collection in store.collections().values():
+        for collection in store.collections.all().values():
             [(documents,)] = query(
                 "SELECT count(*) FROM documents JOIN collections"
                 " ON collections.row = documents.collection WHERE name = ?",
@@ -235,7 +235,7 @@ def check_files(folder: Path) -> set[str]:
                 check_index(store, folder, generation.row, generation.recipe.dimension)
         return tables
     finally:
-        store.close()
+        store.database.close()
 
 
 def check_nothing_left(folder: Path) -> None:
@@ -253,16 +253,16 @@ def check_nothing_left(folder: Path) -> None:
     assert not any(name.startswith("detached_") for name in tables)
 
 
-def check_index(store: SqliteDocumentStore, folder: Path, generation: int, dimension: int) -> None:
+def check_index(store: SqliteStore, folder: Path, generation: int, dimension: int) -> None:
     """Compare the index that was on disk, once reconciled, with the stored vectors."""
     files = FaissIndexes(folder / INDEXES_FOLDER, IndexOptions(), build_thread())
     indexes = GenerationIndexes(store, files)
     indexes.open(generation, dimension, IndexKind.AUTO)
-    rows = store.rows(generation)
+    rows = store.embeddings.rows(generation)
     with indexes.using(generation) as index:
         assert index.rows().tolist() == rows.tolist()
         if len(rows):
-            stored_rows, vectors = store.vectors_after(generation, 0, len(rows))
+            stored_rows, vectors = store.embeddings.after(generation, 0, len(rows))
             assert stored_rows.tolist() == rows.tolist()
             query = vectors[len(rows) // 2]
             *_, final = index.search(query, 20)

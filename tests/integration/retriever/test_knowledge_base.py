@@ -22,7 +22,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache
 from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchStage
 from ragcache_retriever.store.records import Document
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.damage import MARKER_NAME
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
@@ -219,7 +219,7 @@ class CountedChanges:
 
 
 def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
-    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    store = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
     generation = add_collection(store, "c")
     for i in range(4):
         put(store, f"d{i}", ["text"], metadata={"n": str(i)})
@@ -233,14 +233,14 @@ def test_the_rows_of_a_filter_are_kept_until_a_change(tmp_path: Path) -> None:
     changes.of[generation] += 1
     assert cache.allowed_rows(generation, In("n", ("1", "2"))).tolist() == first[1:].tolist()
     cache.close()
-    store.close()
+    store.database.close()
 
 
 async def test_damage_that_the_check_finds_asks_for_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "CHECK_DELAY_S", 0)
-    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+    store = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
     add_collection(store, "c")
     put(store, "d", ["text " * 4000])
     restart = asyncio.Event()
@@ -253,4 +253,4 @@ async def test_damage_that_the_check_finds_asks_for_a_restart(
     await process._check(store, threading.Event(), restart)
     assert restart.is_set()
     assert (tmp_path / MARKER_NAME).exists()
-    store.close()
+    store.database.close()

@@ -17,8 +17,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.search import SearchMode
 from ragcache_retriever.search.milvus import MilvusIndexes
-from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
-from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.integration.retriever.knowledge_base_contract import (
     KnowledgeBaseContract,
@@ -60,7 +59,7 @@ class PostgresHarness:
     url: str
 
     async def opened(self) -> KnowledgeBase:
-        store = PostgresDocumentStore(self.url)
+        store = open_postgres(self.url)
         knowledge_base = make_knowledge_base(
             self.folder, self.tokenizer, store=store, indexes=PgvectorIndexes(store.database)
         )

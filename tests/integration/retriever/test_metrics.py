@@ -70,7 +70,7 @@ async def test_an_unexpected_error_does_not_end_the_reads_of_sizes(
 ) -> None:
     monkeypatch.setattr(metrics_module, "LEVELS_INTERVAL_S", 0.01)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
-    metrics, disk = Metrics(), knowledge_base.store.disk
+    metrics, disk = Metrics(), knowledge_base.store.database.disk
     has_read = asyncio.Event()
     failures: list[str] = []
 

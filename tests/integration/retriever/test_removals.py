@@ -11,8 +11,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base import collections
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.store.sqlite.database import Database
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.database import SqliteDatabase
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -41,7 +40,7 @@ async def split_again(client: RetrieverClient, collection: str) -> None:
 
 def has_been_split(knowledge_base: KnowledgeBase, collection: str) -> bool:
     """Whether the wanted chunks of a collection serve."""
-    stored = knowledge_base.store.collection(collection)
+    stored = knowledge_base.store.collections.one(collection)
     assert stored is not None
     assert stored.serving is not None
     return stored.serving.recipe.chunking.size_tokens == OTHER_CHUNKING.size_tokens
@@ -49,7 +48,7 @@ def has_been_split(knowledge_base: KnowledgeBase, collection: str) -> bool:
 
 async def removed(knowledge_base: KnowledgeBase, collection: str) -> None:
     """Wait until nothing is stored of a collection."""
-    await until(lambda: knowledge_base.store.collection(collection) is None)
+    await until(lambda: knowledge_base.store.collections.one(collection) is None)
 
 
 async def test_a_deletion_does_not_wait_for_the_remake_of_another_collection(
@@ -110,7 +109,7 @@ async def test_a_deletion_needs_no_embedder(tmp_path: Path, tiny_model: Path) ->
 class PageReserve(DiskReserve):
     """Pages of a database with a limit of pages, which stands for the size of its disk."""
 
-    def __init__(self, database: Database, num_pages: int, num_reserved: int) -> None:
+    def __init__(self, database: SqliteDatabase, num_pages: int, num_reserved: int) -> None:
         super().__init__(database.folder, 0)
         self._database = database
         self._num_pages = num_pages
@@ -137,7 +136,7 @@ async def test_a_deletion_frees_the_space_that_a_remake_lacks(
     monkeypatch.setattr(collections, "REMOVED_AT_ONCE", 8)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     store = knowledge_base.store
-    assert isinstance(store, SqliteDocumentStore)
+    assert isinstance(store.database, SqliteDatabase)
     async with serving(knowledge_base) as client:
         await put_documents(client, "a", 40)
         await put_documents(client, "b", 80)

@@ -15,7 +15,7 @@ from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_retriever import service
 from ragcache_retriever.documents.splitter import SplitLimit
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.store.sql import outbox
+from ragcache_retriever.store import outbox
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import digest_of, make_knowledge_base, serving, tokenizer_of

@@ -18,12 +18,11 @@ from ragcache_retriever.search import milvus
 from ragcache_retriever.search.faiss_index import BuildThread, FaissIndexes, IndexOptions
 from ragcache_retriever.search.milvus import MAX_HITS, MAX_LISTED_ROWS, MilvusIndexes
 from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes, Vectors
-from ragcache_retriever.store.postgres.connections.binary_types import BigintArray, vector_bytes
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
-from ragcache_retriever.store.postgres.document_store import PostgresDocumentStore
+from ragcache_retriever.store.postgres import vector_index
+from ragcache_retriever.store.postgres.binary_types import BigintArray, vector_bytes
+from ragcache_retriever.store.postgres.database import PostgresDatabase
 from ragcache_retriever.store.postgres.schema import vector_table
-from ragcache_retriever.store.postgres.vectors import vector_index
-from ragcache_retriever.store.postgres.vectors.vector_index import PgvectorIndexes
+from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from tests.integration.retriever.index_contract import (
     DIMENSION,
     NUM_ROWS,
@@ -132,11 +131,11 @@ def embedded(
         yield make
 
 
-def pgvector_harness(store: PostgresDocumentStore, kind: IndexKind) -> PgvectorHarness:
-    with store.transaction():
-        store.put_collection("c", CollectionSettings())
-        generation = store.add_generation("c", replace(RECIPE, dimension=DIMENSION))
-        store.commit()
+def pgvector_harness(store: PostgresStore, kind: IndexKind) -> PgvectorHarness:
+    with store.database.transaction():
+        store.collections.put("c", CollectionSettings())
+        generation = store.collections.add_generation("c", replace(RECIPE, dimension=DIMENSION))
+        store.database.commit()
     return PgvectorHarness(store.database, kind, generation)
 
 
@@ -163,11 +162,11 @@ def made(request: pytest.FixtureRequest) -> Iterator[IndexHarness]:
         yield harness
         indexes.close()
     else:
-        store = PostgresDocumentStore(request.getfixturevalue("postgres").new_schema())
+        store = open_postgres(request.getfixturevalue("postgres").new_schema())
         harness = pgvector_harness(store, kind)
         harness.build()
         yield harness
-        store.close()
+        store.database.close()
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -233,7 +232,7 @@ def test_rows_far_from_the_question_are_found_in_a_graph_of_pgvector(
     url = postgres.new_schema().replace(
         "options=-c", f"options=-chnsw.max_scan_tuples%3D{max_scan_tuples}%20-c"
     )
-    store = PostgresDocumentStore(url)
+    store = open_postgres(url)
     harness = pgvector_harness(store, IndexKind.HNSW)
     harness.build()
     assert harness.index.kind is IndexKind.HNSW
@@ -245,12 +244,12 @@ def test_rows_far_from_the_question_are_found_in_a_graph_of_pgvector(
         progress = [stage.progress for stage in stages]
         assert progress == sorted(progress)
         assert (progress[-1], [stage.final for stage in stages].count(True)) == (1.0, 1)
-    store.close()
+    store.database.close()
 
 
 def test_dead_rows_of_a_graph_hide_no_row_in_pgvector(postgres: PostgresServer) -> None:
     url = postgres.new_schema().replace("options=-c", "options=-chnsw.max_scan_tuples%3D100%20-c")
-    store = PostgresDocumentStore(url)
+    store = open_postgres(url)
     harness = pgvector_harness(store, IndexKind.HNSW)
     harness.build()
     with store.database.connection() as connection:
@@ -262,7 +261,7 @@ def test_dead_rows_of_a_graph_hide_no_row_in_pgvector(postgres: PostgresServer) 
     assert harness.index.kind is IndexKind.HNSW
     found = last(list(harness.index.search(query, TOP_K)))
     assert set(found.rows) == set(kept.tolist())
-    store.close()
+    store.database.close()
 
 
 class TestSearches(IndexContract):

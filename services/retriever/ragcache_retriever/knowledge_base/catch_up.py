@@ -40,7 +40,7 @@ class ChangeFollower:
     def start(self) -> None:
         """Begin."""
         self._completing.start()
-        if self._collections.store.is_shared:
+        if self._collections.store.database.is_shared:
             self._refreshing.start()
 
     async def close(self) -> None:

@@ -18,8 +18,7 @@ from ragcache_retriever.documents.collection import (
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.preparer import DocumentPreparer
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.outbox import OutboxDelete
-from ragcache_retriever.store.records import Generation, Recipe, StoredCollection
+from ragcache_retriever.store.records import Generation, OutboxDelete, Recipe, StoredCollection
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class CollectionSet:
     async def info(self, name: str) -> pb.Collection:
         """Return a collection with its counters. Raises NotFound."""
         self.get(name)
-        stored = await self.threads.read(self.store.collection, name)
+        stored = await self.threads.read(self.store.collections.one, name)
         if stored is None:
             raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
         return self._info(stored)
@@ -117,13 +116,13 @@ class CollectionSet:
     async def infos(self) -> list[pb.Collection]:
         """Return all collections with their counters, sorted by name."""
         self.check_loaded()
-        stored = await self.threads.read(self.store.collections)
+        stored = await self.threads.read(self.store.collections.all)
         return [self._info(one) for one in stored.values() if not one.is_deleting]
 
     async def index_statuses(self) -> list[pb.IndexStatus]:
         """Return the state of the serving indexes."""
         self.check_loaded()
-        stored = await self.threads.read(self.store.collections)
+        stored = await self.threads.read(self.store.collections.all)
         return [
             self._index_status(one, one.serving)
             for one in stored.values()
@@ -150,7 +149,7 @@ class CollectionSet:
 
     async def adopt_embedder(self) -> None:
         """Let the embedder take the identity of one whose vectors are stored, if they compare."""
-        stored = await self.threads.read(self.store.collections)
+        stored = await self.threads.read(self.store.collections.all)
         self.preparer.adopt_embedder(
             generation.recipe for one in stored.values() for generation in one.generations
         )
@@ -163,7 +162,7 @@ class CollectionSet:
                 their other indexes are open.
         """
         self.is_stale = True
-        stored = self.store.collections()
+        stored = self.store.collections.all()
         wanted: set[int] = set()
         failure: Exception | None = None
         for one in stored.values():
@@ -184,21 +183,21 @@ class CollectionSet:
 
     def has_changed(self) -> bool:
         """Whether the store has other collections, settings or generations. Any thread asks."""
-        return _without_counters(self.store.collections()) != _without_counters(self._stored)
+        return _without_counters(self.store.collections.all()) != _without_counters(self._stored)
 
     def add_missing(self) -> None:
         """Create the default collection and missing serving generations. In the writer's thread."""
-        stored = self.store.collections()
-        with self.store.transaction():
+        stored = self.store.collections.all()
+        with self.store.database.transaction():
             if DEFAULT_COLLECTION not in stored:
-                self.store.put_collection(DEFAULT_COLLECTION, CollectionSettings())
+                self.store.collections.put(DEFAULT_COLLECTION, CollectionSettings())
                 chunking = self._defaults.chunking
                 recipe = self.preparer.recipe(chunking)
-                self.store.add_generation(DEFAULT_COLLECTION, recipe)
+                self.store.collections.add_generation(DEFAULT_COLLECTION, recipe)
             for name, one in stored.items():
                 if one.serving is None and not one.is_deleting:
-                    self.store.add_generation(name, self.wanted_recipe(one))
-            self.store.commit()
+                    self.store.collections.add_generation(name, self.wanted_recipe(one))
+            self.store.database.commit()
         self.reload()
 
     def _put(self, name: str, settings: CollectionSettings, kept: Collection[str]) -> None:
@@ -216,20 +215,22 @@ class CollectionSet:
             settings = replace(settings, **before)
             if settings == present.settings:
                 return
-        with self.store.transaction():
-            self.store.put_collection(name, settings)
+        with self.store.database.transaction():
+            self.store.collections.put(name, settings)
             if present is None:
                 chunking = self._defaults.chunking_of(settings)
-                self.store.add_generation(name, self.preparer.recipe(chunking))
-            self.store.commit()
+                self.store.collections.add_generation(name, self.preparer.recipe(chunking))
+            self.store.database.commit()
         self._reload_or_later()
 
     def _delete(self, name: str) -> CollectionRemoval:
-        stored = self.store.collection(name)
-        with self.store.transaction(frees_space=True):
-            self.store.start_deleting(name)
-            step = self.store.remove_documents(name, REMOVED_AT_ONCE, self.threads.now_ms())
-            self.store.commit()
+        stored = self.store.collections.one(name)
+        with self.store.database.transaction(frees_space=True):
+            self.store.collections.start_deleting(name)
+            step = self.store.documents.remove_of_collection(
+                name, REMOVED_AT_ONCE, self.threads.now_ms()
+            )
+            self.store.database.commit()
         self._reload_or_later()
         return CollectionRemoval(0 if stored is None else stored.num_documents, step.deletes)
 

@@ -26,8 +26,7 @@ from ragcache_retriever.ranking.hybrid import HybridRanking
 from ragcache_retriever.ranking.rerankers import score_texts
 from ragcache_retriever.search.vector_index import VectorIndexes, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.outbox import OutboxClaim
-from ragcache_retriever.store.records import DiskUse
+from ragcache_retriever.store.records import DiskUse, OutboxClaim
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class KnowledgeBase:
         await asyncio.to_thread(self._ranking.close)
         self._indexes.close()
         await self.preparer.embedder.close()
-        self.store.close()
+        self.store.database.close()
 
     async def wait_until_idle(self) -> None:
         """Wait until no document has to be prepared again and nothing has to be removed."""
@@ -121,7 +120,7 @@ class KnowledgeBase:
 
     async def disk(self) -> DiskUse:
         """Return the used and the free disk space."""
-        return await self.threads.read(self.store.disk)
+        return await self.threads.read(self.store.database.disk)
 
     async def embed(self, texts: Sequence[str]) -> Vectors:
         """Return the embeddings of texts, shape (len(texts), dimension). Raises Unavailable."""
@@ -139,9 +138,9 @@ class KnowledgeBase:
         """Return pending deletes that no other caller is sending."""
 
         def claim() -> OutboxClaim:
-            with self.store.transaction(frees_space=True):
+            with self.store.database.transaction(frees_space=True):
                 claim = self.store.outbox.claim(limit, self.threads.now_ms())
-                self.store.commit()
+                self.store.database.commit()
             return claim
 
         return await self.threads.write(claim)
@@ -152,9 +151,9 @@ class KnowledgeBase:
         """Record which deletes every shard, or at least one, has acknowledged."""
 
         def acknowledge() -> None:
-            with self.store.transaction(frees_space=True):
+            with self.store.database.transaction(frees_space=True):
                 self.store.outbox.acknowledge(complete, partial, self.threads.now_ms())
-                self.store.commit()
+                self.store.database.commit()
 
         await self.threads.write(acknowledge)
 
@@ -165,16 +164,16 @@ class KnowledgeBase:
         self.collections.check_loaded()
 
         def put() -> None:
-            with self.store.transaction():
-                self.store.put_report(name, body, self.threads.now_ms())
-                self.store.commit()
+            with self.store.database.transaction():
+                self.store.documents.put_report(name, body, self.threads.now_ms())
+                self.store.database.commit()
 
         await self.threads.write(put)
 
     async def report(self, name: str) -> tuple[bytes, int]:
         """Return a report and the Unix milliseconds of its last change. Raises NotFound."""
         self.collections.check_loaded()
-        found = await self.threads.read(self.store.report, name)
+        found = await self.threads.read(self.store.reads.report, name)
         if found is None:
             raise NotFound("report", name, "put it first")
         return found

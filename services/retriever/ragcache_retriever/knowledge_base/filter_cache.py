@@ -180,7 +180,7 @@ class FilterCache:
         try:
             # Read before the rows, so that a write in between makes them newer than their version.
             evaluation.version = self._version(evaluation.key[0])
-            return self._store.allowed_rows(*evaluation.key, has_ended)
+            return self._store.reads.allowed_rows(*evaluation.key, has_ended)
         except Unavailable as error:
             if not is_wanted:
                 return FilterCancelled()
@@ -189,7 +189,7 @@ class FilterCache:
             return error
 
     def _version(self, generation: int) -> int:
-        version = self._store.rows_version(generation)
+        version = self._store.reads.rows_version(generation)
         return self._indexes.num_changes(generation) if version is None else version
 
     def _is_wanted(self, evaluation: _Evaluation) -> bool:

@@ -230,7 +230,7 @@ class GenerationIndexes:
     def _bring_up_to_date(self, generation: int, index: RowIndex, rows: Rows) -> None:
         """Let an index have rows as the document store has them."""
         wanted: list[int] = np.unique(rows).tolist()
-        present, vectors = self._store.vectors(generation, wanted)
+        present, vectors = self._store.embeddings.of_rows(generation, wanted)
         # All are removed first, because a change that failed may have added some.
         index.apply(wanted, present.tolist(), vectors)
 
@@ -241,7 +241,7 @@ class GenerationIndexes:
     def _batches(self, generation: int) -> Iterator[tuple[Rows, Vectors]]:
         after = 0
         while True:
-            rows, vectors = self._store.vectors_after(generation, after, RECONCILED_ROWS)
+            rows, vectors = self._store.embeddings.after(generation, after, RECONCILED_ROWS)
             if not len(rows):
                 return
             yield rows, vectors
@@ -249,7 +249,7 @@ class GenerationIndexes:
 
     def _reconcile(self, generation: int, index: RowIndex) -> None:
         """Let an index hold the rows of the document store: what it missed, and nothing else."""
-        stored, indexed = self._store.rows(generation), index.rows()
+        stored, indexed = self._store.embeddings.rows(generation), index.rows()
         if len(stored) and not len(indexed):
             index.load(self._batches(generation))
             log.info("index: built generation=%d vectors=%d", generation, len(stored))
@@ -260,7 +260,7 @@ class GenerationIndexes:
             index.apply(surplus.tolist(), (), np.empty((0, 0), np.float32))
         for first in range(0, len(missing), RECONCILED_ROWS):
             wanted = missing[first : first + RECONCILED_ROWS]
-            rows, vectors = self._store.vectors(generation, wanted.tolist())
+            rows, vectors = self._store.embeddings.of_rows(generation, wanted.tolist())
             index.apply((), rows.tolist(), vectors)
         if len(surplus) or len(missing):
             log.info(

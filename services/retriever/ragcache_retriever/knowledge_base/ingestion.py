@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from ragcache_core.errors import NotFound
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.preparer import embedded_text
-from ragcache_retriever.store.outbox import OutboxDelete
 from ragcache_retriever.store.records import (
     ChunkSet,
     Document,
     DocumentChange,
     DocumentVersion,
     Generation,
+    OutboxDelete,
     StoredDocument,
     Vectors,
 )
@@ -101,7 +101,7 @@ class Ingestion:
     async def document(self, collection: str, document_id: str) -> StoredDocument:
         """Return a document with its text. Raises NotFound."""
         self._collections.get(collection)
-        stored = await self._threads.read(self._store.get, collection, document_id)
+        stored = await self._threads.read(self._store.reads.get, collection, document_id)
         if stored is None:
             raise document_not_found(document_id, collection)
         return stored
@@ -111,7 +111,7 @@ class Ingestion:
     ) -> tuple[list[StoredDocument], str | None]:
         """Return a page of documents (see DocumentStore.page). Raises NotFound."""
         self._collections.get(collection)
-        return await self._threads.read(self._store.page, collection, after, limit)
+        return await self._threads.read(self._store.reads.page, collection, after, limit)
 
     async def prepare(
         self, collection: str, document: Document, present: StoredDocument | None, to: Generation
@@ -129,7 +129,7 @@ class Ingestion:
         """Upsert a document. The caller holds the document's lock."""
         while True:
             # The writer thread reads: a write whose caller was cancelled may still be running.
-            present = await self._threads.write(self._store.find, collection, document.id)
+            present = await self._threads.write(self._store.reads.find, collection, document.id)
             generations = self._collections.get(collection).generations
             updated_unix_ms = self._threads.now_ms()
             if present is not None and present.content_hash == content_hash:
@@ -158,7 +158,9 @@ class Ingestion:
         known: dict[str, Vectors] = {}
         for generation in self._collections.get(collection).generations:
             if self._preparer.can_embed(generation.recipe):
-                embedded = self._store.embedded(collection, present.document.id, generation.row)
+                embedded = self._store.embeddings.of_document(
+                    collection, present.document.id, generation.row
+                )
                 known |= {embedded_text(title, chunk): vector for chunk, vector in embedded}
         return known
 
@@ -175,8 +177,8 @@ class Ingestion:
         generations = self._collections.get(collection).generations
         if chunk_sets.keys() != {generation.row for generation in generations}:
             return None
-        with self._store.transaction():
-            change = self._store.replace(
+        with self._store.database.transaction():
+            change = self._store.documents.replace(
                 collection,
                 document,
                 version,
@@ -184,14 +186,14 @@ class Ingestion:
                 now_ms=self._threads.now_ms(),
                 claim=True,
             )
-            self._store.commit()
+            self._store.database.commit()
         self._collections.indexes.apply(change.indexes)
         return change
 
     def _delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
-        with self._store.transaction(frees_space=True):
-            change = self._store.delete(collection, document_id, self._threads.now_ms())
-            self._store.commit()
+        with self._store.database.transaction(frees_space=True):
+            change = self._store.documents.delete(collection, document_id, self._threads.now_ms())
+            self._store.database.commit()
         if change is None:
             return self._claim_of(collection, document_id)
         self._collections.indexes.apply(change.indexes)
@@ -199,13 +201,13 @@ class Ingestion:
 
     def _claim_of(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
         """Claim the pending deletes of a document; None if the outbox does not know it."""
-        with self._store.transaction(frees_space=True):
+        with self._store.database.transaction(frees_space=True):
             if not self._store.outbox.knows(collection, document_id):
                 return None
             pending = self._store.outbox.claim_of(
                 collection, document_id, self._threads.now_ms(), is_repeated=True
             )
-            self._store.commit()
+            self._store.database.commit()
         return pending
 
     def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:

@@ -72,7 +72,7 @@ class Remake:
 
     async def _remake(self, name: str) -> None:
         """Let the documents of a collection have the wanted recipe."""
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self._threads.read(self._store.collections.one, name)
         if stored is None or stored.is_deleting:
             return
         stored = await self._threads.write(self._choose_generations, name)
@@ -93,16 +93,16 @@ class Remake:
         wanted = self._collections.wanted_recipe(stored)
         serving, building = stored.serving, stored.building
         has_changed = True
-        with self._store.transaction():
+        with self._store.database.transaction():
             if serving is None or (serving.recipe != wanted and building is None):
-                self._store.add_generation(name, wanted)
+                self._store.collections.add_generation(name, wanted)
             elif building is not None and serving.recipe == wanted:
-                self._store.retire_building(name)
+                self._store.collections.retire_building(name)
             elif building is not None and building.recipe != wanted:
-                self._store.add_generation(name, wanted)
+                self._store.collections.add_generation(name, wanted)
             else:
                 has_changed = False
-            self._store.commit()
+            self._store.database.commit()
         if has_changed:
             self._collections.reload()
             log.info("remake: generations changed collection=%s", name)
@@ -110,13 +110,13 @@ class Remake:
 
     async def _fill(self, name: str, generation: Generation) -> None:
         """Prepare the documents that a generation lacks."""
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self._threads.read(self._store.collections.one, name)
         if stored is None or _is_complete(stored, generation.row):
             return  # without a look at each document
         after = ""
         while True:
             ids = await self._threads.read(
-                self._store.unprepared, name, generation.row, after, PAGE_SIZE
+                self._store.reads.unprepared, name, generation.row, after, PAGE_SIZE
             )
             if not ids:
                 return
@@ -128,7 +128,7 @@ class Remake:
             await for_each(ids, prepare, at_once=NUM_REMAKES)
 
     async def _prepare(self, name: str, document_id: str, generation: Generation) -> None:
-        present = await self._threads.read(self._store.get, name, document_id)
+        present = await self._threads.read(self._store.reads.get, name, document_id)
         if present is None:
             return
         try:
@@ -150,22 +150,24 @@ class Remake:
     def _put_chunks(
         self, name: str, document_id: str, content_hash: str, generation: int, chunks: ChunkSet
     ) -> None:
-        stored = self._store.collection(name)
+        stored = self._store.collections.one(name)
         if stored is None or stored.is_deleting:
             return  # the words of a collection that is being deleted have no table any more
         if all(one.row != generation for one in stored.generations):
             return
-        with self._store.transaction():
-            change = self._store.put_chunks(name, document_id, content_hash, generation, chunks)
-            self._store.commit()
+        with self._store.database.transaction():
+            change = self._store.documents.put_chunks(
+                name, document_id, content_hash, generation, chunks
+            )
+            self._store.database.commit()
         if change is not None:
             self._collections.indexes.apply([change])
 
     def _switch(self, name: str) -> bool:
         self._collections.get(name)  # raises NotFound if it is being deleted
-        with self._store.transaction():
-            has_switched = self._store.switch_generation(name)
-            self._store.commit()
+        with self._store.database.transaction():
+            has_switched = self._store.collections.switch_generation(name)
+            self._store.database.commit()
         if has_switched:
             self._collections.reload()
             log.info("remake: switched collection=%s", name)
@@ -175,7 +177,7 @@ class Remake:
 
     async def _remove_retired(self, name: str) -> None:
         """Remove the old chunks of a collection."""
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self._threads.read(self._store.collections.one, name)
         if stored is None or stored.is_deleting:
             return
         for generation in stored.retired:
@@ -183,14 +185,16 @@ class Remake:
             await self._threads.write(self._collections.reload)
 
     def _remove_step(self, generation: int) -> bool:
-        with self._store.transaction(frees_space=True):
-            step = self._store.remove_retired(generation, RETIRED_AT_ONCE, self._threads.now_ms())
-            self._store.commit()
+        with self._store.database.transaction(frees_space=True):
+            step = self._store.documents.remove_retired(
+                generation, RETIRED_AT_ONCE, self._threads.now_ms()
+            )
+            self._store.database.commit()
         return step.is_done
 
     async def _delete(self, name: str) -> None:
         """Remove a deleted collection, and create the default one again if it was that."""
-        stored = await self._threads.read(self._store.collection, name)
+        stored = await self._threads.read(self._store.collections.one, name)
         if stored is not None:
             if not stored.is_deleting:
                 return
@@ -199,12 +203,14 @@ class Remake:
         await self._threads.write(self._collections.add_missing)
 
     def _delete_step(self, name: str) -> bool:
-        with self._store.transaction(frees_space=True):
-            step = self._store.remove_documents(name, REMOVED_AT_ONCE, self._threads.now_ms())
+        with self._store.database.transaction(frees_space=True):
+            step = self._store.documents.remove_of_collection(
+                name, REMOVED_AT_ONCE, self._threads.now_ms()
+            )
             if step.is_done:
-                self._store.drop_collection(name)
+                self._store.collections.drop(name)
                 log.info("collections: deleted collection=%s", name)
-            self._store.commit()
+            self._store.database.commit()
         return step.is_done
 
     async def _in_steps(self, step: Callable[[], bool]) -> None:

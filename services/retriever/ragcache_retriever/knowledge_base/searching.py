@@ -125,9 +125,11 @@ class Searching:
             NotFound: There is no such collection or document.
         """
         generation = self._collections.serving(name).row
-        if await self._threads.read(self._store.find, name, document_id) is None:
+        if await self._threads.read(self._store.reads.find, name, document_id) is None:
             raise document_not_found(document_id, name)
-        chunks = await self._threads.read(self._store.embedded, name, document_id, generation)
+        chunks = await self._threads.read(
+            self._store.embeddings.of_document, name, document_id, generation
+        )
         found = []
         for ordinal, (_, vector) in enumerate(chunks):
             # One chunk at a time, so that searches of questions come between them.
@@ -166,7 +168,7 @@ class Searching:
             self._filters.request, generation, search.filter, search.cancelled
         )
         # A store that is shared is asked for the version of its rows.
-        is_shared = self._store.is_shared
+        is_shared = self._store.database.is_shared
         rows = await self._threads.read(request) if is_shared else request()
         if not rows.done():
             try:
@@ -240,11 +242,11 @@ class Searching:
         self, stage: SearchStage, known: dict[int, Neighbourhood], window: int
     ) -> SearchStage:
         """Return a stage with its texts. Hits that have vanished are left out."""
-        known |= self._store.neighbourhoods(
+        known |= self._store.reads.neighbourhoods(
             [hit.row for hit in stage.hits if hit.row not in known], window
         )
         duplicates = [row for hit in stage.hits for row in hit.duplicates]
-        positions = self._store.positions(duplicates) if duplicates else {}
+        positions = self._store.reads.positions(duplicates) if duplicates else {}
         hits = tuple(hit for hit in stage.hits if hit.row in known)
         texts = {hit.row: known[hit.row] for hit in hits}
         return replace(stage, hits=hits, texts=texts, positions=positions)
@@ -252,7 +254,7 @@ class Searching:
     def _similar(self, generation: int, vector: Vectors, top_k: int) -> list[pb.SimilarChunk]:
         with self._indexes.using(generation) as index:
             *_, final = index.search(vector, top_k)
-        positions = self._store.positions(final.rows)
+        positions = self._store.reads.positions(final.rows)
         return [
             pb.SimilarChunk(document_id=positions[row][0], ordinal=positions[row][1], score=score)
             for row, score in zip(final.rows, final.scores, strict=True)

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from ragcache_core.errors import TooLarge
 from ragcache_retriever.ranking.search import SearchStage
-from ragcache_retriever.store.outbox import OutboxDelete
-from ragcache_retriever.store.records import StoredChunk, StoredDocument
+from ragcache_retriever.store.records import OutboxDelete, StoredChunk, StoredDocument
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.v1 import retriever_pb2 as pb
 

@@ -30,7 +30,7 @@ class CandidatePool:
         new = [row for row in rows if row not in self._vectors]
         if new:
             self._vectors |= dict.fromkeys(new, self._no_vector)
-            present, vectors = self._chunks.store.vectors(self._chunks.generation, new)
+            present, vectors = self._chunks.store.embeddings.of_rows(self._chunks.generation, new)
             self._vectors |= zip(present.tolist(), vectors, strict=True)
         found = [self._vectors[row] for row in rows]
         return np.stack(found) if found else np.empty((0, len(self._no_vector)), np.float32)
@@ -40,7 +40,7 @@ class CandidatePool:
         new = [row for row in rows if row not in self._texts]
         if new:
             self._texts |= dict.fromkeys(new, _VANISHED)
-            for row, found in self._chunks.store.neighbourhoods(new, 0).items():
+            for row, found in self._chunks.store.reads.neighbourhoods(new, 0).items():
                 chunk = found.chunk
                 heading = " ".join((chunk.title, *chunk.heading_path))
                 self._texts[row] = CandidateText(heading, chunk.text)

@@ -178,7 +178,7 @@ class _HybridSearch:
 
     def _find_words(self, num_hits: int) -> list[LexicalHit]:
         """Return the hits of the lexical leg. Any thread may call it."""
-        return self._chunks.store.lexical_hits(
+        return self._chunks.store.lexical.hits(
             self._chunks.generation,
             self._words,
             num_hits,

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
-from ragcache_retriever.store.outbox import OutboxDelete
 
 Vectors = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -199,6 +198,47 @@ class IndexChange:
     removed: tuple[int, ...]
     added: tuple[int, ...]
     vectors: Vectors
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxDelete:
+    """A delete that every shard of the cache store has to acknowledge.
+
+    Attributes:
+        id: ID_BYTES, the same at every attempt.
+        names_document: Whether to delete what is stored in the document's name, too.
+        everything: Whether to delete all stored KV. It names no document.
+        token_digests: Of chunks that no document of the collection has any more.
+        acknowledged_unix_ms: Time of the first acknowledgement by a shard, or 0.
+    """
+
+    id: bytes
+    collection: str
+    document: str
+    names_document: bool
+    everything: bool
+    token_digests: tuple[bytes, ...]
+    acknowledged_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A document that has lost text. sequence: ascends with each removal."""
+
+    sequence: int
+    collection: str
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxClaim:
+    """Deletes for a gateway to send, and how many no shard has acknowledged.
+
+    The number is that of an earlier claim while there is a backlog.
+    """
+
+    deletes: tuple[OutboxDelete, ...]
+    num_unacknowledged: int
 
 
 @dataclass(frozen=True, slots=True)

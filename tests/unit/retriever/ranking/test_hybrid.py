@@ -16,8 +16,9 @@ from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
 from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText
 from ragcache_retriever.ranking.search import SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Neighbourhood
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.kit.ranked_collection import (
     RankedCollection,
@@ -36,10 +37,10 @@ VECTORS = (unit(1, 0, 0, 0), unit(0, 1, 0, 0), unit(0, 0, 1, 0), unit(0, 0, 0, 1
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
-    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+def store(tmp_path: Path) -> Iterator[DocumentStore]:
+    store = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
     yield store
-    store.close()
+    store.database.close()
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def ranking() -> Iterator[HybridRanking]:
 
 
 @pytest.fixture
-def pages(store: SqliteDocumentStore) -> RankedCollection:
+def pages(store: DocumentStore) -> RankedCollection:
     return ranked_collection(store, TEXTS, VECTORS)
 
 
@@ -137,7 +138,7 @@ def test_a_least_score_leaves_hits_out(ranking: HybridRanking, pages: RankedColl
     assert pages.indexes(final) == [1, 3]
 
 
-def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: SqliteDocumentStore) -> None:
+def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: DocumentStore) -> None:
     page = " ".join(f"word{i}" for i in range(60))
     vectors = [unit(1, 0, 0, 0.1), unit(1, 0, 0, 0), unit(0, 1, 0, 0)]
     pages = ranked_collection(store, [page, page + " more", "another text"], vectors)
@@ -146,7 +147,7 @@ def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: SqliteDoc
     assert final.hits[0].duplicates == (pages.rows[0],)
 
 
-def test_diversity_takes_another_topic(ranking: HybridRanking, store: SqliteDocumentStore) -> None:
+def test_diversity_takes_another_topic(ranking: HybridRanking, store: DocumentStore) -> None:
     vectors = [unit(1, 0, 0, 0), unit(1, 0.05, 0, 0), unit(0.6, 0, 1, 0)]
     pages = ranked_collection(store, ["one alpha", "two beta", "three gamma"], vectors)
     query = unit(1, 0, 0, 0)
@@ -172,7 +173,7 @@ def test_stages_become_trusted_when_they_prove_final(
 
 
 def test_what_stages_proved_belongs_to_one_collection(
-    ranking: HybridRanking, pages: RankedCollection, store: SqliteDocumentStore
+    ranking: HybridRanking, pages: RankedCollection, store: DocumentStore
 ) -> None:
     others = ranked_collection(store, TEXTS, VECTORS, name="others")
     found = []
@@ -222,7 +223,7 @@ def test_the_dense_leg_ranks_alone_if_words_fail(
     def fail(*_: object, **__: object) -> None:
         raise Unavailable("documents", "the disk does not answer")
 
-    monkeypatch.setattr(pages.store, "lexical_hits", fail)
+    monkeypatch.setattr(pages.store.lexical, "hits", fail)
     *_, final = pages.search(ranking, "cache disk", QUERY)
     assert pages.indexes(final) == [1, 3, 2, 0]
     with pytest.raises(Unavailable):
@@ -240,7 +241,7 @@ def test_early_stages_do_not_wait_for_slow_words(
         released.wait(600)
         return []
 
-    monkeypatch.setattr(pages.store, "lexical_hits", slow)
+    monkeypatch.setattr(pages.store.lexical, "hits", slow)
     monkeypatch.setattr(hybrid, "LEXICAL_DEADLINE_S", 0.05)
     hits = [(row, 0.9 - i / 10) for i, row in enumerate(pages.rows)]
     stages = pages.search(ranking, "cache", QUERY, StagesIndex([hits, hits]))
@@ -252,9 +253,7 @@ def test_early_stages_do_not_wait_for_slow_words(
 NUM_PAGES, NUM_VERSIONS = 30, 4
 
 
-def versioned_pages(
-    store: SqliteDocumentStore, num_pages: int, num_versions: int
-) -> RankedCollection:
+def versioned_pages(store: DocumentStore, num_pages: int, num_versions: int) -> RankedCollection:
     """Pages whose versions differ by one word. Earlier pages are nearer to ``ALONG``."""
     texts, vectors = [], []
     for page in range(num_pages):
@@ -283,7 +282,7 @@ class CountingIndex(StagesIndex):
 
 @pytest.mark.parametrize("top_k", [5, 10, 20, 30, 50])
 def test_copies_displace_no_other_hits(
-    ranking: HybridRanking, store: SqliteDocumentStore, top_k: int
+    ranking: HybridRanking, store: DocumentStore, top_k: int
 ) -> None:
     pages = versioned_pages(store, NUM_PAGES, NUM_VERSIONS)
     *_, final = pages.search(ranking, "-", ALONG, top_k=top_k)
@@ -307,7 +306,7 @@ def test_copies_displace_no_other_hits(
 )
 def test_the_legs_are_asked_for_more_until_there_are_enough_hits(
     ranking: HybridRanking,
-    store: SqliteDocumentStore,
+    store: DocumentStore,
     monkeypatch: pytest.MonkeyPatch,
     num_pages: int,
     num_versions: int,
@@ -323,9 +322,7 @@ def test_the_legs_are_asked_for_more_until_there_are_enough_hits(
     assert index.asked == asked
 
 
-def test_words_alone_are_searched_for_more(
-    ranking: HybridRanking, store: SqliteDocumentStore
-) -> None:
+def test_words_alone_are_searched_for_more(ranking: HybridRanking, store: DocumentStore) -> None:
     texts = [
         f"apple p{i // 40} " + " ".join(f"p{i // 40}w{j}" for j in range(40)) for i in range(160)
     ]
@@ -335,25 +332,25 @@ def test_words_alone_are_searched_for_more(
 
 
 def test_searches_without_copies_read_no_more_texts(
-    ranking: HybridRanking, store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+    ranking: HybridRanking, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = versioned_pages(store, 150, 1)
     index = CountingIndex(pages.exact_index(ALONG))
     read: list[int] = []
-    neighbourhoods = store.neighbourhoods
+    neighbourhoods = store.reads.neighbourhoods
 
     def counted(rows: Sequence[int], window: int) -> dict[int, Neighbourhood]:
         read.extend(rows)
         return neighbourhoods(rows, window)
 
-    monkeypatch.setattr(store, "neighbourhoods", counted)
+    monkeypatch.setattr(store.reads, "neighbourhoods", counted)
     *_, final = pages.search(ranking, "-", ALONG, index, top_k=10)
     assert pages.indexes(final) == list(range(10))
     assert len(read) == 10 + 5 + 8
     assert index.asked == [LEG_HITS]
 
 
-def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStore) -> None:
+def test_hits_that_were_not_reranked_follow_the_others(store: DocumentStore) -> None:
     pages = versioned_pages(store, 70, 1)
     reranker = ReversingReranker()
     ranking = HybridRanking(reranker)
@@ -368,7 +365,7 @@ def test_hits_that_were_not_reranked_follow_the_others(store: SqliteDocumentStor
     ranking.close()
 
 
-def test_further_hits_are_not_reranked(store: SqliteDocumentStore) -> None:
+def test_further_hits_are_not_reranked(store: DocumentStore) -> None:
     pages = versioned_pages(store, 12, 30)
     reranker = ReversingReranker()
     ranking = HybridRanking(reranker)

@@ -17,18 +17,18 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
-from ragcache_retriever.store.postgres.connections.binary_types import BigintArray
-from ragcache_retriever.store.postgres.connections.database import Connection, PostgresDatabase
+from ragcache_retriever.store.generation_tables import LexicalText
+from ragcache_retriever.store.postgres.binary_types import BigintArray
+from ragcache_retriever.store.postgres.database import Connection, PostgresDatabase
 from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
-from ragcache_retriever.store.sql.word_frequencies import WordFrequencies, most_counted
+from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted
 
 TITLE_WEIGHT = 2.0
 HEADINGS_WEIGHT = 1.5
@@ -82,25 +82,35 @@ GROUP BY counted.row ORDER BY score DESC, counted.row LIMIT %(limit)s
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LexicalText:
-    """The text of a chunk that is searched by words."""
-
-    row: int
-    title: str
-    headings: Sequence[str]
-    text: str
-
-
 class PostgresLexical:
-    """Tables of words. Changes need a transaction."""
+    """Tables of words. See LexicalTables."""
 
     def __init__(self, database: PostgresDatabase) -> None:
         self._database = database
         self._frequencies = WordFrequencies()
 
-    def add(self, generation: int, texts: Iterable[LexicalText]) -> None:
-        """Add the words of chunks."""
+    def create(self, generation: int) -> None:
+        """See LexicalTables."""
+        self._database.execute(
+            f'CREATE TABLE {postings_table(generation)} (word text COLLATE "C", row bigint,'
+            " frequency real NOT NULL, length integer NOT NULL,"
+            " PRIMARY KEY (word, row) INCLUDE (frequency, length))"
+        )
+
+    def has(self, generation: int) -> bool:
+        """See LexicalTables."""
+        return self._database.has_table(postings_table(generation))
+
+    def detach(self, generation: int) -> None:
+        """Remove the table. The server removes its files at once, of any size."""
+        self._database.execute(f"DROP TABLE IF EXISTS {postings_table(generation)}")
+
+    def remove_some(self, generation: int) -> bool:
+        """See LexicalTables. None are left."""
+        return False
+
+    def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
+        """See LexicalTables."""
         rows: list[int] = []
         words: list[str] = []
         frequencies: list[float] = []
@@ -124,7 +134,7 @@ class PostgresLexical:
         self._count(generation, num_words)
 
     def remove(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        """Remove the words of chunks, which have the same texts as when they were added."""
+        """See LexicalTables."""
         counted = [(one.row, *weighted_words(one)) for one in texts]
         self._database.execute(
             f"DELETE FROM {postings_table(generation)} AS postings USING ("
@@ -143,10 +153,11 @@ class PostgresLexical:
         generation: int,
         words: Sequence[str],
         limit: int,
-        allowed: Rows | None,
-        cancelled: Callable[[], bool] | None,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        """See DocumentStore.lexical_hits. Any thread may call it."""
+        """See LexicalTables."""
         asked = [one for word in words for one in words_of(word)]
         if not asked or (allowed is not None and not len(allowed)):
             return []

@@ -7,17 +7,22 @@ process killed at any moment therefore loses no acknowledged change.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+import numpy as np
+from sqlalchemy import Table
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.retrieval.filters import number_of
+from ragcache_retriever.store.database import Parameters, Row, Sql
+from ragcache_retriever.store.records import DiskUse, Rows
 from ragcache_retriever.store.sqlite.files.backup import (
     forget_indexes,
     install_backup,
@@ -32,6 +37,7 @@ from ragcache_retriever.store.sqlite.files.damage import (
 from ragcache_retriever.store.sqlite.files.folder_lock import lock_folder
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME, SCHEMA, check_schema
+from ragcache_retriever.store.statements import SQLITE
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +45,13 @@ BUSY_TIMEOUT_S = 10.0
 MAX_IDLE_LOG_BYTES = 16 << 20
 """Size to which SQLite's log is cut after its content is in the file."""
 
-Row: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = int | float | str | bytes | None
 
 _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
-class Database:
+class SqliteDatabase:
     """The SQLite file of one data folder, which no other process may use.
 
     Raises:
@@ -115,7 +120,6 @@ class Database:
         with self._connections_lock:
             self._connections.append(connection)
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.create_function("number_of", 1, number_of, deterministic=True)
         return connection
 
     @property
@@ -128,54 +132,62 @@ class Database:
             self._local.connection = connection
         return connection
 
+    @property
+    def backend(self) -> str:
+        """See Database."""
+        return "embedded"
+
+    @property
+    def is_shared(self) -> bool:
+        """See Database."""
+        return False
+
+    def disk(self) -> DiskUse:
+        """See Database."""
+        [(pages,)] = self.read("PRAGMA page_count")
+        [(page_bytes,)] = self.read("PRAGMA page_size")
+        return DiskUse(pages * page_bytes, self.reserve.free_bytes())
+
     # Reads
 
-    def read(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
-        """Return the rows of a query on committed data."""
+    def read(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
+        """See Database."""
         with self.errors("read"):
-            return self.reader.execute(sql, parameters).fetchall()
+            return self.reader.execute(*_bound(statement, parameters)).fetchall()
 
-    def read_one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
-        """Return the first row of a query on committed data, or None."""
-        with self.errors("read"):
-            row: Row | None = self.reader.execute(sql, parameters).fetchone()
+    def read_one(
+        self,
+        statement: Sql,
+        parameters: Parameters = (),
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Row | None:
+        """See Database."""
+        with self.errors("read"), _cancelled_by(self.reader, cancelled):
+            row: Row | None = self.reader.execute(*_bound(statement, parameters)).fetchone()
         return row
 
     def iterate(
         self,
         sql: str,
-        parameters: Sequence[Value] = (),
-        *,
-        limit_s: float | None = None,
-        cancelled: Callable[[], bool] | None = None,
+        parameters: Sequence[Value],
+        limit_s: float,
+        cancelled: Callable[[], bool] | None,
     ) -> Generator[Row, None, None]:
         """Yield the rows of a query on committed data.
 
         Args:
-            limit_s: Time after which SQLite ends the query. None: no limit.
+            limit_s: Time after which SQLite ends the query.
             cancelled: SQLite ends the query soon after it returns True.
 
         Raises:
             Unavailable: The query has taken longer, or was cancelled.
         """
-        if limit_s is not None:
-            cancelled = _or_after(limit_s, cancelled)
         with (
             self.errors("read"),
-            _cancelled_by(self.reader, cancelled),
+            _cancelled_by(self.reader, _or_after(limit_s, cancelled)),
             contextlib.closing(self.reader.execute(sql, parameters)) as rows,
         ):
             yield from rows
-
-    @contextlib.contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Let all reads of this thread see the same state."""
-        with self.errors("read"):
-            self.reader.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self.reader.execute("COMMIT")
 
     # Writes
 
@@ -204,22 +216,42 @@ class Database:
         """Make the changes of the transaction durable and visible."""
         self._writer.execute("COMMIT")
 
-    def execute(self, sql: str, parameters: Sequence[Value] = ()) -> sqlite3.Cursor:
-        """Execute a statement in the transaction."""
-        return self._writer.execute(sql, parameters)
+    def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
+        """See Database."""
+        return self._writer.execute(*_bound(statement, parameters)).rowcount
 
-    def execute_many(self, sql: str, executions: Sequence[Sequence[Value]]) -> None:
-        """Execute a statement once for each sequence of parameters."""
-        self._writer.executemany(sql, executions)
+    def execute_rows(self, sql: str, rows: Iterable[Sequence[Value]]) -> None:
+        """Execute a statement once for each row of parameters."""
+        self._writer.executemany(sql, rows)
 
-    def query(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
-        """Return the rows of a statement that sees the changes of the transaction."""
-        return self._writer.execute(sql, parameters).fetchall()
+    def query(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
+        """See Database."""
+        return self._writer.execute(*_bound(statement, parameters)).fetchall()
 
-    def query_one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
-        """Return the first row of a query that sees the changes of the transaction, or None."""
-        row: Row | None = self._writer.execute(sql, parameters).fetchone()
+    def query_one(self, statement: Sql, parameters: Parameters = ()) -> Row | None:
+        """See Database."""
+        row: Row | None = self._writer.execute(*_bound(statement, parameters)).fetchone()
         return row
+
+    def insert(self, table: Table, names: Sequence[str], rows: Iterable[Sequence[Value]]) -> None:
+        """See Database."""
+        columns = ", ".join(f'"{name}"' for name in names)
+        values = ", ".join("?" * len(names))
+        self.execute_rows(f"INSERT INTO {table.name} ({columns}) VALUES ({values})", rows)
+
+    def next_rows(self, table: Table, count: int) -> tuple[int, ...]:
+        """See Database."""
+        found = self.query_one("SELECT seq FROM sqlite_sequence WHERE name = ?", (table.name,))
+        first = 1 if found is None else int(found[0]) + 1
+        return tuple(range(first, first + count))
+
+    def row_list(self, rows: Sequence[int] | Rows) -> str:
+        """See Database."""
+        return json.dumps([int(row) for row in rows])
+
+    def rows_of(self, found: str | None) -> Rows:
+        """See Database."""
+        return np.sort(np.fromstring(found or "", np.int64, sep=","))
 
     @contextlib.contextmanager
     def leaving_freed_pages(self) -> Iterator[None]:
@@ -248,6 +280,12 @@ class Database:
         log.error("document store: damaged file=%s error=%s", self.path, problem)
         with contextlib.suppress(OSError):
             (self.folder / MARKER_NAME).write_text(problem)
+
+
+def _bound(statement: Sql, parameters: Parameters) -> tuple[str, Parameters]:
+    if isinstance(statement, str):
+        return statement, parameters
+    return statement.on(SQLITE, dict(parameters))
 
 
 def _or_after(limit_s: float, cancelled: Callable[[], bool] | None) -> Callable[[], bool]:

@@ -16,10 +16,12 @@ import numpy as np
 
 from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
+from ragcache_retriever.store.database import Row
+from ragcache_retriever.store.generation_tables import LexicalText
 from ragcache_retriever.store.records import LexicalHit, Rows
-from ragcache_retriever.store.sql.word_frequencies import WordFrequencies, most_counted
-from ragcache_retriever.store.sqlite.database import Database, Row
+from ragcache_retriever.store.sqlite.database import SqliteDatabase
 from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
+from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted
 
 MAX_LISTED_ROWS = 1 << 14
 """Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
@@ -36,22 +38,17 @@ _AVERAGES, _STRUCTURE = 1, 10
 ``fts5_index.c``."""
 
 _COLUMNS = "title, headings, text"
-_OF_DOCUMENT = (
-    " chunks.row, title, heading_path, text FROM chunks JOIN documents"
-    " ON documents.row = chunks.document WHERE chunks.document = ? AND chunks.generation = ?"
-    " ORDER BY chunks.row"
-)
 
 
-class LexicalTables:
-    """Full-text tables of generations. Changes need a transaction."""
+class SqliteLexical:
+    """Full-text tables of generations. See LexicalTables."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
         self._frequencies = WordFrequencies()
 
     def create(self, generation: int) -> None:
-        """Create the table of a new generation."""
+        """See LexicalTables."""
         self._database.execute(create_lexical_table(generation))
 
     def detach(self, generation: int) -> None:
@@ -77,7 +74,7 @@ class LexicalTables:
             self._database.execute(f"DROP TABLE {table}")
 
     def remove_some(self, generation: int) -> bool:
-        """Remove some pages of a detached table. Return whether there were any."""
+        """See LexicalTables."""
         for part, limit in _ROWS_AT_ONCE.items():
             table = _detached(generation, part)
             if not self._is_table(table):
@@ -88,28 +85,28 @@ class LexicalTables:
                     f" (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?)",
                     (limit,),
                 )
-                if removed.rowcount < limit:
+                if removed < limit:
                     self._database.execute(f"DROP TABLE {table}")
             return True
         return False
 
     def has(self, generation: int) -> bool:
-        """Whether a generation has a table."""
+        """See LexicalTables."""
         return self._is_table(lexical_table(generation))
 
-    def add_document(self, generation: int, document: int) -> None:
-        """Add the words of a document's chunks, which are stored."""
-        self._database.execute(
-            f"INSERT INTO {lexical_table(generation)} (rowid, {_COLUMNS}) SELECT{_OF_DOCUMENT}",
-            (document, generation),
+    def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
+        """See LexicalTables."""
+        self._database.execute_rows(
+            f"INSERT INTO {lexical_table(generation)} (rowid, {_COLUMNS}) VALUES (?, ?, ?, ?)",
+            map(_row_of, texts),
         )
 
-    def remove_document(self, generation: int, document: int) -> None:
-        """Remove the words of a document's chunks, which are stored with the same title still."""
+    def remove(self, generation: int, texts: Sequence[LexicalText]) -> None:
+        """See LexicalTables."""
         table = lexical_table(generation)
-        self._database.execute(
-            f"INSERT INTO {table} ({table}, rowid, {_COLUMNS}) SELECT 'delete',{_OF_DOCUMENT}",
-            (document, generation),
+        self._database.execute_rows(
+            f"INSERT INTO {table} ({table}, rowid, {_COLUMNS}) VALUES ('delete', ?, ?, ?, ?)",
+            map(_row_of, texts),
         )
 
     def hits(
@@ -117,10 +114,11 @@ class LexicalTables:
         generation: int,
         words: Sequence[str],
         limit: int,
-        allowed: Rows | None,
-        cancelled: Callable[[], bool] | None,
+        *,
+        allowed: Rows | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        """See DocumentStore.lexical_hits. Any thread may call it."""
+        """See LexicalTables."""
         if allowed is not None and not len(allowed):
             return []
         choice = self._choice(generation, words, allowed, cancelled)
@@ -172,7 +170,7 @@ class LexicalTables:
 
 
 def count_chunks(
-    database: Database,
+    database: SqliteDatabase,
     generation: int,
     num_chunks: int,
     words: Sequence[str],
@@ -194,6 +192,10 @@ def count_chunks(
     )
     for (count,) in rows:
         yield count
+
+
+def _row_of(one: LexicalText) -> tuple[int, str, str, str]:
+    return one.row, one.title, json.dumps(one.headings, ensure_ascii=False), one.text
 
 
 def _detached(generation: int, part: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.adapt import PyFormat, Transformer
 
-from ragcache_retriever.store.postgres.connections.binary_types import (
+from ragcache_retriever.store.postgres.binary_types import (
     BigintArray,
     BigintArrayDumper,
     RealArray,

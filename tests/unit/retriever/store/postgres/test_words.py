@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_retriever.store.generation_tables import LexicalText
 from ragcache_retriever.store.postgres.lexical import (
     HEADINGS_WEIGHT,
     MAX_WORD_CHARACTERS,
     TITLE_WEIGHT,
-    LexicalText,
     weighted_words,
     words_of,
 )

@@ -11,9 +11,10 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import BatchRemoval
 from ragcache_retriever.store.sqlite import lexical
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.schema import FILE_NAME
 from tests.kit.stored_documents import (
@@ -29,27 +30,29 @@ from tests.kit.stored_documents import (
 )
 
 
-def open_store(folder: Path) -> SqliteDocumentStore:
-    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+def open_store(folder: Path) -> DocumentStore:
+    return open_sqlite(folder, DiskReserve(folder, 0))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
+def store(tmp_path: Path) -> Iterator[DocumentStore]:
     store = open_store(tmp_path)
     add_collection(store, "c")
     yield store
-    store.close()
+    store.database.close()
 
 
-def serving(store: SqliteDocumentStore, collection: str = "c") -> int:
-    found = store.collection(collection)
+def serving(store: DocumentStore, collection: str = "c") -> int:
+    found = store.collections.one(collection)
     assert found is not None
     assert found.serving is not None
     return found.serving.row
 
 
-def texts_of(store: SqliteDocumentStore, document_id: str) -> list[str]:
-    return [chunk.text for chunk, _ in store.embedded("c", document_id, serving(store))]
+def texts_of(store: DocumentStore, document_id: str) -> list[str]:
+    return [
+        chunk.text for chunk, _ in store.embeddings.of_document("c", document_id, serving(store))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,20 +69,20 @@ def test_the_content_hash_sees_every_part(other: object) -> None:
     assert a_document("d").content_hash() != other.content_hash()  # type: ignore[attr-defined]
 
 
-def test_a_write_that_the_disk_refuses_is_unavailable(store: SqliteDocumentStore) -> None:
+def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> None:
     [(pages,)] = store.database.query("PRAGMA page_count")
     store.database.query(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(Unavailable, match="full"):
         put(store, "d", ["x" * 100_000])
-    assert store.get("c", "d") is None
+    assert store.reads.get("c", "d") is None
 
 
-def test_the_outbox_survives_a_restart(store: SqliteDocumentStore, tmp_path: Path) -> None:
+def test_the_outbox_survives_a_restart(store: DocumentStore, tmp_path: Path) -> None:
     put(store, "d", ["a"])
     delete(store, "d")
-    store.close()
-    store.__init__(tmp_path, DiskReserve(tmp_path, 0))  # type: ignore[misc]  # the fixture closes it
-    with store.transaction():
+    store.database.close()
+    store.database.__init__(tmp_path, DiskReserve(tmp_path, 0))  # type: ignore[misc]  # the fixture closes it
+    with store.database.transaction():
         [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)
     assert deletion.token_digests == (digest_of_text("a"),)
 
@@ -87,7 +90,7 @@ def test_the_outbox_survives_a_restart(store: SqliteDocumentStore, tmp_path: Pat
 WORDS_PER_CHUNK = 150
 
 
-def fill(store: SqliteDocumentStore, num_documents: int) -> None:
+def fill(store: DocumentStore, num_documents: int) -> None:
     """Put documents whose words have many pages, because each word is in one chunk only."""
     for i in range(num_documents):
         put(store, f"d{i}", [words_of(i)])
@@ -97,76 +100,76 @@ def words_of(i: int) -> str:
     return " ".join(f"w{i}x{j}" for j in range(WORDS_PER_CHUNK))
 
 
-def free_pages(store: SqliteDocumentStore) -> int:
+def free_pages(store: DocumentStore) -> int:
     [(count,)] = store.database.query("PRAGMA freelist_count")
     return int(count)
 
 
-def tables_of_words(store: SqliteDocumentStore, generation: int) -> list[str]:
+def tables_of_words(store: DocumentStore, generation: int) -> list[str]:
     rows = store.database.query("SELECT name FROM sqlite_master WHERE type = 'table'")
     beginnings = (f"lexical_{generation}", f"detached_{generation}")
     return [name for (name,) in rows if name.startswith(beginnings)]
 
 
-def remove(store: SqliteDocumentStore, step: Callable[[], BatchRemoval]) -> list[int]:
+def remove(store: DocumentStore, step: Callable[[], BatchRemoval]) -> list[int]:
     """Repeat a step until it is done. Return how many pages each transaction has freed."""
     freed = []
     is_done = False
     while not is_done:
         before = free_pages(store)
-        with store.transaction():
+        with store.database.transaction():
             is_done = step().is_done
-            store.commit()
+            store.database.commit()
         freed.append(free_pages(store) - before)
     return freed
 
 
 def test_the_words_of_a_retired_generation_are_removed_in_steps(
-    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lexical, "_ROWS_AT_ONCE", {"data": 4, "docsize": 16})
     generation = serving(store)
     fill(store, 200)
     [(num_pages,)] = store.database.query(f"SELECT count(*) FROM lexical_{generation}_data")
     assert num_pages > 80
-    with store.transaction():
-        building = store.add_generation("c", replace(RECIPE, chunking=Chunking(32, 0)))
-        store.commit()
+    with store.database.transaction():
+        building = store.collections.add_generation("c", replace(RECIPE, chunking=Chunking(32, 0)))
+        store.database.commit()
     for i in range(200):
         put_into(store, building, f"d{i}", chunks_of([f"new {i}"]), words_of(i))
-    with store.transaction():
-        assert store.switch_generation("c")
-        store.commit()
-    freed = remove(store, lambda: store.remove_retired(generation, 10, NOW_MS))
+    with store.database.transaction():
+        assert store.collections.switch_generation("c")
+        store.database.commit()
+    freed = remove(store, lambda: store.documents.remove_retired(generation, 10, NOW_MS))
     # 20 steps for the documents, then at least one for each 4 pages of words.
     assert len(freed) > 20 + num_pages / 4
     assert max(freed) < num_pages / 2
     assert tables_of_words(store, generation) == []
-    assert len(store.lexical_hits(serving(store), ["new"], 500)) == 200
+    assert len(store.lexical.hits(serving(store), ["new"], 500)) == 200
     assert store.database.query("PRAGMA integrity_check") == [("ok",)]
 
 
 def test_a_removal_goes_on_after_a_restart(
-    store: SqliteDocumentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: DocumentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lexical, "_ROWS_AT_ONCE", {"data": 4, "docsize": 16})
     generation = serving(store)
     fill(store, 50)
-    with store.transaction():
-        store.start_deleting("c")
-        store.remove_documents("c", 10, NOW_MS)
-        store.commit()
+    with store.database.transaction():
+        store.collections.start_deleting("c")
+        store.documents.remove_of_collection("c", 10, NOW_MS)
+        store.database.commit()
     assert tables_of_words(store, generation) == [
         f"detached_{generation}_data",
         f"detached_{generation}_docsize",
     ]
-    store.close()
-    store.__init__(tmp_path, DiskReserve(tmp_path, 0))  # type: ignore[misc]  # the fixture closes it
-    remove(store, lambda: store.remove_documents("c", 10, NOW_MS))
+    store.database.close()
+    store.database.__init__(tmp_path, DiskReserve(tmp_path, 0))  # type: ignore[misc]  # the fixture closes it
+    remove(store, lambda: store.documents.remove_of_collection("c", 10, NOW_MS))
     assert tables_of_words(store, generation) == []
-    with store.transaction():
-        store.drop_collection("c")
-        store.commit()
+    with store.database.transaction():
+        store.collections.drop("c")
+        store.database.commit()
     for table in ("texts", "document_fields", "prepared", "embeddings", "chunks", "generations"):
         assert store.database.query(f"SELECT count(*) FROM {table}") == [(0,)]
 
@@ -176,21 +179,21 @@ def test_listings_and_counters_read_no_text(tmp_path: Path) -> None:
     add_collection(store, "c")
     for i in range(40):
         put(store, f"d{i:02}", ["word " * 4000])
-    store.close()
+    store.database.close()
     store = open_store(tmp_path)
-    num_bytes = store.disk().used_bytes
+    num_bytes = store.database.disk().used_bytes
     assert num_bytes > 40 * 2 * 20_000  # document and chunk
     page_bytes = store.database.read("PRAGMA page_size")[0][0]
     before = pages_read(tmp_path)
-    store.collections()
-    page, _ = store.page("c", "", 100)
-    assert store.unprepared("c", serving(store), "", 10) == []
-    store.rows(serving(store))
+    store.collections.all()
+    page, _ = store.reads.page("c", "", 100)
+    assert store.reads.unprepared("c", serving(store), "", 10) == []
+    store.embeddings.rows(serving(store))
     read_bytes = pages_read(tmp_path) - before
     assert len(page) == 40
     assert 0 < read_bytes < num_bytes / 10
     assert page_bytes == 4096
-    store.close()
+    store.database.close()
 
 
 def pages_read(folder: Path) -> int:
@@ -199,22 +202,22 @@ def pages_read(folder: Path) -> int:
     return int(lines["rchar"])
 
 
-def test_a_second_process_gets_a_clear_error(store: SqliteDocumentStore, tmp_path: Path) -> None:
+def test_a_second_process_gets_a_clear_error(store: DocumentStore, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="in use by another retriever"):
         open_store(tmp_path)
 
 
 def test_a_folder_is_free_after_close(tmp_path: Path) -> None:
     for _ in range(2):
-        open_store(tmp_path).close()
+        open_store(tmp_path).database.close()
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
+    open_store(tmp_path).database.close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 2")
     connection.close()
-    with pytest.raises(InvalidInput, match=r"schema 2.*reads 4"):
+    with pytest.raises(InvalidInput, match=r"schema 2.*reads 5"):
         open_store(tmp_path)
 
 

@@ -223,11 +223,10 @@ def delete_everything(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("DELETE FROM outbox")
-        connection.execute("DELETE FROM sqlite_sequence WHERE name = 'outbox'")
+        connection.execute("UPDATE outbox_position SET sequence = 1")
         connection.execute(
-            "INSERT INTO outbox (id, collection, document, names_document, everything,"
-            " token_digests, removed_unix_ms, claimed_until_ms)"
-            " VALUES (?, '', '', 0, 1, x'', ?, 0)",
+            "INSERT INTO outbox (sequence, id, collection, document, names_document, everything,"
+            " token_digests, removed_unix_ms) VALUES (1, ?, '', '', 0, 1, x'', ?)",
             (secrets.token_bytes(ID_BYTES), int(time.time() * 1000)),
         )
         connection.execute("COMMIT")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import (
     INDEXES_FOLDER,
     RESTORE_READY,
@@ -21,19 +21,19 @@ from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from tests.kit.stored_documents import NOW_MS, add_collection, delete, put
 
 
-def open_store(folder: Path) -> SqliteDocumentStore:
-    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+def open_store(folder: Path) -> SqliteStore:
+    return open_sqlite(folder, DiskReserve(folder, 0))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
     store = open_store(tmp_path / "source")
     add_collection(store, "c")
     yield store
-    store.close()
+    store.database.close()
 
 
-def copy_of(store: SqliteDocumentStore) -> bytes:
+def copy_of(store: SqliteStore) -> bytes:
     return b"".join(SqliteBackups(store.database.folder).backup())
 
 
@@ -52,60 +52,58 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_backup_is_restored_with_its_embeddings(
-    store: SqliteDocumentStore, tmp_path: Path
-) -> None:
+def test_a_backup_is_restored_with_its_embeddings(store: SqliteStore, tmp_path: Path) -> None:
     change = put(store, "d", ["a", "b"])
     parts = list(SqliteBackups(store.database.folder).backup())
     assert all(0 < len(part) <= 1 << 20 for part in parts)
     target = tmp_path / "target"
     with_other = open_store(target)
     add_collection(with_other, "other")
-    with_other.close()
+    with_other.database.close()
     (target / INDEXES_FOLDER / "1").mkdir(parents=True)
     assert receive(target, b"".join(parts)) == 1
     restored = open_store(target)
-    assert list(restored.collections()) == ["c"]
-    stored = restored.get("c", "d")
+    assert list(restored.collections.all()) == ["c"]
+    stored = restored.reads.get("c", "d")
     assert stored is not None
     assert stored.document.text == "a b"
     generation = change.indexes[0].generation
-    assert restored.rows(generation).tolist() == list(change.indexes[0].added)
-    assert restored.lexical_hits(generation, ["b"], 5)
+    assert restored.embeddings.rows(generation).tolist() == list(change.indexes[0].added)
+    assert restored.lexical.hits(generation, ["b"], 5)
     assert not (target / INDEXES_FOLDER).exists()
     assert RESTORE_READY not in names(target)
     put(restored, "e", ["c"])
-    restored.close()
+    restored.database.close()
 
 
-def test_a_restore_deletes_all_stored_kv(store: SqliteDocumentStore) -> None:
+def test_a_restore_deletes_all_stored_kv(store: SqliteStore) -> None:
     put(store, "d", ["a"])
     content = copy_of(store)
     put(store, "later", ["b"])
     delete(store, "later")
     folder = store.database.folder
-    store.close()
+    store.database.close()
     receive(folder, content)
-    store.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
-    with store.transaction():
+    store.database.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
+    with store.database.transaction():
         [everything] = store.outbox.claim(10, NOW_MS).deletes
     assert everything.everything
     # Gateways that have seen later removals notice that the numbers begin again.
-    assert store.removals(0, 10) == ([], 1)
+    assert store.outbox.removals(0, 10) == ([], 1)
 
 
-def test_a_copy_without_its_old_file_is_installed_too(
-    store: SqliteDocumentStore, tmp_path: Path
-) -> None:
+def test_a_copy_without_its_old_file_is_installed_too(store: SqliteStore, tmp_path: Path) -> None:
     """The process may have ended after it removed the old file."""
     put(store, "d", ["a"])
     receive(tmp_path / "target", copy_of(store))
     restored = open_store(tmp_path / "target")
-    assert restored.get("c", "d") is not None
-    restored.close()
+    assert restored.reads.get("c", "d") is not None
+    restored.database.close()
 
 
-def test_a_backup_is_consistent_while_documents_are_written(store: SqliteDocumentStore) -> None:
+def test_a_backup_is_consistent_while_documents_are_written(
+    store: SqliteStore,
+) -> None:
     stopped = threading.Event()
     put(store, "d0", ["a", "b"])
     copies = []
@@ -125,14 +123,14 @@ def test_a_backup_is_consistent_while_documents_are_written(store: SqliteDocumen
         folder = store.database.folder / f"copy{number}"
         receive(folder, content)
         restored = open_store(folder)
-        [collection] = restored.collections().values()
+        [collection] = restored.collections.all().values()
         assert collection.serving is not None
         [(num_chunks,)] = restored.database.query("SELECT count(*) FROM chunks")
         assert collection.serving.num_chunks == num_chunks == 2 * collection.num_documents
-        restored.close()
+        restored.database.close()
 
 
-def test_content_that_is_no_backup_is_refused(store: SqliteDocumentStore, tmp_path: Path) -> None:
+def test_content_that_is_no_backup_is_refused(store: SqliteStore, tmp_path: Path) -> None:
     put(store, "d", ["word " * 5000])
     content = copy_of(store)
     half = len(content) // 2
@@ -143,7 +141,7 @@ def test_content_that_is_no_backup_is_refused(store: SqliteDocumentStore, tmp_pa
         assert names(tmp_path / "target") == set()
 
 
-def test_one_backup_runs_at_a_time_and_leaves_nothing(store: SqliteDocumentStore) -> None:
+def test_one_backup_runs_at_a_time_and_leaves_nothing(store: SqliteStore) -> None:
     copies = SqliteBackups(store.database.folder)
     before = names(store.database.folder)
     first = copies.backup()
@@ -155,16 +153,14 @@ def test_one_backup_runs_at_a_time_and_leaves_nothing(store: SqliteDocumentStore
     assert next(copies.backup())
 
 
-def test_a_backup_needs_disk_space(
-    store: SqliteDocumentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_needs_disk_space(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(Unavailable, match="bytes of free disk space, and 1 are free"):
         next(SqliteBackups(store.database.folder).backup())
 
 
-def test_one_backup_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: Path) -> None:
+def test_one_backup_is_received_at_a_time(store: SqliteStore, tmp_path: Path) -> None:
     put(store, "d", ["a"])
     first = IncomingBackup(tmp_path)
     with pytest.raises(Unavailable, match="another backup"):
@@ -178,11 +174,13 @@ def test_one_backup_is_received_at_a_time(store: SqliteDocumentStore, tmp_path: 
     assert names(tmp_path) == {"source", RESTORE_READY}
 
 
-def test_a_restored_backup_that_was_damaged_since_is_ignored(store: SqliteDocumentStore) -> None:
+def test_a_restored_backup_that_was_damaged_since_is_ignored(
+    store: SqliteStore,
+) -> None:
     put(store, "d", ["a"])
     folder = store.database.folder
-    store.close()
+    store.database.close()
     (folder / RESTORE_READY).write_bytes(b"no database" * 1000)
-    store.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
-    assert store.get("c", "d") is not None
+    store.database.__init__(folder, DiskReserve(folder, 0))  # type: ignore[misc]  # the fixture closes it
+    assert store.reads.get("c", "d") is not None
     assert RESTORE_READY not in names(folder)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import (
     DAMAGED_NAME,
     INDEXES_FOLDER,
@@ -33,8 +34,8 @@ NUM_DOCUMENTS = 40
 PAGE_BYTES = 4096
 
 
-def open_store(folder: Path) -> SqliteDocumentStore:
-    return SqliteDocumentStore(folder, DiskReserve(folder, 0))
+def open_store(folder: Path) -> DocumentStore:
+    return open_sqlite(folder, DiskReserve(folder, 0))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_collection(store, "c")
     for i in range(NUM_DOCUMENTS):
         put(store, f"d{i:03}", [f"text {i} part {j} " * 20 for j in range(3)])
-    store.close()
+    store.database.close()
     return folder
 
 
@@ -87,13 +88,13 @@ def test_without_the_file_the_store_is_empty_and_deletes_all_stored_kv(folder: P
         open_store(folder)
     (folder / DAMAGED_NAME).unlink()
     store = open_store(folder)
-    assert store.collections() == {}
-    with store.transaction():
+    assert store.collections.all() == {}
+    with store.database.transaction():
         [everything] = store.outbox.claim(10, NOW_MS).deletes
     assert everything.everything
     add_collection(store, "c")
     put(store, "d001", ["new"])
-    store.close()
+    store.database.close()
 
 
 def test_a_restored_backup_replaces_the_damaged_file(filled: Path, folder: Path) -> None:
@@ -105,16 +106,16 @@ def test_a_restored_backup_replaces_the_damaged_file(filled: Path, folder: Path)
         incoming.write(part)
     assert incoming.finish() == NUM_DOCUMENTS
     store = open_store(folder)
-    assert len(store.page("c", "", 1000)[0]) == NUM_DOCUMENTS
+    assert len(store.reads.page("c", "", 1000)[0]) == NUM_DOCUMENTS
     assert not (folder / DAMAGED_NAME).exists()
-    store.close()
+    store.database.close()
 
 
 def test_changes_that_are_only_in_the_log_are_moved_with_the_file(folder: Path) -> None:
     store = open_store(folder)
     put(store, "last", ["only in the log"])
     copied = shutil.copytree(folder, folder.parent / "killed")
-    store.close()
+    store.database.close()
     damage(copied, pages_of(copied, "chunks_by_digest"))
     (copied / MARKER_NAME).touch()
     with pytest.raises(DocumentsDamaged):
@@ -127,11 +128,11 @@ def test_changes_that_are_only_in_the_log_are_moved_with_the_file(folder: Path) 
 def test_damage_that_a_read_finds_is_moved_aside_at_the_next_start(folder: Path) -> None:
     damage(folder, pages_of(folder, "chunks"))
     store = open_store(folder)
-    [collection] = store.collections().values()
+    [collection] = store.collections.all().values()
     assert collection.serving is not None
     with pytest.raises(DocumentsDamaged, match="restart the retriever"):
-        store.neighbourhoods(store.rows(collection.serving.row).tolist(), 1)
-    store.close()
+        store.reads.neighbourhoods(store.embeddings.rows(collection.serving.row).tolist(), 1)
+    store.database.close()
     assert (folder / MARKER_NAME).exists()
     with pytest.raises(DocumentsDamaged, match="moved to"):
         open_store(folder)
@@ -149,9 +150,9 @@ def test_a_start_that_ended_before_it_removed_the_marker_loses_no_log(folder: Pa
     assert (folder / f"{DAMAGED_NAME}-wal").read_bytes() == b"changes"
     (folder / DAMAGED_NAME).unlink()
     store = open_store(folder)
-    with store.transaction():
+    with store.database.transaction():
         assert store.outbox.claim(10, NOW_MS).deletes[0].everything
-    store.close()
+    store.database.close()
     assert not (folder / f"{DAMAGED_NAME}-wal").exists()
 
 
@@ -179,16 +180,16 @@ def test_a_new_file_does_not_use_the_indexes_of_an_earlier_one(folder: Path) -> 
     for path in folder.glob(f"{FILE_NAME}*"):
         path.unlink()
     (folder / INDEXES_FOLDER).mkdir()
-    open_store(folder).close()
+    open_store(folder).database.close()
     assert not (folder / INDEXES_FOLDER).exists()
 
 
 def test_a_marked_file_without_damage_is_opened(folder: Path) -> None:
     (folder / MARKER_NAME).touch()
     store = open_store(folder)
-    assert len(store.page("c", "", 1000)[0]) == NUM_DOCUMENTS
+    assert len(store.reads.page("c", "", 1000)[0]) == NUM_DOCUMENTS
     assert not (folder / MARKER_NAME).exists()
-    store.close()
+    store.database.close()
 
 
 def test_the_check_finds_damage_and_can_be_stopped(folder: Path) -> None:
@@ -223,4 +224,4 @@ def test_no_damage_ends_a_start_otherwise(folder: Path, seed: int) -> None:
     except DocumentsDamaged:
         return
     assert find_damage(folder / FILE_NAME, threading.Event()) is None
-    store.close()
+    store.database.close()

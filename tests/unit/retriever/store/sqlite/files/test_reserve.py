@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import Unavailable
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import FILE_NAME, DiskReserve
 from tests.kit.stored_documents import add_collection, delete, put
 
@@ -33,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def fill(store: SqliteDocumentStore) -> int:
+def fill(store: DocumentStore) -> int:
     """Put documents until the disk is full, and return their number."""
     for i in range(10_000):
         try:
@@ -44,7 +45,7 @@ def fill(store: SqliteDocumentStore) -> int:
 
 
 def test_a_full_disk_refuses_documents_and_takes_deletes(disk: Path) -> None:
-    store = SqliteDocumentStore(disk, DiskReserve(disk, RESERVE_BYTES))
+    store = open_sqlite(disk, DiskReserve(disk, RESERVE_BYTES))
     add_collection(store, "c")
     assert (disk / FILE_NAME).stat().st_blocks * 512 == RESERVE_BYTES
     num_documents = fill(store)
@@ -54,15 +55,15 @@ def test_a_full_disk_refuses_documents_and_takes_deletes(disk: Path) -> None:
         other.write(bytes(max(0, free_bytes - 4096)))
     for i in range(num_documents):
         assert delete(store, f"d{i:04}") is not None
-    assert store.page("c", "", 10) == ([], None)
+    assert store.reads.page("c", "", 10) == ([], None)
     (disk / "other").unlink()
     delete(store, "missing")
     put(store, "again", ["text"])
-    store.close()
+    store.database.close()
 
 
 def test_without_a_reserve_a_full_disk_refuses_deletes(disk: Path) -> None:
-    store = SqliteDocumentStore(disk, DiskReserve(disk, 0))
+    store = open_sqlite(disk, DiskReserve(disk, 0))
     add_collection(store, "c")
     fill(store)
     with (disk / "other").open("wb") as other:
@@ -70,7 +71,7 @@ def test_without_a_reserve_a_full_disk_refuses_deletes(disk: Path) -> None:
         other.write(bytes(free_bytes))
     with pytest.raises(Unavailable, match=r"full|I/O"):
         delete(store, "d0000")
-    store.close()
+    store.database.close()
 
 
 def test_the_reserve_comes_back_when_there_is_space(

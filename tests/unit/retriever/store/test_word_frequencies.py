@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import Unavailable
-from ragcache_retriever.store.sql.word_frequencies import MAX_WORDS, WordFrequencies
-from ragcache_retriever.store.sqlite.document_store import SqliteDocumentStore
+from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_retriever.store.sqlite.lexical import count_chunks
+from ragcache_retriever.store.word_frequencies import MAX_WORDS, WordFrequencies
 from tests.kit.stored_documents import add_collection, put
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteDocumentStore]:
-    store = SqliteDocumentStore(tmp_path, DiskReserve(tmp_path, 0))
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = open_sqlite(tmp_path, DiskReserve(tmp_path, 0))
     yield store
-    store.close()
+    store.database.close()
 
 
 class CountedWords:
     """The frequencies of a store, with what it counts."""
 
-    def __init__(self, store: SqliteDocumentStore, max_words: int = MAX_WORDS) -> None:
+    def __init__(self, store: SqliteStore, max_words: int = MAX_WORDS) -> None:
         self._store = store
         self._frequencies = WordFrequencies(max_words)
 
@@ -37,7 +37,7 @@ class CountedWords:
 
 
 def test_chunks_with_any_form_of_a_word_are_counted_in_their_generation(
-    store: SqliteDocumentStore,
+    store: SqliteStore,
 ) -> None:
     first, second = add_collection(store, "c"), add_collection(store, "other")
     put(store, "d", ["cats", "a cat", "dogs", "birds", "fish"], title="")
@@ -47,14 +47,14 @@ def test_chunks_with_any_form_of_a_word_are_counted_in_their_generation(
     assert frequencies.of(second, 1, "cat", "dog") == [1, 0]
 
 
-def test_counting_stops_after_half_of_the_chunks(store: SqliteDocumentStore) -> None:
+def test_counting_stops_after_half_of_the_chunks(store: SqliteStore) -> None:
     generation = add_collection(store, "c")
     put(store, "d", ["cat"] * 100)
     assert CountedWords(store).of(generation, 100, "cat") == [51]
 
 
 def test_a_frequency_is_counted_again_after_a_tenth_of_the_chunks_is_new(
-    store: SqliteDocumentStore,
+    store: SqliteStore,
 ) -> None:
     generation = add_collection(store, "c")
     put(store, "d", ["cat"] * 20 + ["dog"] * 80)
@@ -66,7 +66,7 @@ def test_a_frequency_is_counted_again_after_a_tenth_of_the_chunks_is_new(
     assert frequencies.of(generation, 111, "cat") == [31]
 
 
-def test_a_bounded_number_of_words_is_remembered(store: SqliteDocumentStore) -> None:
+def test_a_bounded_number_of_words_is_remembered(store: SqliteStore) -> None:
     generation = add_collection(store, "c")
     put(store, "d", ["cat"] * 20 + ["dog"] * 80)
     frequencies = CountedWords(store, max_words=1)

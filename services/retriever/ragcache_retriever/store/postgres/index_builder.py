@@ -8,7 +8,7 @@ import math
 import psycopg
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_retriever.store.postgres.connections.database import Connection, PostgresDatabase
+from ragcache_retriever.store.postgres.database import Connection, PostgresDatabase
 from ragcache_retriever.store.postgres.schema import vector_table
 
 log = logging.getLogger(__name__)

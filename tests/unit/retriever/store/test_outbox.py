@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache_core.identity.keys import KEY_BYTES
+from ragcache_retriever.store import outbox as module
 from ragcache_retriever.store.outbox import (
     CLAIM_MS,
     COUNT_EVERY,
@@ -18,11 +19,9 @@ from ragcache_retriever.store.outbox import (
     EXPIRY_MS,
     KEEP_MS,
     REPEAT_MS,
-    OutboxDelete,
+    Outbox,
 )
-from ragcache_retriever.store.sql import outbox as rules
-from ragcache_retriever.store.sqlite import outbox as module
-from ragcache_retriever.store.sqlite.outbox import SqliteOutbox
+from ragcache_retriever.store.records import OutboxDelete
 from tests.kit.memory_database import MemoryDatabase
 
 NOW_MS = 1_700_000_000_000
@@ -41,24 +40,22 @@ def connection(database: MemoryDatabase) -> sqlite3.Connection:
 
 
 @pytest.fixture
-def outbox(database: MemoryDatabase) -> SqliteOutbox:
-    return SqliteOutbox(database)
+def outbox(database: MemoryDatabase) -> Outbox:
+    return Outbox(database)
 
 
 def digests(count: int) -> list[bytes]:
     return [number.to_bytes(KEY_BYTES) for number in range(count)]
 
 
-def add(
-    outbox: SqliteOutbox, document: str, *, claim: bool = False, num_chunks: int = 1
-) -> OutboxDelete:
+def add(outbox: Outbox, document: str, *, claim: bool = False, num_chunks: int = 1) -> OutboxDelete:
     [delete] = outbox.add("c", document, digests(num_chunks), names_document=True, now_ms=NOW_MS)
     if claim:
         assert outbox.claim_of("c", document, NOW_MS, is_repeated=False) == (delete,)
     return delete
 
 
-def test_a_removal_of_many_chunks_is_several_deletes(outbox: SqliteOutbox) -> None:
+def test_a_removal_of_many_chunks_is_several_deletes(outbox: Outbox) -> None:
     wanted = digests(2 * DELETE_CHUNKS + 1)
     added = outbox.add("c", "d", wanted, names_document=True, now_ms=NOW_MS)
     assert [len(one.token_digests) for one in added] == [DELETE_CHUNKS, DELETE_CHUNKS, 1]
@@ -67,13 +64,13 @@ def test_a_removal_of_many_chunks_is_several_deletes(outbox: SqliteOutbox) -> No
     assert [digest for one in added for digest in one.token_digests] == wanted
 
 
-def test_a_change_that_removes_nothing_needs_no_delete(outbox: SqliteOutbox) -> None:
+def test_a_change_that_removes_nothing_needs_no_delete(outbox: Outbox) -> None:
     assert not outbox.add("c", "d", [], names_document=False, now_ms=NOW_MS)
 
 
 @pytest.mark.parametrize("claim", [True, False])
 def test_a_claim_ends_after_a_while_and_the_delete_keeps_its_id(
-    outbox: SqliteOutbox, claim: bool
+    outbox: Outbox, claim: bool
 ) -> None:
     delete = add(outbox, "d", claim=claim)
     if not claim:
@@ -82,19 +79,19 @@ def test_a_claim_ends_after_a_while_and_the_delete_keeps_its_id(
     assert outbox.claim(10, NOW_MS + CLAIM_MS + 1).deletes == (delete,)
 
 
-def test_a_clock_that_is_set_back_ends_claims(outbox: SqliteOutbox) -> None:
+def test_a_clock_that_is_set_back_ends_claims(outbox: Outbox) -> None:
     delete = add(outbox, "d", claim=True)
     assert outbox.claim(10, NOW_MS - REPEAT_MS).deletes == (delete,)
 
 
-def test_those_that_waited_longest_are_claimed_first(outbox: SqliteOutbox) -> None:
+def test_those_that_waited_longest_are_claimed_first(outbox: Outbox) -> None:
     first, second, third = (add(outbox, name) for name in "abc")
     assert outbox.claim(2, NOW_MS).deletes == (first, second)
     assert outbox.claim(2, NOW_MS + CLAIM_MS + 1).deletes == (first, third)
 
 
 def test_a_backlog_is_not_counted_at_each_claim(
-    connection: sqlite3.Connection, outbox: SqliteOutbox
+    connection: sqlite3.Connection, outbox: Outbox
 ) -> None:
     for number in range(2 * COUNT_EVERY + 1):
         add(outbox, f"d{number}")
@@ -115,7 +112,7 @@ def test_a_backlog_is_not_counted_at_each_claim(
 
 
 def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
-    connection: sqlite3.Connection, outbox: SqliteOutbox
+    connection: sqlite3.Connection, outbox: Outbox
 ) -> None:
     delete = add(outbox, "d")
     outbox.acknowledge([delete.id], [], NOW_MS)
@@ -131,7 +128,7 @@ def test_a_complete_delete_is_claimed_no_more_and_forgotten_later(
 
 
 def test_a_delete_that_one_shard_has_is_repeated_seldom_and_ends_after_a_day(
-    outbox: SqliteOutbox,
+    outbox: Outbox,
 ) -> None:
     delete = add(outbox, "d")
     outbox.acknowledge([], [delete.id], NOW_MS)
@@ -142,19 +139,19 @@ def test_a_delete_that_one_shard_has_is_repeated_seldom_and_ends_after_a_day(
     assert not outbox.claim(10, NOW_MS + EXPIRY_MS).deletes
 
 
-def test_a_delete_that_no_shard_has_never_expires(outbox: SqliteOutbox) -> None:
+def test_a_delete_that_no_shard_has_never_expires(outbox: Outbox) -> None:
     delete = add(outbox, "d")
     assert outbox.claim(10, NOW_MS + 100 * EXPIRY_MS).deletes == (delete,)
 
 
 def set_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "MAX_UNACKNOWLEDGED", 8)
-    monkeypatch.setattr(rules, "CHECK_EVERY", 4)
+    monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", 8)
+    monkeypatch.setattr(module, "CHECK_EVERY", 4)
     monkeypatch.setattr(module, "MAX_PARTIAL", 8)
 
 
 def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
-    connection: sqlite3.Connection, outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
+    connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(40):
@@ -169,7 +166,7 @@ def test_too_many_deletes_without_acknowledgement_become_one_of_everything(
 
 
 def test_deletes_that_one_of_everything_replaced_are_forgotten_while_no_shard_answers(
-    connection: sqlite3.Connection, outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
+    connection: sqlite3.Connection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(8):
@@ -180,7 +177,7 @@ def test_deletes_that_one_of_everything_replaced_are_forgotten_while_no_shard_an
 
 
 def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
-    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     added = []
@@ -195,7 +192,7 @@ def test_deletes_that_a_shard_has_are_not_replaced_by_one_of_everything(
 
 
 def test_one_of_everything_replaces_no_delete_that_a_shard_has(
-    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     partial = add(outbox, "partial")
@@ -208,7 +205,7 @@ def test_one_of_everything_replaces_no_delete_that_a_shard_has(
 
 
 def test_a_repeated_change_gets_the_delete_of_everything_that_replaced_its_own(
-    outbox: SqliteOutbox, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(monkeypatch)
     for number in range(8):
@@ -231,7 +228,7 @@ class OutboxMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.database = MemoryDatabase()
-        self.outbox = SqliteOutbox(self.database)
+        self.outbox = Outbox(self.database)
         self.now_ms = NOW_MS
         self.pending: dict[bytes, int | None] = {}  # time of the first acknowledgement, by id
 

@@ -6,18 +6,25 @@ import contextlib
 import logging
 import select
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import psycopg
+from psycopg import Cursor
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 from psycopg_pool import ConnectionPool, PoolTimeout
+from sqlalchemy import BigInteger, Double, Integer, LargeBinary, Table, Text
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_retriever.store.postgres.connections import binary_types
-from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
+from ragcache_retriever.store.database import Parameters, Row, Sql
+from ragcache_retriever.store.postgres import binary_types
+from ragcache_retriever.store.postgres.binary_types import BigintArray, rows_of
+from ragcache_retriever.store.postgres.cancellation import CancellableConnection
 from ragcache_retriever.store.postgres.schema import prepare_schema
+from ragcache_retriever.store.records import DiskUse, Rows
+from ragcache_retriever.store.statements import POSTGRES, Statement
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +48,14 @@ _LIMITS = (
 )
 
 Connection: TypeAlias = CancellableConnection
-Row: TypeAlias = TupleRow
+
+_COPY_TYPES = {
+    BigInteger: "int8",
+    Integer: "int4",
+    Double: "float8",
+    Text: "text",
+    LargeBinary: "bytea",
+}
 
 
 class PostgresDatabase:
@@ -98,17 +112,40 @@ class PostgresDatabase:
         connection.execute("SET statement_timeout = 0")
         return connection
 
+    @property
+    def backend(self) -> str:
+        """See Database."""
+        return "postgres"
+
+    @property
+    def is_shared(self) -> bool:
+        """See Database."""
+        return True
+
+    def disk(self) -> DiskUse:
+        """See Database."""
+        [(num_bytes,)] = self.read(
+            "SELECT sum(pg_total_relation_size(oid))::bigint FROM pg_class"
+            " WHERE relnamespace = current_schema()::regnamespace AND relkind = 'r'"
+        )
+        return DiskUse(int(num_bytes), None)
+
     # Reads of any thread
 
-    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows of a query on committed data."""
+    def read(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
+        """See Database."""
         with self.connection() as connection:
-            return connection.execute(sql, parameters, binary=True).fetchall()
+            return _executed(connection, statement, parameters).fetchall()
 
-    def read_one(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """Return the first row of a query on committed data, or None."""
-        with self.connection() as connection:
-            return connection.execute(sql, parameters, binary=True).fetchone()
+    def read_one(
+        self,
+        statement: Sql,
+        parameters: Parameters = (),
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Row | None:
+        """See Database."""
+        with self.connection() as connection, connection.cancelled_by(cancelled):
+            return _executed(connection, statement, parameters).fetchone()
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -124,8 +161,8 @@ class PostgresDatabase:
     # Writes of the writer's thread
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """See DocumentStore.transaction."""
+    def transaction(self, *, frees_space: bool = False) -> Iterator[None]:
+        """See Database. The server keeps its own reserve."""
         with self.connection() as connection:
             connection.execute("BEGIN")
             self._transaction = connection
@@ -137,22 +174,27 @@ class PostgresDatabase:
                     connection.execute("ROLLBACK")
 
     def commit(self) -> None:
-        """See DocumentStore.commit."""
+        """See Database."""
         self._writer.execute("COMMIT")
 
-    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Execute a statement of the transaction and return the number of changed rows."""
-        return self._writer.execute(sql, parameters).rowcount
+    def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
+        """See Database."""
+        return _executed(self._writer, statement, parameters).rowcount
 
-    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows of a statement of the transaction."""
-        return self._writer.execute(sql, parameters, binary=True).fetchall()
+    def query(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
+        """See Database."""
+        return _executed(self._writer, statement, parameters).fetchall()
 
-    def query_one(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """Return the first row of a statement of the transaction, or None."""
-        return self._writer.execute(sql, parameters, binary=True).fetchone()
+    def query_one(self, statement: Sql, parameters: Parameters = ()) -> Row | None:
+        """See Database."""
+        return _executed(self._writer, statement, parameters).fetchone()
 
-    def copy(self, table: str, types: Sequence[str], rows: Iterator[Sequence[Any]]) -> None:
+    def insert(self, table: Table, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """See Database."""
+        types = [_COPY_TYPES[type(table.c[name].type)] for name in names]
+        self.copy(f"{table.name} ({', '.join(names)})", types, rows)
+
+    def copy(self, table: str, types: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Insert rows within the transaction.
 
         Args:
@@ -166,6 +208,27 @@ class PostgresDatabase:
             copy.set_types(types)
             for row in rows:
                 copy.write_row(row)
+
+    def has_table(self, name: str) -> bool:
+        """Whether the transaction sees a table."""
+        [(has_table,)] = self.query("SELECT to_regclass(%s) IS NOT NULL", (name,))
+        return bool(has_table)
+
+    def next_rows(self, table: Table, count: int) -> tuple[int, ...]:
+        """See Database."""
+        found = self.query(
+            "SELECT nextval(pg_get_serial_sequence(%s, 'row')) FROM generate_series(1, %s)",
+            (table.name, count),
+        )
+        return tuple(sorted(row for (row,) in found))
+
+    def row_list(self, rows: Sequence[int] | Rows) -> BigintArray:
+        """See Database."""
+        return BigintArray(rows)
+
+    def rows_of(self, found: bytes | None) -> Rows:
+        """See Database."""
+        return np.sort(rows_of(found))
 
     @property
     def _writer(self) -> Connection:
@@ -207,6 +270,12 @@ class PostgresDatabase:
         except (psycopg.Error, PoolTimeout) as error:
             problem = " ".join(str(error).split())
             raise Unavailable("PostgreSQL", f"{problem} ({URL_SETTING})") from error
+
+
+def _executed(connection: Connection, statement: Sql, parameters: Parameters) -> Cursor[TupleRow]:
+    if isinstance(statement, Statement):
+        statement, parameters = statement.on(POSTGRES, dict(parameters))
+    return connection.execute(statement, parameters, binary=True)
 
 
 def _has_ended(connection: Connection) -> bool:

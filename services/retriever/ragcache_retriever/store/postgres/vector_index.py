@@ -21,15 +21,15 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.search.staged_hits import STAGE_SHARES, StagedHits, slices
 from ragcache_retriever.search.vector_index import IndexStage, Rows, Vectors
-from ragcache_retriever.store.postgres.connections.binary_types import (
+from ragcache_retriever.store.postgres.binary_types import (
     BigintArray,
     RealArray,
     rows_of,
 )
-from ragcache_retriever.store.postgres.connections.cancellation import CancellableConnection
-from ragcache_retriever.store.postgres.connections.database import PostgresDatabase
+from ragcache_retriever.store.postgres.cancellation import CancellableConnection
+from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.index_builder import build, built_kind
 from ragcache_retriever.store.postgres.schema import vector_table
-from ragcache_retriever.store.postgres.vectors.index_builder import build, built_kind
 
 log = logging.getLogger(__name__)
 

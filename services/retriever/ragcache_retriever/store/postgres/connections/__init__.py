@@ -1,1 +1,0 @@
-"""Connections to PostgreSQL, and the types of their parameters."""

@@ -1,0 +1,217 @@
+"""The tables of documents, the same in SQLite and in PostgreSQL.
+
+Words and vectors have other tables in each database.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+    true,
+)
+from sqlalchemy.engine import Dialect
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from ragcache_retriever.store.statements import Indexed
+
+ZERO = text("0")
+PLAIN_TEXT = Text(collation="C").with_variant(Text(), "sqlite")
+"""Text that sorts by code points, as in Python."""
+
+NUMBER = BigInteger().with_variant(Integer(), "sqlite")
+
+_schema = MetaData()
+
+
+def _row(*, is_chosen: bool = False) -> Column[int]:
+    """Return the column of a number that is never reused.
+
+    Args:
+        is_chosen: Whether inserts may name it.
+    """
+    return Column("row", NUMBER, Identity(always=not is_chosen), primary_key=True)
+
+
+def _count(name: str) -> Column[int]:
+    return Column(name, NUMBER, nullable=False, server_default=ZERO)
+
+
+collections = Table(
+    "collections",
+    _schema,
+    _row(),
+    Column("name", PLAIN_TEXT, nullable=False, unique=True),
+    Column("size_tokens", Integer),  # NULL: the service's default
+    Column("overlap_tokens", Integer),
+    Column("window", Integer),
+    Column("index_kind", Text),
+    Column("max_documents", NUMBER, nullable=False),
+    Column("max_text_bytes", NUMBER, nullable=False),
+    Column("lexical_weight", Double, nullable=False),
+    _count("num_documents"),
+    _count("text_bytes"),
+    Column("is_deleting", Boolean, nullable=False, server_default=false()),
+    sqlite_autoincrement=True,
+)
+
+generations = Table(
+    "generations",
+    _schema,
+    _row(),
+    Column("collection", ForeignKey(collections.c.row), nullable=False, index=True),
+    Column("state", Text, nullable=False),  # serving, building, retired
+    Column("splitter", Text, nullable=False),  # from here on: the fields of Recipe
+    Column("size_tokens", Integer, nullable=False),
+    Column("overlap_tokens", Integer, nullable=False),
+    Column("tokenizer", Text, nullable=False),
+    Column("embedder", Text, nullable=False),
+    Column("dimension", Integer, nullable=False),
+    _count("num_documents"),
+    _count("num_chunks"),
+    _count("num_words"),  # of all chunks, with repeats; SQLite has them in its own tables
+    sqlite_autoincrement=True,
+)
+
+documents = Table(
+    "documents",
+    _schema,
+    _row(),
+    Column("collection", ForeignKey(collections.c.row), nullable=False),
+    Column("id", PLAIN_TEXT, nullable=False),
+    Column("id_number", Double),  # NULL: it spells no number
+    Column("title", PLAIN_TEXT, nullable=False),
+    Column("title_number", Double),
+    Column("content_type", Integer, nullable=False),
+    Column("metadata", Text, nullable=False),  # JSON object of strings
+    Column("content_hash", Text, nullable=False),
+    Column("text_bytes", NUMBER, nullable=False),
+    Column("updated_unix_ms", NUMBER, nullable=False),
+    UniqueConstraint("collection", "id"),
+    sqlite_autoincrement=True,
+)
+
+
+def _document(*, is_key: bool = False) -> Column[int]:
+    owner = ForeignKey(documents.c.row, ondelete="CASCADE")
+    return Column("document", NUMBER, owner, primary_key=is_key, autoincrement=False)
+
+
+texts = Table(  # by itself, so that listings read no text
+    "texts",
+    _schema,
+    _document(is_key=True),
+    Column("text", Text, nullable=False),
+)
+
+document_fields = Table(
+    "document_fields",
+    _schema,
+    _document(is_key=True),
+    Column("collection", NUMBER, nullable=False),
+    Column("name", PLAIN_TEXT, primary_key=True),
+    Column("value", PLAIN_TEXT, nullable=False),
+    Column("number", Double),  # NULL: the value spells no number
+    sqlite_with_rowid=False,
+)
+_HAS_NUMBER = document_fields.c.number.is_not(None)
+Index(
+    "fields_by_value",
+    document_fields.c.collection,
+    document_fields.c.name,
+    Indexed(document_fields.c.value),
+)
+Index(
+    "fields_by_number",
+    document_fields.c.collection,
+    document_fields.c.name,
+    document_fields.c.number,
+    sqlite_where=_HAS_NUMBER,
+    postgresql_where=_HAS_NUMBER,
+)
+
+prepared = Table(  # documents that have their chunks in a generation
+    "prepared",
+    _schema,
+    _document(is_key=True),
+    Column("generation", ForeignKey(generations.c.row), primary_key=True, index=True),
+    Column("num_chunks", Integer, nullable=False),
+    Column("tokenizer", Text, nullable=False),  # of digests and token ids
+    sqlite_with_rowid=False,
+)
+
+chunks = Table(
+    "chunks",
+    _schema,
+    _row(is_chosen=True),
+    Column("generation", ForeignKey(generations.c.row), nullable=False, index=True),
+    Column("document", ForeignKey(documents.c.row), nullable=False),
+    Column("ordinal", Integer, nullable=False),
+    Column("token_digest", LargeBinary, nullable=False),  # the gateway computes the chunk's key
+    Column("heading_path", Text, nullable=False),  # JSON array of strings
+    Column("text", Text, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),  # uint32, little-endian
+    UniqueConstraint("document", "generation", "ordinal"),
+    Index("chunks_by_digest", "token_digest", "generation"),
+    sqlite_autoincrement=True,
+)
+
+reports = Table(
+    "reports",
+    _schema,
+    Column("name", Text, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    Column("updated_unix_ms", NUMBER, nullable=False),
+)
+
+outbox_position = Table(  # one row: the number of the last removal
+    "outbox_position", _schema, Column("sequence", NUMBER, nullable=False)
+)
+
+outbox = Table(
+    "outbox",
+    _schema,
+    Column("sequence", NUMBER, primary_key=True, autoincrement=False),
+    Column("id", LargeBinary, nullable=False, unique=True),
+    Column("collection", PLAIN_TEXT, nullable=False),
+    Column("document", PLAIN_TEXT, nullable=False),
+    Column("names_document", Boolean, nullable=False),
+    Column("everything", Boolean, nullable=False, server_default=false()),
+    Column("token_digests", LargeBinary, nullable=False),
+    Column("removed_unix_ms", NUMBER, nullable=False),
+    Column("claimed_until_ms", NUMBER, nullable=False, server_default=ZERO),
+    _count("acknowledged_unix_ms"),
+    Column("complete", Boolean, nullable=False, server_default=false()),
+    Index("outbox_by_document", "collection", "document"),
+)
+_IS_PENDING = ~outbox.c.complete
+for _name, _column, _condition in (
+    ("outbox_pending", outbox.c.claimed_until_ms, _IS_PENDING),
+    ("outbox_acknowledged", outbox.c.acknowledged_unix_ms, _IS_PENDING),
+    ("outbox_complete", outbox.c.removed_unix_ms, outbox.c.complete == true()),
+):
+    Index(_name, _column, sqlite_where=_condition, postgresql_where=_condition)
+
+
+def creation(dialect: Dialect) -> str:
+    """Return the SQL that creates the tables."""
+    statements = []
+    for table in _schema.sorted_tables:
+        statements.append(str(CreateTable(table).compile(dialect=dialect)))
+        for index in sorted(table.indexes, key=lambda index: str(index.name)):
+            statements.append(str(CreateIndex(index).compile(dialect=dialect)))
+    statements.append("INSERT INTO outbox_position VALUES (0)")
+    return ";\n".join(statements) + ";\n"
