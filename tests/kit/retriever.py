@@ -33,6 +33,7 @@ from ragcache_retriever.search.vector_index import VectorIndexes
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.sqlite import lexical
+from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import INDEXES_FOLDER
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
 from ragcache_wire.clients import retriever_client

@@ -239,7 +239,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         after = min(request.after, MAX_SEQUENCE)
         knowledge_base = self._knowledge_base
         found, last = await knowledge_base.threads.read(
-            knowledge_base.store.removals, after, MAX_PAGE_SIZE
+            knowledge_base.store.outbox.removals, after, MAX_PAGE_SIZE
         )
         return pb.ListRemovalsReply(
             removals=[

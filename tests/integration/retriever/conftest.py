@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from harness.availability import Unavailable, skip
-from ragcache_retriever.readiness.storage_probe import StorageProbe
-from ragcache_retriever.store.postgres import lexical
-from ragcache_retriever.store.postgres.connections import database
+from ragcache_retriever.readiness import StorageProbe
+from ragcache_retriever.store.postgres import database, lexical
 from tests.kit.limits import LIMIT_S
 from tests.kit.postgres_server import PostgresServer
 from tests.kit.retriever import lengthen_retriever_limits

@@ -27,7 +27,8 @@ from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.lexical import word_choice
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
-from ragcache_retriever.store.records import CLAIM_MS, DocumentChange, OutboxDelete
+from ragcache_retriever.store.outbox import CLAIM_MS
+from ragcache_retriever.store.records import DocumentChange, OutboxDelete
 from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,

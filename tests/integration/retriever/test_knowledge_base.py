@@ -100,7 +100,7 @@ async def test_searches_go_on_while_a_commit_waits_for_the_disk(
     knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
-    commit = knowledge_base.store.commit
+    commit = knowledge_base.store.database.commit
     waiting, disk = threading.Event(), threading.Event()
 
     def slow_commit() -> None:
@@ -108,7 +108,7 @@ async def test_searches_go_on_while_a_commit_waits_for_the_disk(
         disk.wait()
         commit()
 
-    monkeypatch.setattr(knowledge_base.store, "commit", slow_commit)
+    monkeypatch.setattr(knowledge_base.store.database, "commit", slow_commit)
     write = asyncio.create_task(
         knowledge_base.ingestion.upsert("default", a_document("d", "Pear."))
     )

@@ -17,6 +17,7 @@ from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.ranking.search import SearchMode
 from ragcache_retriever.search.milvus import MilvusIndexes
+from ragcache_retriever.store.postgres.document_store import open_postgres
 from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.integration.retriever.knowledge_base_contract import (
@@ -27,12 +28,12 @@ from tests.integration.retriever.knowledge_base_contract import (
     SharedContract,
     a_document,
     found,
-    until,
     until_done,
 )
 from tests.kit.milvus_server import MilvusServer
 from tests.kit.postgres_server import PostgresServer
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.wait import until
 
 
 @dataclass

@@ -21,6 +21,7 @@ from ragcache_retriever.search.vector_index import RowIndex, VectorIndexes, Vect
 from ragcache_retriever.store.postgres import vector_index
 from ragcache_retriever.store.postgres.binary_types import BigintArray, vector_bytes
 from ragcache_retriever.store.postgres.database import PostgresDatabase
+from ragcache_retriever.store.postgres.document_store import PostgresStore, open_postgres
 from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from tests.integration.retriever.index_contract import (

@@ -31,7 +31,6 @@ from ragcache_gateway.http.routes import (
     collection_routes,
     document_routes,
     embedding_routes,
-    explain_routes,
     response_routes,
     search_routes,
     status_routes,
@@ -40,6 +39,7 @@ from ragcache_operator.spec.manifest import parse, parse_manifest
 from ragcache_operator.spec.ragcache import KIND
 from ragcache_operator.spec.values import API_VERSION
 from ragcache_operator.status import conditions
+from ragcache_operator.status.component import CONDITION_OF
 from tests.kit.documentation import ROOT, SUBSTITUTED, Command
 
 MAKEFILE: Final = (ROOT / "Makefile").read_text()
@@ -66,7 +66,7 @@ KINDS: Final = {
 }
 CONDITIONS: Final = {
     *(conditions.READY, conditions.ACCEPTED, conditions.SELF_TEST, conditions.BLEND_VERIFIED),
-    *conditions.CONDITION_OF.values(),
+    *CONDITION_OF.values(),
 }
 ROUTES: Final = (
     backup_routes,
@@ -74,7 +74,6 @@ ROUTES: Final = (
     collection_routes,
     document_routes,
     embedding_routes,
-    explain_routes,
     response_routes,
     search_routes,
     status_routes,
