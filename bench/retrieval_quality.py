@@ -8,11 +8,11 @@ are fused with the default weight.
 ``worst_loss_to_better_leg`` is the largest difference, over all collections, from the nDCG@10 of
 the better leg to that of both legs together. A negative one is a gain.
 
-``--reranked N`` also ranks the first N queries of each collection with a reranker: SmolLM2 orders
-the first hits by how likely it finds the query after them. ``same_order_share`` is the share of
-queries whose first hits stay the same, in the same order, by the number of hits. A guess of
-speculation is right for these alone. ``same_order_share_dense`` is that of the embedder as the
-reranker, which the order before has in it.
+``same_order_share_dense`` is the share of queries whose first hits are the same with both legs and
+with embeddings alone, in the same order, by the number of hits. A reranker that has no part in the
+first order keeps it less often, and a guess of speculation is right for these queries alone.
+``--reranked N`` measures ``same_order_share`` of a reranker with the first N queries: SmolLM2
+orders the first hits by how likely it finds the query after them.
 
 ``--quick`` measures the same on a small self-made collection.
 """
@@ -102,7 +102,8 @@ def _measured(searched: StoredTestCollection, num_reranked: int) -> tuple[dict[s
         results[f"{run}_recall10"] = _recall(searched, hits[run])
     ranking.close()
     loss = max(results["dense_ndcg10"], results["lexical_ndcg10"]) - results["hybrid_ndcg10"]
-    results = rounded(results)
+    results |= rounded(results)
+    results["same_order_share_dense"] = _same_order_shares(hits["dense"], hits["hybrid"])
     if num_reranked:
         results |= _reranked(searched, queries[:num_reranked], hits)
     return results, loss
@@ -116,7 +117,6 @@ def _reranked(
     ranking.close()
     return {
         "same_order_share": _same_order_shares(found, hits["hybrid"]),
-        "same_order_share_dense": _same_order_shares(hits["dense"], hits["hybrid"]),
         "reranked_ndcg10": round(_mean_ndcg(searched, queries, found), 4),
         "not_reranked_ndcg10": round(_mean_ndcg(searched, queries, hits["hybrid"]), 4),
         "reranked_queries": len(queries),

@@ -75,7 +75,6 @@ ENTRANTS = (
     Entrant("rocksdict", "shm", "baselines", "RocksDict"),
     Entrant("LMCache multi-process", "shm", "lmcache_stores", "MultiProcess"),
     Entrant("NIXL", "shm", "transfer_libraries", "Nixl", spins=True),
-    Entrant("lmcache_server", "net", "lmcache_stores", "LMCacheServer"),
     Entrant("Mooncake TCP", "net", "transfer_libraries", "Mooncake"),
     Entrant("Redis", "net", "baselines", "Redis"),
     Entrant("memcached", "net", "baselines", "Memcached"),

@@ -1,80 +1,20 @@
-"""LMCache's own stores: its two servers.
-
-The clients follow LMCache's (``lm_connector``, ``native_connector_l2_adapter``) with its own
-message classes and its own native client, less what surrounds them.
-"""
+"""LMCache's own store, by the client and the message classes of LMCache's own benchmark."""
 
 from __future__ import annotations
 
 import itertools
-import socket
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.contestants.contestant import Contestant, Server, free_port, lmcache_server
+from bench.contestants.contestant import Contestant, lmcache_server
 
 _TOKENS = 256
 """Tokens of the one chunk that a value of the multi-process server has."""
 
 _BLOCKS = 16
 _MOST_PUTS = 64
-
-
-class LMCacheServer(Contestant):
-    """``lmcache_server``: values in the memory of a Python process, over one TCP socket."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch  # noqa: PLC0415
-        from lmcache.utils import CacheEngineKey  # noqa: PLC0415
-        from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
-        from lmcache.v1.protocol import (  # noqa: PLC0415
-            ClientCommand,
-            ClientMetaMessage,
-            ServerMetaMessage,
-        )
-
-        self._command, self._reply = ClientCommand, ServerMetaMessage
-
-        def message(command: object, number: int, num_bytes: int) -> bytes:
-            key = CacheEngineKey(
-                model_name="m", world_size=1, worker_id=0, chunk_hash=number, dtype=torch.uint8
-            )
-            shape = torch.Size([num_bytes, 0, 0, 0])
-            said: bytes = ClientMetaMessage(
-                command, key, num_bytes, MemoryFormat.BINARY, torch.uint8, shape
-            ).serialize()
-            return said
-
-        self._message = message
-        port = free_port()
-        argv = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
-        self._server = Server(argv, port)
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def put(self, number: int, value: memoryview) -> None:
-        # The server does not answer a put, so it is asked whether it has it.
-        self._socket.sendall(self._message(self._command.PUT, number, len(value)))
-        self._socket.sendall(value)
-        self._socket.sendall(self._message(self._command.EXIST, number, 0))
-        self._receive(memoryview(bytearray(self._reply.packlength())))
-
-    def get(self, number: int, buffer: memoryview) -> None:
-        self._socket.sendall(self._message(self._command.GET, number, 0))
-        self._receive(memoryview(bytearray(self._reply.packlength())))
-        self._receive(buffer)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._server.end()
-
-    def _receive(self, buffer: memoryview) -> None:
-        received = 0
-        while received < len(buffer):
-            received += self._socket.recv_into(buffer[received:])
 
 
 class MultiProcess(Contestant):
