@@ -30,6 +30,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no worker of xdist write the name of each test over its arguments.
+
+    Helm's library would send the rest of a longer name as the manager of fields, which Kubernetes
+    refuses.
+    """
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            type(plugin).run_one_test.__globals__["setproctitle"] = lambda _: None
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with random weights."""

@@ -177,7 +177,8 @@ def cluster(plane: ControlPlane) -> Iterator[Cluster]:
 @pytest.fixture
 def docs(cluster: Cluster) -> Cluster:
     """The cluster with the operator's kinds and one RagCache, in a namespace of the test's own."""
-    assert cluster.run("install").exit_code == 0
+    result = cluster.run("install")
+    assert result.exit_code == 0, result.output
     cluster.namespace = cluster.kubelet.namespace = f"team-{next(NUMBERS)}"
     cluster.kubelet.asked.clear()
     cluster.ask(lambda api: api.create(NAMESPACES, {"metadata": {"name": cluster.namespace}}))

@@ -61,4 +61,4 @@ def test_a_gateway_that_does_not_answer_is_asked_again() -> None:
             assert "nothing answers at http://127.0.0.1:9" in line
             assert line.endswith("; asked again in 0.1 s\n")
         view.send_signal(signal.SIGINT)
-        assert view.wait(30) == 0
+        assert view.wait(60) == 0

@@ -33,7 +33,7 @@ service.main()
 
 
 @needs_root
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("module", "settings"),
     [
@@ -53,6 +53,6 @@ def test_a_service_that_starts_as_the_first_process_ends_at_a_stop(
             children = f"/proc/{parent.pid}/task/{parent.pid}/children"
             with open(children, encoding="ascii") as file:
                 os.kill(int(file.read()), signal.SIGTERM)
-            assert parent.wait(30) == 128 + signal.SIGTERM
+            assert parent.wait(60) == 128 + signal.SIGTERM
         finally:
             parent.kill()
