@@ -194,7 +194,7 @@ class ServerContract:
             [index] = await knowledge_base.collections.index_statuses()
             return index.missed_vectors == 0 and index.vectors == len(wanted)
 
-        await until(is_complete)
+        await until_available(is_complete)
         # No removed row takes the place of a hit.
         for top_k in (1, 2, 3):
             hits = await found(knowledge_base, "apple", SearchMode.DENSE, top_k=top_k)

@@ -28,12 +28,12 @@ from tests.integration.retriever.knowledge_base_contract import (
     SharedContract,
     a_document,
     found,
+    until_available,
     until_done,
 )
 from tests.kit.milvus_server import MilvusServer
 from tests.kit.postgres_server import PostgresServer
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
-from tests.kit.wait import until
 
 
 @dataclass
@@ -146,7 +146,7 @@ async def test_an_index_that_is_behind_finds_no_removed_row(in_milvus: MilvusHar
         assert (index.missed_vectors, index.vectors) == (2, 3)
         return True
 
-    await until(has_answered)
+    await until_available(has_answered)
     generation = knowledge_base.collections.serving("default").row
     with knowledge_base._indexes.using(generation) as index:
         assert len(index.rows()) == 3  # the removed one, too
@@ -188,7 +188,7 @@ async def test_collections_that_change_while_milvus_is_away_are_served_afterward
         assert infos.keys() == {"default", "kept", "new"}
         return infos["kept"].kind == pb.INDEX_KIND_HNSW and infos["new"].vectors == 1
 
-    await until(is_served)
+    await until_available(is_served)
     for name in ("kept", "new"):
         hits = await found(knowledge_base, "apple", SearchMode.DENSE, collection=name)
         assert hits == [f"apple {name}"]
