@@ -19,9 +19,8 @@ from rich.text import Text
 from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused
 from ragcache_cli.commands.sample_questions import make_questions
 from ragcache_core.errors import InvalidInput
-from ragcache_core.quality.first_token_kl import first_token_kl
 from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport
-from ragcache_core.quality.rouge import rouge_l, words
+from ragcache_core.quality.similarity import first_token_kl, rouge_l, words
 
 MAX_SAMPLED_DOCUMENTS = 200
 DEFAULT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ragcache_core.blend.context_impact import context_impact
-from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.blend.fix_overhead import context_impact
+from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 OBSERVATION_FORMAT = 1

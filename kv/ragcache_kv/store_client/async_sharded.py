@@ -23,7 +23,7 @@ from ragcache_kv.store_client.client import (
     SERVICE,
     checked_reply,
 )
-from ragcache_kv.store_client.sharded_results import NO_SHARDS
+from ragcache_kv.store_client.shard_router import NO_SHARDS
 from ragcache_kv.values.conversions import (
     from_lookup_reply,
     to_deletion,
@@ -32,7 +32,7 @@ from ragcache_kv.values.conversions import (
 )
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
-from ragcache_wire.trace_context import metadata, traceparent
+from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members

@@ -12,7 +12,7 @@ from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.metrics import Metrics
 from ragcache_retriever.readiness.monitor import ReadinessMonitor
 from ragcache_retriever.readiness.storage_probe import StorageProbe
-from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import HealthServer
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import RetrieverSettings
 

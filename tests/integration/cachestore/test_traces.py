@@ -303,7 +303,7 @@ def _run_in_new_process(code: str) -> str:
 
 def test_a_client_does_not_import_the_sdk() -> None:
     code = (
-        "import sys, ragcache_kv.store_client.sharded, ragcache_wire.trace_context as t; "
+        "import sys, ragcache_kv.store_client.sharded, ragcache_wire.tracing as t; "
         "print(repr(t.traceparent()), any(n.startswith('opentelemetry.sdk') for n in sys.modules))"
     )
     assert _run_in_new_process(code) == "'' False"

@@ -18,7 +18,7 @@ from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion, NewVariant
 from ragcache_engine.protocol.messages import LoadJob, VariantSpan
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.outgoing_value import ReadyValue

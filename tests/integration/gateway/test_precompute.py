@@ -18,7 +18,7 @@ from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_gateway.documents import writer
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys

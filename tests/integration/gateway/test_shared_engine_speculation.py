@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.cost import queue_time
+from ragcache_core.cost import engine_costs as queue_time
 from ragcache_core.errors import NotFound
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.planner.speculation import common_tokens

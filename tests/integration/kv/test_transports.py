@@ -49,8 +49,8 @@ from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.transport import framed_transport, status_page
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
+from ragcache_kv.transport.liveness import SILENT_S
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
-from ragcache_kv.transport.status_page import SILENT_S
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue

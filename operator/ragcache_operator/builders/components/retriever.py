@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
+from ragcache_core.sizing import index_bytes, retriever_memory_bytes
 from ragcache_operator.builders.components.model import model_environment, model_mounts
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS, HEADLESS_ALL_PODS, service

@@ -32,12 +32,12 @@ from ragcache_cachestore.background.threads import join_all
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape, VariantInfo
-from ragcache_core.tiering.access_counts import DecayedCounts
-from ragcache_core.tiering.fidelity import decide_re_encoding
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
+    DecayedCounts,
     Placement,
     PrecisionAssignment,
+    decide_re_encoding,
 )
 from ragcache_kv.values.layout import FORMAT, checksum
 

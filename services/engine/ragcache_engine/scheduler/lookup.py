@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from ragcache_core.blend.variant_selection import ALPHA, Blend, select_variants
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.plan.prefix_pieces import prefix_pieces
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
-from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
+from ragcache_core.plan.segments import NamedSegment, longest_exact_chain, prefix_pieces
 from ragcache_core.store_api import LookupKey
 from ragcache_engine.scheduler.variant_candidates import find_candidates
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.store_client.sharded_results import ShardedLookup
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import SpanKind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer, metadata
 
 _STORE_SHARE = 0.8
 """Share of the lookup's deadline for the store's answer. Threads take turns in the rest."""

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, handoff_segments, plain_domain
 from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
-from ragcache_core.plan.segments import NamedSegment, checked_segments
+from ragcache_core.plan.segments import (
+    PIECE_TOKENS,
+    NamedSegment,
+    checked_segments,
+    handoff_segments,
+    plain_domain,
+)
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
 from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.lookup import LookupExecutor

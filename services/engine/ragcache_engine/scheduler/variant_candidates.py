@@ -13,8 +13,8 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import NamedSegment
 from ragcache_core.store_api import StoredVariant
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.store_client.sharded_results import ShardedLookup
 
 log = logging.getLogger("vllm.ragcache")
 

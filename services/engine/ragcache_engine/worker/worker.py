@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.blend.token_ranking import QUESTION_TOKENS
+from ragcache_core.blend.token_selection import QUESTION_TOKENS
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.prompt_slice import PromptSlice

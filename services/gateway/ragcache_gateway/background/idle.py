@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 
-from ragcache_core.scheduling.idle_gaps import IdleGaps
+from ragcache_core.background.idle_gaps import IdleGaps
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.status.metrics import Metrics
 

@@ -26,11 +26,11 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavaila
 from ragcache_core.plan.prompt import plan_blend, plan_compute
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import (
+    AskedQuestion,
     QualityController,
     QualityDecision,
     QuestionReplay,
 )
-from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleWindows
 from ragcache_gateway.documents.events import TextRemoved
 from ragcache_gateway.documents.removal_feed import RemovalFeed

@@ -17,8 +17,7 @@ from ragcache_gateway.chat.schema import (
     check_stream_options,
     num_choices,
 )
-from ragcache_wire.rest_fields.integer_type import Count, PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import Count, PositiveCount, Text
 
 MAX_PROMPTS = 2048
 

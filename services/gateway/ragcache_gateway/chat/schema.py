@@ -12,8 +12,7 @@ from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.engines.completion import Usage
 from ragcache_gateway.explain.schema import Explanation
-from ragcache_wire.rest_fields.integer_type import INTEGRAL, PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import INTEGRAL, PositiveCount, Text
 
 MAX_MESSAGES = 16_384
 MAX_SEARCHES = 8

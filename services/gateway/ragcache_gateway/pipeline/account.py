@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_gateway.background.demand import AnsweredQuestion
 from ragcache_gateway.chat.accounting import (
     AnswerAccount,

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.client_fields import screen_fields
 from ragcache_gateway.chat.schema import MAX_MESSAGES, RagCacheOptions, allow_null
-from ragcache_wire.rest_fields.integer_type import PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import PositiveCount, Text
 
 _NO_STATE: Final = "leave it out and send the whole conversation; the gateway keeps no responses"
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.eviction import EvictionCandidate, make_policy
-from ragcache_core.eviction import ghosts as ghosts_module
+from ragcache_core.eviction import ranked as ghosts_module
 from ragcache_core.eviction.admission import (
     ADMISSION_NAMES,
     ScoreAdmission,
     default_admission,
     make_admission,
 )
-from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.ranked import GhostEntries
 from ragcache_core.eviction.score import ScorePolicy
 
 CANDIDATE: EvictionCandidate[str] = EvictionCandidate(num_bytes=1, num_tokens=1, cost_s=1.0)

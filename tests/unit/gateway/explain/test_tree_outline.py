@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart
 from ragcache_gateway.explain.recent_answers import RecentAnswers
 from ragcache_gateway.explain.schema import ExplainedPlan

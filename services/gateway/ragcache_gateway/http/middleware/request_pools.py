@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ragcache_core.access.endpoints import is_console_path
-from ragcache_core.scheduling.retry_after import SlotForecast
+from ragcache_core.cost.retry_after import SlotForecast
 from ragcache_gateway.http.errors import TooBusy
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
