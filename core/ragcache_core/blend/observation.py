@@ -34,7 +34,7 @@ class ChunkObservation:
         attended: The chunks before it and the attention paid to each (Cache-Craft eq. 3), first to
             last, without the template.
         intra: Attention within the chunk (eq. 4).
-        influence: Of each token, 0 or more (``token_ranking``).
+        influence: Of each token, 0 or more (``rank_tokens``).
     """
 
     attended: tuple[AttendedChunk, ...]

@@ -233,7 +233,7 @@ def select_tokens(
 
     Args:
         order: Each position once, the one that needs recomputation most first
-            (``token_ranking``).
+            (``rank_tokens``).
         budget_tokens: Number of positions to select at most.
         exact_head: Positions below this one hold exact KV and are skipped.
         already_selected: Positions that are recomputed anyway. They are skipped and do not count

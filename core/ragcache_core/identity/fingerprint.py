@@ -165,7 +165,7 @@ def model_fingerprint(
     Args:
         config: Content of config.json.
         other_files: Contents of the other files that change KV, such as tokenizer.json, by name.
-        weights: Digest of the weights (``weights_sample``).
+        weights: Digest of the weights (``hashed_ranges``).
     """
     hasher = hashlib.blake2b(digest_size=16, person=b"ragcache-model")
     effective = {

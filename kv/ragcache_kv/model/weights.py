@@ -155,7 +155,7 @@ _THREADS: Final = 16
 
 
 def digest_weights(folder: Path, names: Sequence[str], vocabulary: int) -> bytes:
-    """Return a digest that tells the weights of models apart (``weights_sample``).
+    """Return a digest that tells the weights of models apart (``hashed_ranges``).
 
     Args:
         folder: The model's folder.
