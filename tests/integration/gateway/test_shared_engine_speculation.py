@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.cost import engine_costs as queue_time
+from ragcache_core.cost import engine_costs
 from ragcache_core.errors import NotFound
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.planner.speculation import common_tokens
@@ -227,7 +227,7 @@ async def gateways(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Gateways, None]:
     monkeypatch.setattr(engine_load, "REFRESH_S", 0.05)
-    monkeypatch.setattr(queue_time, "HALF_LIFE_S", 0.5)
+    monkeypatch.setattr(engine_costs, "HALF_LIFE_S", 0.5)
     engine = QueueingEngine(TOKEN_S)
     async with AsyncExitStack() as stack:
         running = asyncio.create_task(engine.run())

@@ -47,7 +47,7 @@ from ragcache_core.store_api import (
 )
 from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
-from ragcache_kv.transport import framed_transport, status_page
+from ragcache_kv.transport import framed_transport, liveness
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
 from ragcache_kv.transport.liveness import SILENT_S
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
@@ -1167,7 +1167,7 @@ def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKin
 
     The client asks a store that has reported nothing for SILENT_S. A busy machine is no such store.
     """
-    monkeypatch.setattr(status_page, "SILENT_S", TIMEOUT_S)
+    monkeypatch.setattr(liveness, "SILENT_S", TIMEOUT_S)
     kinds: list[FrameKind] = []
     ask = framed_transport.FramedTransport.call
 

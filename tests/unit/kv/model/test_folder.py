@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity import fingerprint as weights_sample
+from ragcache_core.identity import fingerprint as fingerprints
 from ragcache_kv.model.folder import load_model_folder
 
 Tensors = dict[str, NDArray[np.float32]]
@@ -66,8 +66,8 @@ def fingerprint(folder: Path) -> str:
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Hash the small model whole, and sample it as a large one."""
     if request.param == "sampled":
-        monkeypatch.setattr(weights_sample, "WHOLE_BYTES", 0)
-        monkeypatch.setattr(weights_sample, "MAX_SLICES", 16)
+        monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(fingerprints, "MAX_SLICES", 16)
     return str(request.param)
 
 
