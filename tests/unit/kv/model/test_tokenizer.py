@@ -15,7 +15,7 @@ from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model.tokenizer import ChunkTokenizer, pack_ids, tokenizer_identity
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 
-TINYRAG = Path(__file__).parents[3] / "models/tinyrag/model"
+TINYRAG = Path(__file__).parents[4] / "models/tinyrag/model"
 NASTY = (
     *("<|im_start|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<think>", "<file_sep>", "</s>"),
     *("<|", "|>", "[INST]", "\n", "\n\n", "\r\n", "\t", "  ", "\u00a0", "\u200b", "\u2028"),
