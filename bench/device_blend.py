@@ -54,8 +54,7 @@ from bench.support.plain_llama import (
     Shape,
 )
 from bench.support.program import is_quick
-from ragcache_core.blend.token_ranking import InfluencedChunk
-from ragcache_core.blend.token_selection import share_to_tokens
+from ragcache_core.blend.token_selection import InfluencedChunk, share_to_tokens
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Codec,

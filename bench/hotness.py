@@ -53,9 +53,9 @@ from bench.codecs import errors, real_samples, to_bfloat16
 from bench.support.host_tier import Encoded, Loader, ValueRegion
 from bench.support.program import options, print_figures
 from ragcache_core.identity.variant import Precision, ValueShape
-from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
+    DecayedCounts,
     FixedAssignment,
     HaRagAssignment,
     Placement,

@@ -53,7 +53,7 @@ from harness.completion import Completion, complete
 from harness.processes import launch_engine, wait_for_engine
 from harness.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_cli.models.cache import fetch_model
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.values.layout import value_bytes
 
 OVERLAPS = (0.0, 0.2, 0.4, 0.6, 0.8)

@@ -65,7 +65,7 @@ from bench.support.sequences.requests import (
     topics,
 )
 from ragcache_cli.models.cache import fetch_model
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 
 DATA_VARIABLE = "RAGCACHE_BENCH_DATA"
 GENERATED = "generated"

@@ -18,7 +18,7 @@ from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 
 DOMAIN = "public"

@@ -29,7 +29,7 @@ from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.messages.replies import delete_message
 from ragcache_retriever.store.outbox import Outbox

@@ -14,8 +14,8 @@ from ragcache_core.identity.variant import (
     Tier,
     ValuePart,
 )
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.segments import PIECE_TOKENS
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
@@ -26,8 +26,8 @@ from ragcache_engine.protocol.messages import (
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers

@@ -38,7 +38,7 @@ from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOut
 from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.transport import status_page
+from ragcache_kv.transport import liveness
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
@@ -243,7 +243,7 @@ def serving(
 def lengthen_store_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen the limits of clients and stores in this process."""
     lengthen_limits(monkeypatch, StoreClient, ShardedStore, AsyncStoreClient)
-    monkeypatch.setattr(status_page, "SILENT_S", LIMIT_S)
+    monkeypatch.setattr(liveness, "SILENT_S", LIMIT_S)
     monkeypatch.setattr(data_connection, "HELLO_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(tier_mover, "ALLOCATE_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(metadata_db, "STALL_TIMEOUT_S", LIMIT_S)

@@ -12,7 +12,7 @@ from harness.completion import complete
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.store_api import LookupKey
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import Blends, clear_prompt, make_blend_prompt
 from tests.kit.wait import wait_until

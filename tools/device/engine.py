@@ -32,7 +32,7 @@ from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
 

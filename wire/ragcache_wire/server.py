@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ragcache_core.errors import RagCacheError
 from ragcache_wire.channel import SERVER_OPTIONS
-from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import HealthServer
 from ragcache_wire.status import to_status, trailing_metadata
 
 log = logging.getLogger(__name__)

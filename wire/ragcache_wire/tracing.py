@@ -16,14 +16,48 @@ from typing import TYPE_CHECKING, Final
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ragcache_core.errors import Unavailable
 from ragcache_wire.telemetry.semantic_conventions import KIND_CHAIN, SCHEMA_URL, SPAN_KIND
-from ragcache_wire.trace_context import PROPAGATOR, TRACEPARENT, TRACESTATE, headers_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
+
+
+PROPAGATOR: Final = TraceContextTextMapPropagator()
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+
+Metadata = tuple[tuple[str, str], ...] | None
+"""Metadata of a gRPC call."""
+
+
+def traceparent() -> str:
+    """Return the current span as a traceparent; "" if there is none or it is not sampled."""
+    return headers_of(trace.get_current_span()).get(TRACEPARENT, "")
+
+
+def metadata(parent: str) -> Metadata:
+    """Return gRPC metadata with a traceparent; None for ""."""
+    return ((TRACEPARENT, parent),) if parent else None
+
+
+def current_metadata() -> Metadata:
+    """Return gRPC metadata with the current span's traceparent and tracestate."""
+    return tuple(headers_of(trace.get_current_span()).items()) or None
+
+
+def headers_of(span: trace.Span) -> dict[str, str]:
+    """Return the trace context headers of a span; none if it is not sampled."""
+    context = span.get_span_context()
+    if not (context.is_valid and context.trace_flags.sampled):
+        return {}
+    carrier: dict[str, str] = {}
+    PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
+    return carrier
+
 
 __all__ = [
     "NO_SPAN",

@@ -18,7 +18,7 @@ from models.tinyrag.examples import ask, stage_scene
 from models.tinyrag.handbook import Question
 from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.token_selection import share_to_tokens
-from ragcache_core.quality.rouge import rouge_l
+from ragcache_core.quality.similarity import rouge_l
 
 DOCUMENTS = 8
 BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 1.0)

@@ -12,9 +12,9 @@ import torch
 import xxhash
 
 from bench.support.cache_craft import rank_by_attention
-from ragcache_core.blend.context_impact import context_impact
-from ragcache_core.blend.prefix_chunks import AttendedChunk
-from ragcache_core.blend.slices import split_into_passes
+from ragcache_core.blend.fix_overhead import context_impact
+from ragcache_core.blend.prefix_overlap import AttendedChunk
+from ragcache_core.blend.token_selection import split_into_passes
 from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift

@@ -24,7 +24,7 @@ from bench.support.blending.scores import Figures, answer_f1
 from bench.support.blending.trial import Choose, PromptParts, Trial
 from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.token_selection import share_to_tokens
-from ragcache_core.quality.rouge import rouge_l, words
+from ragcache_core.quality.similarity import rouge_l, words
 
 MAX_ANSWER_TOKENS = 24
 MAX_PARAGRAPH_TOKENS = 220

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from examples.pydoc_pages import render
-from ragcache_core.scheduling.capture_sequence import SEQUENCE_TOKENS, context_size, fitting_chunks
+from ragcache_core.background.capture_sequence import SEQUENCE_TOKENS, context_size, fitting_chunks
 
 PARAGRAPHS = 8
 """Paragraphs of a prompt."""

@@ -10,11 +10,14 @@ from random import Random
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
 from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
-from ragcache_core.blend.prefix_chunks import PrefixChunk
-from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.blend.slices import runs_outside
-from ragcache_core.blend.token_ranking import InfluencedChunk, rank_tokens
-from ragcache_core.blend.token_selection import TokenSelection, select_tokens
+from ragcache_core.blend.prefix_overlap import PrefixChunk, prefix_overlap
+from ragcache_core.blend.token_selection import (
+    InfluencedChunk,
+    TokenSelection,
+    rank_tokens,
+    runs_outside,
+    select_tokens,
+)
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 DEVIATION_LAYER = 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, load_tokenizer
-from ragcache_kv.chunk_tokenizer import pack_ids
+from ragcache_kv.model.tokenizer import pack_ids
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import (
     engine_pb2,

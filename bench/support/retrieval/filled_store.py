@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.support.retrieval.generated_documents import ChunkTexts
 from ragcache_core.identity.keys import token_digest
-from ragcache_kv.chunk_tokenizer import pack_ids
+from ragcache_kv.model.tokenizer import pack_ids
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.store.records import (
     ChunkSet,

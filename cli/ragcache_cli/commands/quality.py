@@ -32,9 +32,8 @@ from ragcache_cli.commands.options import (
 )
 from ragcache_cli.output.console import counting_bar, make_console, print_json
 from ragcache_core.errors import InvalidInput
-from ragcache_core.quality.first_token_kl import first_token_kl
 from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport
-from ragcache_core.quality.rouge import rouge_l, words
+from ragcache_core.quality.similarity import first_token_kl, rouge_l, words
 
 MAX_QUESTION_CHARS = 2000
 

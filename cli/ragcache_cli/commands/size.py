@@ -16,9 +16,9 @@ from ragcache_cli.commands.options import OutputOption
 from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
+from ragcache_core import sizing
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space
-from ragcache_core.sizing import retriever_size, store_size
 from ragcache_kv.values.layout import ELEMENT_BYTES, value_bytes
 from ragcache_operator.spec.ragcache import BUNDLED_MODELS
 from ragcache_operator.spec.retriever import BUNDLED_DIMENSION
@@ -112,17 +112,15 @@ def sizes(model: str, num_chunks: int, questions_per_s: float) -> Sizes:
     chunk_bytes = CHUNK_TOKENS * token_bytes
     memory_bytes = _round_up(
         max(
-            store_size.tier_bytes(math.ceil(num_chunks * _MEMORY_SHARE), chunk_bytes),
-            store_size.least_memory_tier_bytes(chunk_bytes),
+            sizing.tier_bytes(math.ceil(num_chunks * _MEMORY_SHARE), chunk_bytes),
+            sizing.least_memory_tier_bytes(chunk_bytes),
         ),
         _MIB,
     )
-    on_disk_bytes = store_size.tier_bytes(math.ceil(num_chunks * _DISK_SHARE), chunk_bytes)
-    disk_bytes = _round_up(store_size.volume_bytes(on_disk_bytes), _GIB)
-    index_bytes = retriever_size.index_bytes(
-        num_chunks, BUNDLED_DIMENSION, "float32", has_graph=False
-    )
-    documents_bytes = retriever_size.documents_bytes(num_chunks, CHUNK_TOKENS, BUNDLED_DIMENSION)
+    on_disk_bytes = sizing.tier_bytes(math.ceil(num_chunks * _DISK_SHARE), chunk_bytes)
+    disk_bytes = _round_up(sizing.volume_bytes(on_disk_bytes), _GIB)
+    index_bytes = sizing.index_bytes(num_chunks, BUNDLED_DIMENSION, "float32", has_graph=False)
+    documents_bytes = sizing.documents_bytes(num_chunks, CHUNK_TOKENS, BUNDLED_DIMENSION)
     kv_tokens = _REQUESTS_AT_ONCE * (PROMPT_TOKENS + _ANSWER_TOKENS)
     return Sizes(
         token_bytes=token_bytes,
@@ -130,8 +128,8 @@ def sizes(model: str, num_chunks: int, questions_per_s: float) -> Sizes:
         all_chunks_bytes=num_chunks * chunk_bytes,
         store_memory_bytes=memory_bytes,
         store_disk_bytes=disk_bytes,
-        store_pod_bytes=store_size.shard_memory_bytes(memory_bytes, disk_bytes),
-        retriever_pod_bytes=retriever_size.retriever_memory_bytes(index_bytes),
+        store_pod_bytes=sizing.shard_memory_bytes(memory_bytes, disk_bytes),
+        retriever_pod_bytes=sizing.retriever_memory_bytes(index_bytes),
         retriever_volume_bytes=_round_up(documents_bytes, _GIB),
         retriever_cores=questions_per_s * _SEARCH_S,
         gateway_replicas=max(1, math.ceil(questions_per_s / (_ANSWERS_PER_S * _BUSY_SHARE))),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -26,9 +27,37 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, Caller, Scope
-from ragcache_core.access.toml_value import toml_value
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import Filter
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML: objects as inline tables.
+
+    TOML has no null, so fields that are null are left out.
+
+    Raises:
+        TypeError: JSON has no such value.
+    """
+    match value:
+        case dict():
+            given = [(name, one) for name, one in value.items() if one is not None]
+            fields = ", ".join(f"{_text(name)} = {toml_value(one)}" for name, one in given)
+            return f"{{ {fields} }}" if fields else "{}"
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case str():
+            return _text(value)
+        case bool() | int() | float():
+            return json.dumps(value)
+        case _:
+            raise TypeError(f"no TOML for {type(value).__name__}")
+
+
+def _text(value: str) -> str:
+    # The same escapes as in JSON, and TOML needs one for DEL, too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
 
 KEY_PREFIX: Final = "rck-"
 """First characters of every key. Scanners for leaked secrets find keys by them."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ragcache_core.blend.context_impact import context_impact
-from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.blend.fix_overhead import context_impact
+from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 OBSERVATION_FORMAT = 1
@@ -34,7 +34,7 @@ class ChunkObservation:
         attended: The chunks before it and the attention paid to each (Cache-Craft eq. 3), first to
             last, without the template.
         intra: Attention within the chunk (eq. 4).
-        influence: Of each token, 0 or more (``token_ranking``).
+        influence: Of each token, 0 or more (``rank_tokens``).
     """
 
     attended: tuple[AttendedChunk, ...]

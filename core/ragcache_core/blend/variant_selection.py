@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ragcache_core.blend.context_impact import HIGHEST_CCI, LOWEST_CCI
-from ragcache_core.blend.fix_overhead import VariantFit, best_variant
+from ragcache_core.blend.fix_overhead import HIGHEST_CCI, LOWEST_CCI, VariantFit, best_variant
 from ragcache_core.blend.observation import ChunkObservation
-from ragcache_core.blend.prefix_chunks import PrefixChunk
-from ragcache_core.blend.prefix_overlap import estimated_overlap, prefix_overlap
-from ragcache_core.blend.token_ranking import InfluencedChunk
-from ragcache_core.blend.token_selection import share_to_tokens, wanted_tokens
+from ragcache_core.blend.prefix_overlap import PrefixChunk, estimated_overlap, prefix_overlap
+from ragcache_core.blend.token_selection import InfluencedChunk, share_to_tokens, wanted_tokens
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import VariantInfo
 from ragcache_core.plan.reuse_plan import Action

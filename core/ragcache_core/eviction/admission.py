@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
-from ragcache_core.eviction.ghosts import GhostEntries
 from ragcache_core.eviction.policy import EvictionCandidate, EvictionPolicy
+from ragcache_core.eviction.ranked import GhostEntries
 from ragcache_core.eviction.score import ScorePolicy
 
 K = TypeVar("K", bound=Hashable)

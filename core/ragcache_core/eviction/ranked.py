@@ -7,14 +7,17 @@ O(1). An inner node leaves the heap when it reaches the top, and returns when it
 A search sets protected entries aside, within a bound, and each search returns a few of them to the
 heap. So one search is short however many entries are protected, and consecutive searches still
 reach every entry.
+
+LRU is the simplest of these policies: the least recently used entry is evicted first.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from typing_extensions import override
@@ -24,10 +27,92 @@ from ragcache_core.eviction.policy import (
     EvictionCandidate,
     EvictionPolicy,
 )
-from ragcache_core.eviction.resident_children import ResidentChildren
 from ragcache_core.store_api import REUSE, VariantUse
 
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+MIN_GHOSTS = 65_536
+"""Least number of ghosts, at about 200 bytes each.
+
+In a small tier most keys return only after many others, so its memory must reach far beyond the
+entries that it stores.
+"""
+GHOSTS_PER_ENTRY = 2
+
+
+class GhostEntries(Generic[K, V]):
+    """A bounded mapping: a put beyond its limit drops the oldest entry."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def put(self, key: K, value: V, num_stored: int) -> None:
+        """Remember a value for a key.
+
+        Args:
+            num_stored: Number of entries that the tier stores, which sets the limit.
+        """
+        self._values[key] = value
+        self._values.move_to_end(key)
+        limit = max(MIN_GHOSTS, GHOSTS_PER_ENTRY * num_stored)
+        while len(self._values) > limit:
+            self._values.popitem(last=False)
+
+    def get(self, key: K) -> V | None:
+        """Return the value of key, or None, and keep it."""
+        return self._values.get(key)
+
+    def pop(self, key: K) -> V | None:
+        """Return the value of key, or None, and forget it."""
+        return self._values.pop(key, None)
+
+
+class ResidentChildren(Generic[K]):
+    """Counts the resident children of every parent. The parent need not be resident."""
+
+    def __init__(self) -> None:
+        self._num_children: dict[K, int] = {}
+
+    def is_leaf(self, key: K) -> bool:
+        """Whether no child of key is resident."""
+        return key not in self._num_children
+
+    def add(self, parent: K | None) -> None:
+        """Record that a child of parent has become resident."""
+        if parent is not None:
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
+    def remove(self, parent: K | None) -> bool:
+        """Record that a child of parent is no longer resident.
+
+        Returns:
+            Whether parent has become a leaf by this.
+        """
+        if parent is None:
+            return False
+        left = self._num_children[parent] - 1
+        if left:
+            self._num_children[parent] = left
+            return False
+        del self._num_children[parent]
+        return True
+
+    def check(self, parents: Iterable[K | None]) -> None:
+        """Raise AssertionError unless parents are those of all resident entries."""
+        counted: dict[K, int] = {}
+        for parent in parents:
+            if parent is not None:
+                counted[parent] = counted.get(parent, 0) + 1
+        assert counted == self._num_children
+
+
 S = TypeVar("S")
 
 Rank = tuple[float, int]
@@ -246,3 +331,23 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
 _SLACK = 64
 _RETURNED_PER_SEARCH = 32
 """Entries set aside that a successful search returns to the heap."""
+
+
+@dataclass(slots=True)
+class _LastUse:
+    number: int
+
+
+class LeastRecentlyUsed(RankedPolicy[K, _LastUse]):
+    """Ranks entries by the sequence number of their last use."""
+
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _LastUse:
+        return _LastUse(self._uses)
+
+    def _count_use(
+        self, state: _LastUse, candidate: EvictionCandidate[K], now: float, use: VariantUse
+    ) -> None:
+        state.number = self._uses
+
+    def _priority(self, state: _LastUse, candidate: EvictionCandidate[K]) -> float:
+        return float(state.number)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ragcache_core.eviction.cachecraft import CacheCraft
-from ragcache_core.eviction.lru import LeastRecentlyUsed
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 from ragcache_core.eviction.policy import EvictionPolicy
+from ragcache_core.eviction.ranked import LeastRecentlyUsed
 from ragcache_core.eviction.score import ScorePolicy
 
 PolicyName = Literal["score", "pgdsf", "lru", "cachecraft"]

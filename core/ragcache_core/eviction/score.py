@@ -22,9 +22,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.ghosts import GhostEntries
 from ragcache_core.eviction.policy import EvictionCandidate
-from ragcache_core.eviction.ranked import RankedPolicy
+from ragcache_core.eviction.ranked import GhostEntries, RankedPolicy
 from ragcache_core.store_api import VariantUse
 
 K = TypeVar("K", bound=Hashable)

@@ -16,9 +16,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ragcache_core.identity.keys import ChunkKey, VariantKey
-from ragcache_core.knowledge.coldest_leaves import ColdestLeaves
-from ragcache_core.knowledge.stored_node import Residency, StoredNode, residency_in
-from ragcache_core.knowledge.tree_node import TreeNode
+from ragcache_core.knowledge.node_change import Residency, StoredNode, residency_in
+from ragcache_core.knowledge.tree_node import ColdestLeaves, TreeNode
 
 HALF_LIFE_S = 3600.0
 """After this time a use counts half."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 
 DEVICE: Final = "device"
 """Tier of the blocks."""

@@ -27,7 +27,7 @@ MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
 PLAIN_DOMAIN = "plain:"
-"""Prefix of the access domains of clients that send no plan (``prefix_pieces``).
+"""Prefix of the access domains of clients that send no plan (``plain_domain``).
 
 A plan may not use it.
 """

@@ -1,18 +1,54 @@
-"""The interface of precision assignments, HA-RAG's algorithms, and a fixed assignment.
+"""How often variants are read, and the precision and the memory that each gets for it.
 
-An assignment sees all variants at once and returns the precision and memory of each. Whether a
-stored value can still have that precision is decided elsewhere (``fidelity.decide_re_encoding``).
+An assignment sees all variants at once and returns the precision and memory of each. This module
+has the interface, HA-RAG's algorithms, and a fixed assignment. Lost precision cannot be restored,
+so ``decide_re_encoding`` tells which re-encodings a stored value allows: always to a coarser codec,
+never to a finer one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 
 from ragcache_core.identity.variant import Codec, Precision
+
+Counted = TypeVar("Counted", bound=Hashable)
+
+
+class DecayedCounts(Generic[Counted]):
+    """Counts of accesses, each of which loses half its weight after half_life_s.
+
+    HA-RAG counts over a whole trial run (section II-A); while serving, hot variants must be able to
+    cool down. The decay is computed when a count is read, so an access takes O(1) and no sweep is
+    needed.
+    """
+
+    def __init__(self, half_life_s: float) -> None:
+        if half_life_s <= 0:
+            raise ValueError("half_life_s must be greater than 0")
+        self.half_life_s = half_life_s
+        self._counts: dict[Counted, tuple[float, float]] = {}  # key: (count, time of the count)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, key: Counted, now: float, times: float = 1.0) -> None:
+        """Record accesses of key at now, in seconds of a monotonic clock."""
+        self._counts[key] = (self.count(key, now) + times, now)
+
+    def count(self, key: Counted, now: float) -> float:
+        """Return the decayed accesses of key at now; 0 for an unknown key."""
+        count, since = self._counts.get(key, (0.0, now))
+        return count * float(0.5 ** ((now - since) / self.half_life_s))
+
+    def keep(self, is_kept: Callable[[Counted], bool]) -> None:
+        """Forget every key for which is_kept returns False."""
+        self._counts = {key: count for key, count in self._counts.items() if is_kept(key)}
 
 
 class OrderedKey(Protocol):
@@ -164,3 +200,55 @@ class FixedAssignment(PrecisionAssignment):
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """Apply Algorithm 2 of HA-RAG."""
         return self.placement.assign_placements(observations)
+
+
+FINEST_FIRST = (
+    Codec.INT8,
+    Codec.E4M3,
+    Codec.E5M2,
+    Codec.GSE8_125,
+    Codec.GSE8_134,
+    Codec.GSE8,
+    Codec.INT4,
+)
+"""Lossy codecs by the mean error that ``bench/codecs.py`` measures on KV of the bundled model."""
+
+BITS = {Codec.INT4: 4} | dict.fromkeys(FINEST_FIRST[:-1], 8)
+"""Bits per number of each lossy codec, without scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReEncodingDecision:
+    """What to do with a stored value.
+
+    Attributes:
+        re_encode: The new precision. None: no change.
+        wants_higher_precision: The policy gives it more precision than re-encoding can restore. The
+            next full computation should replace it.
+    """
+
+    re_encode: Precision | None
+    wants_higher_precision: bool
+
+
+@cache
+def decide_re_encoding(stored: Precision, assigned: Precision) -> ReEncodingDecision:
+    """Move from the stored precision towards the assigned one as far as possible.
+
+    Keys and values are decided separately. Lost precision cannot be restored, so a finer assignment
+    changes nothing. Another codec of the same width changes nothing either: E4M3 made from INT8
+    would have the errors of both and save nothing.
+    """
+    key, wants_key = _decide(stored.key, assigned.key)
+    value, wants_value = _decide(stored.value, assigned.value)
+    target = Precision(key, value)
+    return ReEncodingDecision(target if target != stored else None, wants_key or wants_value)
+
+
+def _decide(stored: Codec, assigned: Codec) -> tuple[Codec, bool]:
+    if stored.lossless:
+        # PACKED and NATIVE have the same numbers, but PACKED has fewer bytes.
+        return (stored if assigned is Codec.NATIVE else assigned), False
+    if assigned.lossless or FINEST_FIRST.index(assigned) < FINEST_FIRST.index(stored):
+        return stored, True
+    return (assigned if BITS[assigned] < BITS[stored] else stored), False

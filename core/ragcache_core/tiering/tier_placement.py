@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.score import ScorePolicy
-from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
+    DecayedCounts,
     K,
     Placement,
     RankPlacement,

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import (
     Kernel,
     bits_of,
@@ -52,6 +51,7 @@ from ragcache_kv.codecs.numbers import (
     BFLOAT16,
     Bits,
     Bytes,
+    Coder,
     Floats,
     Number,
     narrow,

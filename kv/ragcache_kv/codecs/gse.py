@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import (
     Kernel,
     bits_of,
@@ -48,7 +47,7 @@ from ragcache_kv.codecs.kernels import (
     u16,
     u32,
 )
-from ragcache_kv.codecs.numbers import BFLOAT16, Bits, Bytes, Floats, Number, narrow, widen
+from ragcache_kv.codecs.numbers import BFLOAT16, Bits, Bytes, Coder, Floats, Number, narrow, widen
 
 NOT_FINITE = 0x7FFF
 """Marks numbers that are not finite, instead of the lowest shared exponent."""

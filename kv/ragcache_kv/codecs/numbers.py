@@ -1,15 +1,18 @@
-"""The floating-point numbers of KV, as bit patterns in numpy.
+"""What all codecs share: the floating-point numbers of KV as bit patterns, and the interface.
 
-numpy has no bfloat16, so numbers are unsigned integers of the same width.
+numpy has no bfloat16, so numbers are unsigned integers of the same width. A codec encodes the keys
+or the values of one layer.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 Bytes = NDArray[np.uint8]
 Bits = NDArray[Any]
@@ -68,3 +71,45 @@ def nearest_bfloat16(values: Floats) -> NDArray[np.uint16]:
     patterns = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = (patterns >> np.uint32(16)) & np.uint32(1)
     return ((patterns + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+
+
+class Coder(ABC):
+    """Encodes and decodes C-contiguous vectors of dim numbers."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def num_bytes(self, rows: int, dim: int, number: Number) -> int:
+        """Return the encoded size of rows vectors. Raises ValueError if the size varies."""
+
+    @abstractmethod
+    def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
+        """Encode bits, [rows * dim]."""
+
+    @abstractmethod
+    def decode(self, encoded: Bytes, out: Bits, dim: int, number: Number) -> None:
+        """Decode ``encoded_bytes`` bytes into out, [rows * dim]. Raises ValueError."""
+
+    def encoded_bytes(self, _encoded: Bytes, rows: int, dim: int, number: Number) -> int:
+        """Return the size of the encoded vectors at the start of encoded.
+
+        Raises:
+            ValueError: ``encode`` cannot have written these bytes.
+        """
+        return self.num_bytes(rows, dim, number)
+
+
+class Native(Coder):
+    """The codec without encoding."""
+
+    @override
+    def num_bytes(self, rows: int, dim: int, number: Number) -> int:
+        return rows * dim * number.num_bytes
+
+    @override
+    def encode(self, bits: Bits, _dim: int, _number: Number) -> Bytes:
+        return bits.view(np.uint8)
+
+    @override
+    def decode(self, encoded: Bytes, out: Bits, _dim: int, _number: Number) -> None:
+        out.view(np.uint8)[:] = encoded

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from ragcache_kv.codecs.coder import Coder
 from ragcache_kv.codecs.kernels import Kernel, compiled, i64, inlined, u8, u16, u32
-from ragcache_kv.codecs.numbers import BFLOAT16, Bits, Bytes, Number
+from ragcache_kv.codecs.numbers import BFLOAT16, Bits, Bytes, Coder, Number
 
 RAW = 0xFFFFFFFF
 _GROUP = 64

@@ -14,8 +14,7 @@ from functools import cache
 import numpy as np
 
 from ragcache_core.identity.variant import Codec, Precision, ValueShape
-from ragcache_kv.codecs.coder import Coder, Native
-from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Number
+from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Coder, Native, Number
 
 
 def native_part_bytes(shape: ValueShape, num_tokens: int) -> int:

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcache_kv.rotation.angles import cos_sin
-from ragcache_kv.rotation.rope import Pairing, Rope
+from ragcache_kv.rotation.rope import Pairing, Rope, cos_sin
 
 _PROGRAM_PAIRS = 1024
 _CACHED = 256

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import NUMBERS, Bits
-from ragcache_kv.rotation.angles import cos_sin
-from ragcache_kv.rotation.rope import Rope
+from ragcache_kv.rotation.rope import Rope, cos_sin
 
 if TYPE_CHECKING:
     import torch

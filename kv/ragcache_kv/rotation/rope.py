@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ragcache_core.errors import InvalidInput
+from ragcache_kv.codecs.numbers import Floats
 from ragcache_kv.rotation import frequencies
 
 
@@ -283,3 +285,21 @@ def _kind(settings: _Settings) -> str:
         both = "does not agree with type, its older name"
         raise settings.wrong("rope_type", both, "correct the model folder")
     return names.pop() if names else "default"
+
+
+_CACHED = 256
+"""Cached tables: all layers of a chunk need the same one, and chunks arrive layer by layer."""
+
+
+@lru_cache(_CACHED)
+def cos_sin(rope: Rope, delta: int) -> Floats:
+    """Return the cosines and sines of a difference of delta tokens. Callers must not write to them.
+
+    The angles are float64, where delta times a float32 frequency is exact. At 100,000 tokens the
+    error of a float32 angle would be as large as the rounding of bfloat16.
+
+    Returns:
+        [2, rotary_dim / 2] float32: cosines, then sines.
+    """
+    angles = np.array(rope.frequencies) * delta
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)

@@ -17,13 +17,9 @@ from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey
-from ragcache_kv.store_client.client import (
-    DELETE_TIMEOUT_S,
-    LOOKUP_TIMEOUT_S,
-    SERVICE,
-    checked_reply,
-)
-from ragcache_kv.store_client.sharded_results import NO_SHARDS
+from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, LOOKUP_TIMEOUT_S, checked_reply
+from ragcache_kv.store_client.shard_router import NO_SHARDS
+from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.conversions import (
     from_lookup_reply,
     to_deletion,
@@ -32,7 +28,7 @@ from ragcache_kv.values.conversions import (
 )
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
-from ragcache_wire.trace_context import metadata, traceparent
+from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members

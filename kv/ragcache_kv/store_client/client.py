@@ -54,7 +54,7 @@ from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import NoAnswer, from_rpc_error
-from ragcache_wire.trace_context import metadata, traceparent
+from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 

@@ -5,16 +5,37 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.store_api import AsOf, ChunkVariants, StoredVariant
 from ragcache_kv.store_client.shard import Shard
-from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_wire.watched.members import Members
+
+NO_SHARDS = "it has no shards"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLookup:
+    """The answer of a lookup.
+
+    Attributes:
+        variants: One item for each key, in order.
+        as_of: The deletes that each shard knew of, by the shard's address. A put that was planned
+            on this lookup carries it.
+    """
+
+    variants: tuple[ChunkVariants, ...]
+    as_of: Mapping[str, AsOf] = field(default_factory=dict)
+
+    def by_key(self) -> dict[VariantKey, StoredVariant]:
+        """Return every stored variant by its key."""
+        return {stored.key: stored for variants in self.variants for stored in variants.stored}
+
 
 MAX_KNOWN = 1 << 16
 """Variants whose size and copies are remembered from lookups."""

@@ -29,11 +29,16 @@ from ragcache_core.store_api import (
     PutOutcome,
     ReportedUses,
 )
-from ragcache_kv.store_client.client import LOOKUP_TIMEOUT_S, SERVICE
-from ragcache_kv.store_client.shard import Shard, lost_error
-from ragcache_kv.store_client.shard_reader import KeyedValue, ShardReader
-from ragcache_kv.store_client.shard_router import ShardCandidates, ShardRouter, group_by_shard
-from ragcache_kv.store_client.sharded_results import NO_SHARDS, ShardedLookup
+from ragcache_kv.store_client.client import LOOKUP_TIMEOUT_S
+from ragcache_kv.store_client.shard import KeyedValue, Shard, ShardReader, lost_error
+from ragcache_kv.store_client.shard_router import (
+    NO_SHARDS,
+    ShardCandidates,
+    ShardedLookup,
+    ShardRouter,
+    group_by_shard,
+)
+from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, ValueOrMiss
 from ragcache_wire.watched.members import Members

@@ -24,7 +24,7 @@ from ragcache_kv.transport.framing import (
 )
 from ragcache_kv.transport.transport import SERVICE, Transport
 from ragcache_kv.values.conversions import from_outcome, to_put_header
-from ragcache_wire.trace_context import traceparent
+from ragcache_wire.tracing import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_CONNECTIONS = 8

@@ -35,7 +35,7 @@ from ragcache_kv.values.stored_value import (
 )
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
-from ragcache_wire.trace_context import metadata, traceparent
+from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.value_part import data_of, encode_data
 

@@ -35,10 +35,9 @@ from ragcache_core.store_api import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.extent_cache import CachedExtents, ExtentCache
 from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, receive_reply
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, TimedOut
-from ragcache_kv.transport.liveness import LivenessConnection
+from ragcache_kv.transport.liveness import LivenessConnection, StatusPageView
 from ragcache_kv.transport.reader_pair import ReaderPair
 from ragcache_kv.transport.shared_memory import SharedMemory
-from ragcache_kv.transport.status_page import StatusPageView
 from ragcache_kv.transport.transport import ValueRequest, to_unavailable
 from ragcache_kv.values.buffers import (
     copy_verified,

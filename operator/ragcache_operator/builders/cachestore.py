@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_core.identity.variant import Codec, Precision
-from ragcache_core.sizing.store_size import disk_tier_bytes, shard_memory_bytes
+from ragcache_core.sizing import disk_tier_bytes, shard_memory_bytes
 from ragcache_operator.builders.environment import EnvValue, settings_environment
 from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import Object, object_name

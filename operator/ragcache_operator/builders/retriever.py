@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ragcache_core.sizing.retriever_size import index_bytes, retriever_memory_bytes
+from ragcache_core.sizing import index_bytes, retriever_memory_bytes
 from ragcache_operator.builders.environment import (
     EnvValue,
     FromSecret,

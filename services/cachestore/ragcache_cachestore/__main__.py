@@ -28,12 +28,11 @@ from ragcache_core.tiering.precision_assignment import (
 from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
 from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_access import FeedGuard
-from ragcache_wire.garbage_collection import keep_collections_short
-from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import HealthServer
+from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.settings import CacheStoreSettings
 from ragcache_wire.settings.field_types import split_address
-from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.log_format import start_logging
 
 log = logging.getLogger("ragcache_cachestore")

@@ -64,11 +64,10 @@ from ragcache_engine.worker.prefill_profiling import (
     write_profile,
 )
 from ragcache_engine.worker.worker import ConnectorWorker
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
-from ragcache_wire.trace_context import TRACEPARENT
-from ragcache_wire.tracing import Tracer, tracer
+from ragcache_wire.tracing import TRACEPARENT, Tracer, tracer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

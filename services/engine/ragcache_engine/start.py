@@ -25,7 +25,7 @@ from ragcache_core.cost.engine_memory import (
     check_engine_memory,
 )
 from ragcache_core.errors import InvalidInput
-from ragcache_kv.model_weights import read_weights_bytes
+from ragcache_kv.model.weights import read_weights_bytes
 from ragcache_wire.settings import EngineSettings
 
 SERVER: Final = "vllm.entrypoints.openai.api_server"

@@ -14,10 +14,9 @@ from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.telemetry.metrics import Metrics
-from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.garbage_collection import keep_collections_short
+from ragcache_kv.model.folder import load_model_folder
+from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.stop_signal import end_on_stop
 from ragcache_wire.telemetry.log_format import start_logging
 
 SWITCH_INTERVAL_S = 0.001

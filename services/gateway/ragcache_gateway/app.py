@@ -48,10 +48,10 @@ from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_gateway.wiring import Shared, connect_services
+from ragcache_wire.http_server import metrics_server
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
-from ragcache_wire.telemetry.export import export_metrics
-from ragcache_wire.telemetry.metrics_server import metrics_server
+from ragcache_wire.telemetry.metric_registry import export_metrics
 from ragcache_wire.tracing import tracer
 from ragcache_wire.watched.limits import Limits
 

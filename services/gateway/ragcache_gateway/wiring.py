@@ -36,7 +36,7 @@ from ragcache_gateway.speculation.prefetch import StorePrefetcher
 from ragcache_gateway.speculation.speculator import Speculator
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
-from ragcache_wire.clients.health_client import HealthClient
+from ragcache_wire.clients.engine_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Tracer

@@ -44,15 +44,14 @@ from ragcache_retriever.store.sqlite.files.damage import (
     find_damage,
     until_removed,
 )
-from ragcache_wire.garbage_collection import keep_collections_short
-from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import HealthServer
+from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.server import CallInterceptor, GrpcServer, until_stopped
 from ragcache_wire.settings import RetrieverSettings
 from ragcache_wire.settings.retriever import MAX_DEFAULT_THREADS
 from ragcache_wire.settings.table import variable
-from ragcache_wire.stop_signal import end_on_stop
-from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.log_format import start_logging
+from ragcache_wire.telemetry.metric_registry import export_metrics
 from ragcache_wire.tracing import Tracer, tracer
 from ragcache_wire.v1 import retriever_pb2_grpc
 

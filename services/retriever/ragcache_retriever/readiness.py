@@ -21,7 +21,7 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.metrics import Metrics
-from ragcache_wire.health_server import HealthServer
+from ragcache_wire.http_server import HealthServer
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import RetrieverSettings
 

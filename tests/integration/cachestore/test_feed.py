@@ -15,8 +15,7 @@ from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_core.store_api import Deletion
 from ragcache_wire.clients.feed_client import SHARD_FEED, FeedClient
 from ragcache_wire.feeds.feed_access import FeedGuard
-from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
-from ragcache_wire.feeds.node_messages import from_message
+from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES, from_message
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.store import key, put_value, serving, value

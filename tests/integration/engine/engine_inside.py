@@ -95,7 +95,7 @@ def shift_chunk(
     """
     import torch
 
-    from ragcache_core.blend.slices import runs_outside
+    from ragcache_core.blend.token_selection import runs_outside
     from ragcache_engine.blend.chunk_shift import ChunkShift
     from ragcache_engine.protocol.messages import PromptSlice
     from ragcache_kv.rotation import KeyRotation, read_rope

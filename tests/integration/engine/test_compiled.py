@@ -13,7 +13,7 @@ import pytest
 
 from harness.processes import COMPUTES_PLAIN, running_cachestore, running_engine
 from harness.vllm_plugin import plugin_settings
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from tests.integration.engine.test_blend import LENGTHS, Blends, make_blend_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,7 +18,7 @@ import pytest
 
 from harness.processes import COMPUTES_PLAIN, running_cachestore, running_engine
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.integration.engine.families_inside import FAMILIES, make
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, VOCABULARY, Platform

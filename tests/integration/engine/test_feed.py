@@ -25,7 +25,7 @@ from harness.processes import (
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from tests.integration.engine.test_vllm import make_prompt

@@ -23,7 +23,7 @@ from harness.processes import (
 )
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.kit.engine import STORE_AWAY
 

@@ -25,7 +25,7 @@ from harness.completion import complete
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform

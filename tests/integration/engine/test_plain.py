@@ -14,9 +14,9 @@ import pytest
 from harness.completion import complete
 from harness.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
 from ragcache_core.plan.reuse_plan import NO_REUSE
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_core.plan.segments import PIECE_TOKENS, plain_domain, prefix_pieces
+from ragcache_kv.model.folder import load_model_folder
 from tests.kit.engine import is_stored, samples, total
 from tests.kit.wait import wait_until
 

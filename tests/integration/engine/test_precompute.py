@@ -21,7 +21,7 @@ from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
 from ragcache_gateway.background import precompute
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers

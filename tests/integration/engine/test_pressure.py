@@ -22,7 +22,7 @@ from harness.processes import (
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.kit.engine import is_stored, samples, total
 from tests.kit.wait import wait_until

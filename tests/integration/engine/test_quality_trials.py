@@ -35,7 +35,7 @@ from ragcache_core.quality.controller import (
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.gateway import CONFIG, FakeRetriever, serving, serving_retriever

@@ -17,7 +17,7 @@ from harness.processes import CacheStore, Engine
 from ragcache_core.plan.prompt import Prompt
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.engine import is_clear

@@ -12,7 +12,7 @@ from harness.completion import Completion, complete
 from harness.processes import running_cachestore, running_engine
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt

@@ -25,7 +25,7 @@ from harness.processes import (
 )
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_operator.builders.engine import (
     vllm_arguments,
     vllm_environment,

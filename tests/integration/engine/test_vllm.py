@@ -38,7 +38,7 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import sign
 from ragcache_core.store_api import Deletion, LookupKey
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient

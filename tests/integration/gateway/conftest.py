@@ -12,7 +12,7 @@ from ragcache_gateway.documents import removal_feed, writer
 from ragcache_gateway.engines import client, completion_stream, engine_load
 from ragcache_gateway.planning import source_follower
 from ragcache_kv.store_client.async_sharded import AsyncStoreClient
-from ragcache_wire.clients import engine_client, health_client, retriever_client
+from ragcache_wire.clients import engine_client, retriever_client
 from tests.kit.gateway import World, world
 from tests.kit.limits import LIMIT_S, lengthen_limits
 
@@ -31,7 +31,7 @@ def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_load, "_FIRST_REFRESH_S", LIMIT_S)
     monkeypatch.setattr(source_follower, "MAX_SILENCE_S", LIMIT_S)
     monkeypatch.setattr(source_follower, "IDLE_TIMEOUT_S", LIMIT_S)
-    monkeypatch.setattr(health_client, "HEALTH_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(engine_client, "HEALTH_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(retriever_client, "QUERY_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(engine_client, "RECORD_TIMEOUT_S", LIMIT_S)
     lengthen_limits(monkeypatch, engine_client.EngineClient, AsyncStoreClient)

@@ -16,8 +16,7 @@ from harness.processes import CacheStore, free_port, start_cachestore
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_core.store_api import Deletion
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records

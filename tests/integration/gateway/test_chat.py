@@ -14,7 +14,7 @@ from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2, retriever_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from tests.kit.gateway import World, world
 
 MIB = 1 << 20

@@ -16,8 +16,7 @@ import pytest
 
 from harness.otlp import TracedRequest, attributes_of, collector, orphans, traced_request
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names

@@ -14,9 +14,8 @@ import pytest_asyncio
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.segments import PIECE_TOKENS, checked_segments, plain_domain, prefix_pieces
 from ragcache_wire.watched import watched_file
 from tests.kit.gateway import BUILTIN, CONFIG, OPERATOR, World, bearer, key, plan_of, write_keys
 from tests.kit.store import ServedStore, get_value, put_value, serving

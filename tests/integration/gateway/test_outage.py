@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from harness.processes import free_port
-from ragcache_core.scheduling.retry_after import MIN_JITTER_S, MIN_WAIT_S
+from ragcache_core.cost.retry_after import MIN_JITTER_S, MIN_WAIT_S
 from tests.integration.gateway.test_process import environment_with, until_it_answers
 from tests.integration.gateway.test_process import start as start_gateway
 from tests.integration.retriever.test_process import environment as retriever_environment

@@ -29,7 +29,7 @@ from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.background.precompute_queue import PrecomputeQueue
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
-from ragcache_core.scheduling.precompute_queue import PrecomputeQueue
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.planner.speculation import common_tokens
 from ragcache_engine.telemetry.engine_feed import EngineFeed

@@ -28,8 +28,8 @@ from ragcache_core.store_api import (
 )
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.store import (

@@ -47,10 +47,10 @@ from ragcache_core.store_api import (
 )
 from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
-from ragcache_kv.transport import framed_transport, status_page
+from ragcache_kv.transport import framed_transport, liveness
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
+from ragcache_kv.transport.liveness import SILENT_S
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
-from ragcache_kv.transport.status_page import SILENT_S
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
@@ -86,6 +86,19 @@ def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
     if rest or len(set(sizes)) > 1:
         return None
     return ValueShape(len(sizes), 1, head_dim, "bfloat16")
+
+
+def put(
+    client: StoreClient,
+    number: int,
+    sizes: list[int],
+    exact: bool = True,
+    ack: Ack = Ack.ACCEPTED,
+) -> memoryview:
+    """Put the value of ``new``, and return it."""
+    variant, value = new(number, sizes, exact)
+    client.put(variant, whole(variant, value), TIMEOUT_S, ack)
+    return value
 
 
 class Served:
@@ -199,8 +212,7 @@ def test_a_get_returns_the_value_that_was_put(client: StoreClient, sizes: list[i
 
 
 def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
-    variant, value = new(1, [100_000, 50_000])
-    client.put(variant, whole(variant, value), TIMEOUT_S)
+    value = put(client, 1, [100_000, 50_000])
     memory = np.zeros(75_000, np.uint16)  # of another type than bytes
     found = only(client, 1, allocate=lambda info: memory.data)
     assert isinstance(found, StoredValue)
@@ -208,8 +220,7 @@ def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
 
 
 def test_too_little_memory_is_refused(client: StoreClient) -> None:
-    variant, value = new(1, [1000])
-    client.put(variant, whole(variant, value), TIMEOUT_S)
+    put(client, 1, [1000])
     with pytest.raises(InvalidInput, match="allocate"):
         only(client, 1, allocate=lambda info: memoryview(bytearray(999)))
     assert isinstance(only(client, 1), StoredValue)
@@ -219,8 +230,7 @@ def test_values_arrive_in_order_and_misses_have_reasons(
     client: StoreClient, served: Served
 ) -> None:
     for number, exact in ((1, True), (2, False), (3, True)):
-        variant, value = new(number, [10_000 * number], exact)
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, number, [10_000 * number], exact)
     client.delete(Deletion(bytes(range(16)), chunks=(key(3).chunk,)))
     keys = [key(number) for number in (4, 2, 3, 1)]
     found = dict(client.get(keys, TIMEOUT_S, exact=True))
@@ -236,8 +246,7 @@ def test_values_arrive_in_order_and_misses_have_reasons(
 
 def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
     for number in range(0, 150, 3):
-        variant, value = new(number, [100 + number])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, number, [100 + number])
     keys = [key(number) for number in range(150)]
     for number, (found_key, found) in enumerate(client.get(keys, TIMEOUT_S)):
         assert found_key == keys[number]
@@ -309,8 +318,7 @@ def test_both_reader_threads_verify_their_pieces(
 
 def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:
     for number in (1, 2):
-        variant, value = new(number, [100_000, 100_000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, number, [100_000, 100_000])
     [lease] = served.store.reads.open([key(1)])
     assert not isinstance(lease, Miss)
     served.store.memory_tier.views(lease.copy.extents)[-1][-1] ^= 1
@@ -546,8 +554,7 @@ def test_a_put_across_a_delete_stores_nothing(client: StoreClient) -> None:
 
 def test_threads_share_a_client(client: StoreClient) -> None:
     for number in range(8):
-        variant, value = new(number, [200_000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, number, [200_000])
     failures: list[object] = []
 
     def read(seed: int) -> None:
@@ -601,8 +608,7 @@ def test_another_stores_socket_is_not_used(serve: Serve, tmp_path: Path) -> None
 def test_leases_end_soon_after_reading(served: Served) -> None:
     for transport in ("shared", "socket"):
         with client_of(served.address, transport) as client:
-            variant, value = new(1, [100_000])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, 1, [100_000])
             assert isinstance(only(client, 1), StoredValue)
             wait_until(lambda: served.store.stats().leases == 0)
 
@@ -632,8 +638,7 @@ def test_what_is_being_read_is_not_overwritten(serve: Serve, transport: str) -> 
 def test_a_reader_that_stops_early_holds_nothing(served: Served, transport: str) -> None:
     with client_of(served.address, transport) as client:
         for number in range(4):
-            variant, value = new(number, [4 * MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [4 * MIB])
         values = client.get([key(n) for n in range(4)], TIMEOUT_S)
         next(values)
         assert served.store.stats().leases
@@ -651,8 +656,7 @@ def test_a_failed_read_holds_no_lease_while_its_error_is_alive(
 ) -> None:
     with client_of(served.address, transport) as client:
         for number in range(2):
-            variant, value = new(number, [MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [MIB])
         keys, memory = [key(0), key(1)], iter((MIB, 1))
         values = client.get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory))))
         with pytest.raises(InvalidInput, match="allocate") as kept:
@@ -707,8 +711,7 @@ def test_a_slow_client_is_disconnected(
 ) -> None:
     with client_of(served.address, transport) as client:
         for number in range(8):
-            variant, value = new(number, [4 * MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [4 * MIB])
     monkeypatch.setattr("ragcache_cachestore.api.data_connection.LEASE_S", 0.3)
     writer, reader = connect(served, transport), connect(served, transport)
     begin_put(writer, 100)  # and nothing more
@@ -786,8 +789,7 @@ def test_a_client_that_gets_no_more_connections_waits_for_its_own(
     monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(data_server, "FULL_WAIT_S", 0.05)  # the store refuses long before the end
     with client_of(served.address, "socket") as client, ThreadPoolExecutor(1) as pool:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         reads = reading(client, 1)
         waiting = pool.submit(only, client, 1)
         wait_until(lambda: served.store.stats().connections_refused == 1)
@@ -805,8 +807,7 @@ def test_an_eviction_while_the_call_is_on_its_way_is_not_noticed(
 ) -> None:
     """The client checks its connection before the call. The eviction comes after that."""
     with client_of(served.address, "socket") as client:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        value = put(client, 1, [1000])
         wait_until(lambda: not served.store.stats().leases)
         (connection,) = served.transports._connections
         send = FramedConnection.send
@@ -855,8 +856,7 @@ def test_calls_wait_for_a_connection_within_their_deadline(
     monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
     with client_of(served.address, transport) as client:
         for number in (1, 2):
-            variant, value = new(number, [MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [MIB])
         values = client.get([key(1), key(2)], TIMEOUT_S)
         next(values)
         with pytest.raises(Unavailable, match="already"):
@@ -897,8 +897,7 @@ def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -
 def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
     rng = np.random.default_rng(0)
     with client_of(served.address, "shared") as client:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         for transport in ("shared", "socket"):
             for kind in (0, 1, 2, 3, 4, 5, 64, 255):
                 channel = connect(served, transport)
@@ -933,8 +932,7 @@ def test_the_error_of_a_release_is_not_the_reply_of_the_next_call(
     monkeypatch.setattr(served.store.reads, "release", fail_once)
     with client_of(served.address, transport) as client:
         for number in (1, 2):
-            variant, value = new(number, [1000])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [1000])
         for number in (1, 2, 1, 2):
             found = only(client, number)
             assert isinstance(found, StoredValue)
@@ -1043,8 +1041,7 @@ def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, trans
 def test_a_frozen_store_is_unavailable_in_time(tmp_path: Path, port: int, transport: str) -> None:
     with client_of(f"127.0.0.1:{port}", transport) as client, process(tmp_path, port) as running:
         wait_for(client)
-        variant, value = new(1, [MIB])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [MIB])
         big, raw = new(2, [MIB])
         running.send_signal(signal.SIGSTOP)
         os.waitpid(running.pid, os.WUNTRACED)  # until it does
@@ -1105,8 +1102,7 @@ def test_an_expired_lease_is_no_hit(
 ) -> None:
     monkeypatch.setattr(served.store.reads, "is_leased", lambda _: False)
     with client_of(served.address, transport) as client:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         only(client, 1)
         wait_until(lambda: served.store.stats().misses_by_reason.get("timed_out") == 1)
     assert served.store.stats().hits_memory == 0
@@ -1117,8 +1113,7 @@ def test_a_client_with_too_many_calls_does_not_doubt_its_store(
 ) -> None:
     monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
     with client_of(served.address, "socket") as client:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         reading = client.get([key(1)], TIMEOUT_S)
         with pytest.raises(Unavailable) as full:
             client.get([key(1)], 0.05)
@@ -1157,8 +1152,7 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
     """A client with shared memory that has read values and sent its deferred messages."""
     with client_of(served.address, "shared") as client:
         for number in numbers:
-            variant, value = new(number, [size // 2, size // 2])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [size // 2, size // 2])
             assert isinstance(only(client, number), StoredValue)
         wait_until(lambda: served.store.stats().leases == 0)
         sent = 2 * size * len(numbers)  # counted a moment after the lease's end
@@ -1167,7 +1161,11 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
 
 
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKind]:
-    """Return a list that gets the kinds of requests which client sends from now on."""
+    """Return a list that gets the kinds of requests which client sends from now on.
+
+    The client asks a store that has reported nothing for SILENT_S. A busy machine is no such store.
+    """
+    monkeypatch.setattr(liveness, "SILENT_S", TIMEOUT_S)
     kinds: list[FrameKind] = []
     ask = framed_transport.FramedTransport.call
 
@@ -1205,8 +1203,7 @@ def test_cached_and_uncached_values_arrive_in_order(
 ) -> None:
     with remembering(served, [1, 3]) as client:
         for number in (2, 4):
-            variant, value = new(number, [MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [MIB])
         kinds = asked(client, monkeypatch)
         keys = [key(number) for number in (5, 1, 2, 3, 4)]
         found = dict(client.get(keys, TIMEOUT_S))
@@ -1240,8 +1237,7 @@ def test_no_read_returns_a_deleted_value(served: Served) -> None:
     """At any time of a delete, a read that starts after its acknowledgement is a miss."""
     with remembering(served, []) as client, client_of(served.address, "grpc") as other:
         for number in range(60):
-            variant, value = new(number, [200_000])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [200_000])
             assert isinstance(only(client, number), StoredValue)
             gone = threading.Event()
             found_after: list[StoredValue | Miss] = []
@@ -1285,8 +1281,7 @@ def test_reused_memory_is_noticed(serve: Serve) -> None:
     served = serve(memory_bytes=8 * MIB, disk_bytes=MIB, policy="lru")  # the disk holds none
     with remembering(served, [1, 2], size=2 * MIB) as client:
         for number in range(10, 20):
-            variant, value = new(number, [2 * MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [2 * MIB])
         rooms: list[VariantInfo] = []
 
         def allocate(info: VariantInfo) -> memoryview:
@@ -1323,8 +1318,7 @@ def test_the_memory_of_a_stopped_store_is_not_served(tmp_path: Path, port: int) 
     with client_of(f"127.0.0.1:{port}", "shared") as client:
         with process(tmp_path, port):
             wait_for(client)
-            variant, value = new(1, [MIB])
-            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+            put(client, 1, [MIB], ack=Ack.DURABLE)
             assert isinstance(only(client, 1), StoredValue)
             assert isinstance(only(client, 1), StoredValue)
         with pytest.raises(Unavailable):
@@ -1368,8 +1362,7 @@ def test_uses_without_a_read_are_reported_over_any_transport(
     served: Served, transport: str
 ) -> None:
     with client_of(served.address, transport) as client:
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         before = served.store.stats()
         reports = [ReportedUses(key(1), times=2), ReportedUses(key(2), VariantUse(0.5))]
         assert client.report_uses(reports) == 2
@@ -1384,8 +1377,7 @@ def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -
     many = 2 * framed_transport.MAX_CONNECTIONS
     with remembering(served, [0]) as client:
         for number in range(1, many + 1):
-            variant, value = new(number, [1000])
-            client.put(variant, whole(variant, value), TIMEOUT_S)
+            put(client, number, [1000])
         begun = threading.Barrier(framed_transport.MAX_CONNECTIONS)
         found: list[StoredValue | Miss] = []
 
@@ -1423,12 +1415,11 @@ def test_the_memory_of_a_frozen_store_is_not_served(
 ) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
-        variant, value = new(1, [MIB])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [MIB])
         assert isinstance(only(client, 1), StoredValue)
         running.send_signal(signal.SIGSTOP)
         os.waitpid(running.pid, os.WUNTRACED)  # until it does
-        monkeypatch.setattr(status_page, "SILENT_S", SILENT_S)
+        monkeypatch.setattr(liveness, "SILENT_S", SILENT_S)
         time.sleep(SILENT_S + 0.1)
         with pytest.raises(Unavailable):
             list(client.get([key(1)], 0.5))
@@ -1475,8 +1466,7 @@ def test_without_a_liveness_connection_the_store_is_asked(
 def test_a_store_that_stops_during_a_read_report_is_gone(tmp_path: Path, port: int) -> None:
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
-        variant, value = new(1, [1000])
-        client.put(variant, whole(variant, value), TIMEOUT_S)
+        put(client, 1, [1000])
         for _ in range(3):
             assert isinstance(only(client, 1), StoredValue)
         running.kill()

@@ -10,12 +10,15 @@ import pytest
 
 from ragcache_core.errors import InvalidInput
 from ragcache_wire import http_server
-from ragcache_wire.health_server import HealthServer
-from ragcache_wire.http_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES
+from ragcache_wire.http_server import (
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    HealthServer,
+    MetricsThread,
+)
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.telemetry.catalogue import cachestore
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
-from ragcache_wire.telemetry.metrics_server import MetricsThread
 from tests.kit.wait import until
 
 LOOPBACK = "127.0.0.1:0"

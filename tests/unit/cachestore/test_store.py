@@ -19,9 +19,8 @@ from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
-from ragcache_core.plan.prefix_pieces import plain_domain
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
+from ragcache_core.plan.segments import plain_domain
 from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
     LEASE_S,

@@ -26,11 +26,11 @@ from ragcache_engine.scheduler.request import NewRequest  # noqa: E402
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402
 from ragcache_engine.telemetry.request_records import RequestRecords  # noqa: E402
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
+from ragcache_kv.store_client.shard_router import ShardedLookup  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.store_client.sharded_results import ShardedLookup  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.settings import EngineSettings  # noqa: E402
-from ragcache_wire.trace_context import traceparent  # noqa: E402
+from ragcache_wire.tracing import traceparent  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.kit import scheduler as engine_scheduler  # noqa: E402
 from tests.kit.worker import (  # noqa: E402

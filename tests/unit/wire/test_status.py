@@ -113,6 +113,18 @@ async def serving(
         await server.stop()
 
 
+@contextlib.asynccontextmanager
+async def engine(
+    error: Exception | None, max_calls: int = MAX_CALLS
+) -> AsyncIterator[EngineClient]:
+    """A client of an engine that raises an error, or never answers."""
+    register = engine_pb2_grpc.add_EngineServicer_to_server
+    async with serving(FailingEngine(error), register, max_calls=max_calls) as server:
+        client = EngineClient(f"127.0.0.1:{server.port}")
+        yield client
+        await client.close()
+
+
 def assert_same(raised: RagCacheError, error: RagCacheError) -> None:
     assert type(raised) is type(error)
     if isinstance(error, Unavailable):  # the part is the one that was called
@@ -126,14 +138,10 @@ def assert_same(raised: RagCacheError, error: RagCacheError) -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 async def test_an_error_of_a_call_is_raised_again(error: RagCacheError) -> None:
-    async with serving(
-        FailingEngine(error), engine_pb2_grpc.add_EngineServicer_to_server
-    ) as server:
-        client = EngineClient(f"127.0.0.1:{server.port}")
+    async with engine(error) as client:
         with pytest.raises(RagCacheError) as raised:
             await client.request_record("r", LIMIT_S)
         assert_same(raised.value, error)
-        await client.close()
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
@@ -178,15 +186,11 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
 async def test_a_bug_of_the_server_is_not_reported_as_invalid_input(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(
-        FailingEngine(ZeroDivisionError("oops")), engine_pb2_grpc.add_EngineServicer_to_server
-    ) as server:
-        client = EngineClient(f"127.0.0.1:{server.port}")
+    async with engine(ZeroDivisionError("oops")) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(RagCacheError) as raised:
             await client.request_record("r", LIMIT_S)
         assert type(raised.value) is RagCacheError
         assert "ZeroDivisionError" in caplog.text
-        await client.close()
 
 
 class Failed(grpc.RpcError):
@@ -230,18 +234,13 @@ def test_an_error_of_another_version_becomes_a_core_error(
 
 
 async def test_no_answer_in_time_is_unavailable() -> None:
-    async with serving(FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server) as server:
-        client = EngineClient(f"127.0.0.1:{server.port}")
+    async with engine(None) as client:
         with pytest.raises(Unavailable, match="deadline"):
             await client.request_record("r")
-        await client.close()
 
 
 async def test_a_server_refuses_calls_above_its_limit() -> None:
-    async with serving(
-        FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server, max_calls=1
-    ) as server:
-        client = EngineClient(f"127.0.0.1:{server.port}")
+    async with engine(None, max_calls=1) as client:
         # Both arrive before the first one ends, because it never answers.
         first, second = (asyncio.create_task(client.request_record("r", LIMIT_S)) for _ in range(2))
         [refused], [waiting] = await asyncio.wait(
@@ -250,7 +249,6 @@ async def test_a_server_refuses_calls_above_its_limit() -> None:
         assert isinstance(refused.exception(), Overloaded)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await client.close()
 
 
 async def test_a_missing_server_is_unavailable() -> None:

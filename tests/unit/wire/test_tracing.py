@@ -19,13 +19,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_wire.trace_context import current_metadata, metadata, traceparent
 from ragcache_wire.tracing import (
     MAX_CONTENT_CHARS,
     NO_SPAN,
     SpanKind,
     Tracer,
+    current_metadata,
     current_span,
+    metadata,
+    traceparent,
     tracer,
 )
 

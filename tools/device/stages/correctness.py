@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragcache_core.plan.prompt import Prompt
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.rotation import KeyRotation, read_rope
 from tools.device.engine import (
     GIB,

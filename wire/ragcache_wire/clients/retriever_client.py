@@ -11,7 +11,7 @@ import grpc.aio
 
 from ragcache_wire.channel import OPTIONS, with_options
 from ragcache_wire.status import from_rpc_error
-from ragcache_wire.trace_context import current_metadata
+from ragcache_wire.tracing import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 

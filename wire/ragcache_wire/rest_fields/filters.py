@@ -34,9 +34,16 @@ from ragcache_core.retrieval.filters import (
     Prefix,
     check_size,
 )
-from ragcache_wire.rest_fields.given_fields import at_least_one, exactly_one
-from ragcache_wire.rest_fields.integer_type import INTEGRAL, to_integer
-from ragcache_wire.rest_fields.text_type import Text, WholeText, union_by, validation_error
+from ragcache_wire.rest_fields.fields import (
+    INTEGRAL,
+    Text,
+    WholeText,
+    at_least_one,
+    exactly_one,
+    to_integer,
+    union_by,
+    validation_error,
+)
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_FIELD_CHARS = 256

@@ -1,7 +1,8 @@
 """Records the instruments of one process, and writes them in Prometheus' formats.
 
 The client library of Prometheus records, because vLLM uses it and because an addition takes a
-fraction of OpenTelemetry's time (ADR 93). ``otlp_exporter`` sends what is recorded.
+fraction of OpenTelemetry's time (ADR 93). ``otlp_exporter`` sends what is
+recorded, where a collector is set.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -159,3 +160,36 @@ def exemplar(headers: Mapping[str, str]) -> dict[str, str] | None:
     """
     parts = headers.get("traceparent", "").split("-")
     return {"trace_id": parts[1], "span_id": parts[2]} if len(parts) == 4 else None
+
+
+class MetricsExport(Protocol):
+    """An export that runs until it is closed."""
+
+    def close(self) -> None:
+        """Export once more, within some seconds."""
+
+
+class NoMetricsExport:
+    """The export of a part without a collector, which sends nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def export_metrics(
+    endpoint: str | None, part: str, instance: str, collectors: CollectorRegistry
+) -> MetricsExport:
+    """Export the metrics of a process from now on.
+
+    Args:
+        endpoint: Base URL, like http://collector:4318. None: nothing is exported.
+        part: Name of the part.
+        instance: Name of this process among those of the part.
+        collectors: The metrics.
+    """
+    if endpoint is None:
+        return NoMetricsExport()
+    # It imports the SDK of OpenTelemetry, which parts without a collector do without.
+    from ragcache_wire.telemetry.otlp_exporter import OtlpMetrics  # noqa: PLC0415
+
+    return OtlpMetrics(endpoint, part, instance, collectors)

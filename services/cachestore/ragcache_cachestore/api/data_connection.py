@@ -55,8 +55,8 @@ from ragcache_kv.values.conversions import (
     to_outcome,
     to_value_header,
 )
-from ragcache_wire.trace_context import metadata as trace_metadata
 from ragcache_wire.tracing import NO_SPAN, Span
+from ragcache_wire.tracing import metadata as trace_metadata
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ from ragcache_cachestore.background.variant_access import VariantAccess
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape
-from ragcache_core.tiering.access_counts import DecayedCounts
-from ragcache_core.tiering.fidelity import decide_re_encoding
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
+    DecayedCounts,
     Placement,
     PrecisionAssignment,
+    decide_re_encoding,
 )
 from ragcache_kv.codecs import decode_part, encode_part, native_part_bytes
 from ragcache_kv.values.layout import FORMAT, checksum

@@ -6,9 +6,13 @@ import os
 from collections.abc import Callable
 
 from ragcache_cachestore.state.catalog import CatalogVariant
-from ragcache_core.knowledge.change_log import BOOT_BYTES, MAX_CHANGES, NodeChangeLog
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import (
+    BOOT_BYTES,
+    MAX_CHANGES,
+    NodeChange,
+    NodeChangeLog,
+    StoredNode,
+)
 from ragcache_core.plan.reuse_plan import PLAIN_DOMAIN
 
 

@@ -20,7 +20,7 @@ from ragcache_cachestore.state.store_feed import StoreFeed
 from ragcache_cachestore.state.tombstones import SteadyClock, Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
 from ragcache_cachestore.telemetry.exporter import Telemetry
-from ragcache_core.cost.tier_latency import TierLatency
+from ragcache_core.cost.linear_fit import TierLatency
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 from ragcache_core.errors import InvalidInput
-from ragcache_kv.transport.status_page import ALIVE, WITHDRAWALS
+from ragcache_kv.transport.liveness import ALIVE, WITHDRAWALS
 
 _NO_FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE in fcntl.h
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragcache_core.eviction import EvictionPolicy
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.sizing.store_size import LOW_WATERMARK
+from ragcache_core.sizing import LOW_WATERMARK
 from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 

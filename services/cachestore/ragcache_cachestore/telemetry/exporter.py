@@ -10,8 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry.catalogue import cachestore as rows
-from ragcache_wire.telemetry.export import MetricsExport, NoMetricsExport, export_metrics
-from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry
+from ragcache_wire.telemetry.metric_registry import (
+    Level,
+    MetricRegistry,
+    MetricsExport,
+    NoMetricsExport,
+    export_metrics,
+)
 from ragcache_wire.tracing import Attribute, Headers, Span, SpanKind, Tracer, tracer
 from ragcache_wire.v1 import cachestore_pb2 as pb
 

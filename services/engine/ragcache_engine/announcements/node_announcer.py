@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.identity.keys import KVSpace, VariantKey, domain_salt
+from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.knowledge.resident_nodes import PathSegment, ResidentNodes
-from ragcache_core.knowledge.stored_node import StoredNode
 from ragcache_core.plan.segments import NamedSegment
 from ragcache_engine.protocol.messages import TierChange
 from ragcache_engine.telemetry.engine_feed import EngineFeed

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragcache_core.blend.observation import ChunkObservation
-from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import SpanKind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer, metadata
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents

@@ -21,7 +21,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context, set_forward_context
 
-from ragcache_core.blend.slices import split_into_passes
+from ragcache_core.blend.token_selection import split_into_passes
 from ragcache_engine.protocol.messages import PromptSlice
 
 if TYPE_CHECKING:

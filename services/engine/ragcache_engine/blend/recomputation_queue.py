@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.blend.slices import merge_runs, runs_outside, split_first_pass
-from ragcache_core.blend.token_ranking import rank_tokens
-from ragcache_core.blend.token_selection import select_tokens
+from ragcache_core.blend.token_selection import (
+    merge_runs,
+    rank_tokens,
+    runs_outside,
+    select_tokens,
+    split_first_pass,
+)
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, PromptSlice, RecomputeJob
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import Span, SpanKind, Tracer
+from ragcache_wire.tracing import Span, SpanKind, Tracer, metadata
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents

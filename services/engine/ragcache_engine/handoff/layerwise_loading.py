@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcache_core.blend.preload_depth import preload_depth
 from ragcache_core.cost.linear_fit import LinearFit
-from ragcache_core.cost.load_or_compute import MIN_WEIGHT
+from ragcache_core.cost.load_or_compute import MIN_WEIGHT, preload_depth
 from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.incoming_value import IncomingValue

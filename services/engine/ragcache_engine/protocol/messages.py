@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
 from ragcache_core.identity.variant import Miss, Origin, VariantInfo
 from ragcache_core.store_api import AsOf

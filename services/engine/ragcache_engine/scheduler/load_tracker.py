@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragcache_core.blend.token_ranking import QUESTION_TOKENS
+from ragcache_core.blend.token_selection import QUESTION_TOKENS
 from ragcache_core.blend.variant_selection import Blend
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan

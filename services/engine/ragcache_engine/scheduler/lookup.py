@@ -20,14 +20,12 @@ from ragcache_core.blend.variant_selection import (
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.plan.prefix_pieces import prefix_pieces
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
-from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
+from ragcache_core.plan.segments import NamedSegment, longest_exact_chain, prefix_pieces
 from ragcache_core.store_api import LookupKey, StoredVariant
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.store_client.sharded_results import ShardedLookup
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import SpanKind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer, metadata
 
 log = logging.getLogger("vllm.ragcache")
 

@@ -11,9 +11,14 @@ from typing import Final
 
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.errors import RagCacheError
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, handoff_segments, plain_domain
 from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
-from ragcache_core.plan.segments import NamedSegment, checked_segments
+from ragcache_core.plan.segments import (
+    PIECE_TOKENS,
+    NamedSegment,
+    checked_segments,
+    handoff_segments,
+    plain_domain,
+)
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import EngineRole

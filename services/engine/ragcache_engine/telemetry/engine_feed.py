@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.knowledge.change_log import BOOT_BYTES, MAX_CHANGES, NodeChangeLog
-from ragcache_core.knowledge.node_change import NodeChange
+from ragcache_core.knowledge.node_change import BOOT_BYTES, MAX_CHANGES, NodeChange, NodeChangeLog
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
 
 

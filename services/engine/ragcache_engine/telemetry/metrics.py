@@ -23,11 +23,11 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ragcache_core.errors import InvalidInput
 from ragcache_engine.telemetry.load_counts import LoadCounts
+from ragcache_wire.http_server import MetricsThread
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.telemetry.catalogue import engine as rows
-from ragcache_wire.telemetry.export import export_metrics
 from ragcache_wire.telemetry.instrument import Instrument
-from ragcache_wire.telemetry.metrics_server import MetricsThread
+from ragcache_wire.telemetry.metric_registry import export_metrics
 
 log = logging.getLogger("vllm.ragcache")
 

@@ -16,8 +16,8 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
+from ragcache_core.cost.engine_costs import QueueTime
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
-from ragcache_core.cost.queue_time import QueueTime
 from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_engine.telemetry.engine_feed import EngineFeed

@@ -17,8 +17,7 @@ from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, VariantSpan
 from ragcache_engine.threads import unpinned_pool
 from ragcache_engine.tiers.local_tiers import LocalTiers
 from ragcache_engine.worker.fetcher import Fetcher, share_values
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import NO_SPAN, SpanKind, Tracer
+from ragcache_wire.tracing import NO_SPAN, SpanKind, Tracer, metadata
 from ragcache_wire.tracing import Span as TraceSpan
 
 log = logging.getLogger("vllm.ragcache")

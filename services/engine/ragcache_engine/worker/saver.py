@@ -22,8 +22,7 @@ from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_parts
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
-from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import SpanKind
+from ragcache_wire.tracing import SpanKind, metadata
 
 log = logging.getLogger("vllm.ragcache")
 

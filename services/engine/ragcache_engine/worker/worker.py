@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.blend.token_ranking import QUESTION_TOKENS
+from ragcache_core.blend.token_selection import QUESTION_TOKENS
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
 from ragcache_engine.handoff.layer_staging import LayerStaging

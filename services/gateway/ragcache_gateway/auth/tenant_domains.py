@@ -21,7 +21,7 @@ from typing import Final
 from ragcache_core.access.caller import tenant_domain
 from ragcache_core.errors import NotFound
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
-from ragcache_core.plan.prefix_pieces import plain_domain
+from ragcache_core.plan.segments import plain_domain
 from ragcache_core.store_api import ID_BYTES
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.documents.delete_sender import DeleteSender

@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragcache_core.background.capture_sequence import first_order
+from ragcache_core.background.precompute_queue import QueuedPrefill
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.scheduling.capture_sequence import first_order
-from ragcache_core.scheduling.precompute_queue import QueuedPrefill
 from ragcache_gateway.prompts.reuse_mode import ServedModel
 
 

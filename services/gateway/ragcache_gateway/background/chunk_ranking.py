@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 
+from ragcache_core.background.precompute_queue import PrecomputeQueue
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_core.scheduling.precompute_queue import PrecomputeQueue
 from ragcache_wire.clients.retriever_client import RetrieverClient
 
 log = logging.getLogger(__name__)

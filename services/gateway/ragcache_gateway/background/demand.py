@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ragcache_core.background.precompute_queue import Prefill
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_core.quality.reservoir import AskedQuestion
-from ragcache_core.scheduling.precompute_queue import Prefill
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_wire.v1 import engine_pb2
 
 Mode = Literal["exact", "blend"]

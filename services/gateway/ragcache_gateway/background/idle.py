@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ragcache_core.background.idle_gaps import IdleGaps
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.scheduling.idle_gaps import IdleGaps
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool

@@ -30,24 +30,24 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.plan.prompt import Prompt
-from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.plan.segments import checked_segments, longest_exact_chain
-from ragcache_core.scheduling.capture_sequence import (
+from ragcache_core.background.capture_sequence import (
     CONTEXT_CHUNKS,
     CONTEXT_SEQUENCES,
     SEQUENCE_TOKENS,
     context_size,
     fitting_chunks,
 )
-from ragcache_core.scheduling.precompute_queue import (
+from ragcache_core.background.idle_gaps import ALIGNMENT_TOKENS, slice_ends
+from ragcache_core.background.precompute_queue import (
     FULL_SHARE,
     PrecomputeQueue,
     Prefill,
     QueuedPrefill,
 )
-from ragcache_core.scheduling.slices import ALIGNMENT_TOKENS, slice_ends
+from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.plan.prompt import Prompt
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.segments import checked_segments, longest_exact_chain
 from ragcache_core.store_api import LookupKey
 from ragcache_gateway.background.capture import (
     CaptureJob,

@@ -23,11 +23,11 @@ from typing import Any
 from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
 from ragcache_core.quality.controller import (
+    AskedQuestion,
     QualityController,
     QualityDecision,
     QuestionReplay,
 )
-from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, IdleEngines, IdleTask, now_ms
 from ragcache_gateway.documents.removal_feed import TextRemoved
 from ragcache_gateway.engines.client import Engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
+from ragcache_core.background.idle_gaps import slice_tokens
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import RagCacheError
-from ragcache_core.scheduling.slices import slice_tokens
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import profile_of
 from ragcache_wire.v1 import engine_pb2

@@ -15,7 +15,7 @@ from ragcache_gateway.chat.schema import (
     RefusedFields,
     allow_null,
 )
-from ragcache_wire.rest_fields.integer_type import Count
+from ragcache_wire.rest_fields.fields import Count
 
 MAX_PROMPTS = 2048
 

@@ -13,8 +13,7 @@ from ragcache_core.quality.report import Verdict
 from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
 from ragcache_gateway.explain.schema import Explanation
-from ragcache_wire.rest_fields.integer_type import INTEGRAL, PositiveCount
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import INTEGRAL, PositiveCount, Text
 
 RefusedFields = Mapping[str, tuple[tuple[object, ...], str]]
 """Fields that no engine acts on although clients expect it: the values that have no effect, and

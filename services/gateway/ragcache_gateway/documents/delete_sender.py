@@ -29,7 +29,7 @@ from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
-from ragcache_kv.store_client.client import SERVICE
+from ragcache_kv.transport.transport import SERVICE
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 

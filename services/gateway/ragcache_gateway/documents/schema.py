@@ -11,8 +11,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
-from ragcache_wire.rest_fields.integer_type import INTEGRAL
-from ragcache_wire.rest_fields.text_type import Text, validation_error
+from ragcache_wire.rest_fields.fields import INTEGRAL, Text, validation_error
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000

@@ -8,9 +8,8 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.access.caller import Caller
+from ragcache_wire.rest_fields.fields import INTEGRAL, Text
 from ragcache_wire.rest_fields.filters import FilterField, filter_message
-from ragcache_wire.rest_fields.integer_type import INTEGRAL
-from ragcache_wire.rest_fields.text_type import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_TOP_K = 50

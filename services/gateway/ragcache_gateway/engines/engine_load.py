@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragcache_core.cost.engine_costs import EngineCosts
+from ragcache_core.cost.engine_costs import EngineCosts, QueueTime
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_core.cost.queue_time import QueueTime
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.planner.speculation import GuessCost, Load
 from ragcache_gateway.engines.client import Engine

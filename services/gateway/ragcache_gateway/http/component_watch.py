@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from ragcache_core.cost.retry_after import OutageForecast
 from ragcache_core.errors import RagCacheError
-from ragcache_core.scheduling.retry_after import OutageForecast
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.tasks import BackgroundTasks
-from ragcache_wire.clients.health_client import HealthClient
+from ragcache_wire.clients.engine_client import HealthClient
 
 
 class PartReadiness(BaseModel):

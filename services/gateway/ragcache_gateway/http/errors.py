@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import JSONResponse
 
 from ragcache_core.access.caller import NotAllowed, Scope
+from ragcache_core.cost.retry_after import jitter
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
-from ragcache_core.scheduling.retry_after import jitter
 
 M = TypeVar("M", bound=BaseModel)
 

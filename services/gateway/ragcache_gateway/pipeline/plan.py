@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
-from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import (
     FIRST_TOKEN_LOGPROBS,

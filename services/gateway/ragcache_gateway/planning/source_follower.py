@@ -13,8 +13,7 @@ from ragcache_core.errors import RagCacheError, Unauthenticated
 from ragcache_core.knowledge.feed_position import FeedPosition, FeedStep
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_wire.clients.feed_client import FeedClient, FeedNotServed
-from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S
-from ragcache_wire.feeds.node_messages import MARKS, checked_boot, from_message
+from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, MARKS, checked_boot, from_message
 from ragcache_wire.v1 import node_feed_pb2 as pb
 
 log = logging.getLogger(__name__)

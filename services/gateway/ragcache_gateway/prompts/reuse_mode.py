@@ -9,7 +9,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_kv.chunk_tokenizer import ChunkTokenizer, tokenizer_identity
+from ragcache_kv.model.tokenizer import ChunkTokenizer, tokenizer_identity
 
 _OBJECTS_BYTES = 400
 """Python's objects for one cached chunk."""

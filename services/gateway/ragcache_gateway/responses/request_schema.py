@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.schema import MAX_MESSAGES, AnswerRequest, RefusedFields
-from ragcache_wire.rest_fields.integer_type import PositiveCount
+from ragcache_wire.rest_fields.fields import PositiveCount
 
 _NO_STATE: Final = "leave it out and send the whole conversation; the gateway keeps no responses"
 

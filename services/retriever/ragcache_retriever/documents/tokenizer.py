@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ragcache_core.errors import InvalidInput
-from ragcache_kv.chunk_tokenizer import ChunkTokenizer, pack_ids, tokenizer_identity
+from ragcache_kv.model.tokenizer import ChunkTokenizer, pack_ids, tokenizer_identity
 
 
 class ServingTokenizer:
@@ -48,7 +48,7 @@ def load_serving_tokenizer(model: str) -> ServingTokenizer:
         InvalidInput: There is no such model, or its tokenizer cannot be read.
     """
     # Not imported above, because the process that splits documents needs none of it.
-    from ragcache_kv.model_folder import find_tokenizer  # noqa: PLC0415
+    from ragcache_kv.model.folder import find_tokenizer  # noqa: PLC0415
 
     folder = find_tokenizer(model)
     try:

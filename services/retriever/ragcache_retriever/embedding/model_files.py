@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_kv.weights_digest import digest_weights
+from ragcache_kv.model.weights import digest_weights
 
 _MAX_TOKENS = 8192
 """Chunks are shorter, and the time of attention grows with the square."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.retrieval.index_kinds import IndexKind
-from ragcache_core.sizing.retriever_size import index_bytes
+from ragcache_core.sizing import index_bytes
 from ragcache_retriever.search.staged_hits import STAGE_SHARES
 from ragcache_retriever.search.vector_index import Rows, Vectors
 

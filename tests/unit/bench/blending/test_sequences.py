@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.support.blending.real_text import MAX_BEFORE, ahead_sequences
-from ragcache_core.scheduling.capture_sequence import CONTEXT_CHUNKS
+from ragcache_core.background.capture_sequence import CONTEXT_CHUNKS
 
 
 def chunks_of(sizes: list[int]) -> list[list[int]]:

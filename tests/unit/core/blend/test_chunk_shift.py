@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.blend.chunk_shift import MIN_RECOMPUTED, SHIFT_FACTOR, plan_shift
-from ragcache_core.blend.slices import runs_outside, split_into_passes
-from ragcache_core.blend.token_selection import TokenSelection
+from ragcache_core.blend.token_selection import TokenSelection, runs_outside, split_into_passes
 
 Prompts = tuple[list[range], tuple[range, ...]]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.blend.observation import OBSERVATION_FORMAT, ChunkObservation, observation_key
-from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.eviction import EvictionCandidate, make_policy
-from ragcache_core.eviction import ghosts as ghosts_module
+from ragcache_core.eviction import EvictionCandidate, make_policy, ranked
 from ragcache_core.eviction.admission import (
     ADMISSION_NAMES,
     ScoreAdmission,
     default_admission,
     make_admission,
 )
-from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.ranked import GhostEntries
 from ragcache_core.eviction.score import ScorePolicy
 
 CANDIDATE: EvictionCandidate[str] = EvictionCandidate(num_bytes=1, num_tokens=1, cost_s=1.0)
@@ -39,7 +38,7 @@ def test_second_touch_admits_the_second_offer() -> None:
 def test_second_touch_forgets_the_oldest_offer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ghosts_module, "MIN_GHOSTS", 2)
+    monkeypatch.setattr(ranked, "MIN_GHOSTS", 2)
     admission = make_admission("second-touch", score())
     for key in "abc":
         assert not admission.admits(key, CANDIDATE, 0.0, None)
@@ -98,7 +97,7 @@ def test_names_are_checked() -> None:
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(0, 3))
 def test_ghosts_are_bounded_and_forget_the_oldest(keys: list[int], num_stored: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ghosts_module, "MIN_GHOSTS", 4)
+        patch.setattr(ranked, "MIN_GHOSTS", 4)
         ghosts: GhostEntries[int, int] = GhostEntries()
         for number, key in enumerate(keys):
             ghosts.put(key, number, num_stored)

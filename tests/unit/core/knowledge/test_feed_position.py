@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.knowledge.change_log import NodeChangeLog
 from ragcache_core.knowledge.feed_position import FeedPosition, FeedStep, SnapshotMark
-from ragcache_core.knowledge.node_change import NodeChange
+from ragcache_core.knowledge.node_change import NodeChange, NodeChangeLog
 
 BOOT, OTHER_BOOT = bytes(16), bytes(range(16))
 NONE, BEGIN, PART, END = SnapshotMark

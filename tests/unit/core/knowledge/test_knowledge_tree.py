@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import HALF_LIFE_S, KnowledgeTree
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import StoredNode
 from tests.kit.stored_prefix import stored_prefix, stored_tokens
 
 CHUNKS = [bytes([i]) * KEY_BYTES for i in range(4)]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
-from ragcache_core.knowledge.node_change import NodeChange
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_core.knowledge.resident_nodes import PathSegment, ResidentNodes
-from ragcache_core.knowledge.stored_node import StoredNode
 
 BLOCK_TOKENS = 4
 

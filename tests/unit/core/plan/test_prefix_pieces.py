@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prefix_pieces import (
+from ragcache_core.plan.prompt import assemble, plan_exact
+from ragcache_core.plan.reuse_plan import DOMAIN_MAX_CHARS, ReusePlan
+from ragcache_core.plan.segments import (
     PIECE_TOKENS,
+    checked_segments,
     handoff_segments,
     plain_domain,
     prefix_pieces,
 )
-from ragcache_core.plan.prompt import assemble, plan_exact
-from ragcache_core.plan.reuse_plan import DOMAIN_MAX_CHARS, ReusePlan
-from ragcache_core.plan.segments import checked_segments
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 token_ids = st.lists(st.integers(0, 3), max_size=3 * PIECE_TOKENS + 9)

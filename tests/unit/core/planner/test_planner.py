@@ -13,7 +13,7 @@ from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.document_order import RankedDocument
 from ragcache_core.planner.planner import plan_request
 from ragcache_core.planner.request_plan import (

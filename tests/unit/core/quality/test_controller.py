@@ -17,25 +17,23 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.quality.calibration import Calibration
 from ragcache_core.quality.controller import (
+    MAX_AGE_MS,
     MAX_ENGINE_LOSSES,
+    MAX_QUESTIONS,
     MIN_QUESTIONS,
     RETRY_EVERY,
     SAMPLE_EVERY,
     SAMPLE_UNDECIDED_EVERY,
     WINDOW_QUESTIONS,
+    AskedQuestion,
     QualityController,
     QualityDecision,
     QuestionReplay,
+    QuestionReservoir,
     alpha_ladder,
 )
-from ragcache_core.quality.reservoir import (
-    MAX_AGE_MS,
-    MAX_QUESTIONS,
-    AskedQuestion,
-    QuestionReservoir,
-)
-from ragcache_core.quality.rouge import rouge_l
-from ragcache_core.quality.rouge import words as words_of
+from ragcache_core.quality.similarity import rouge_l
+from ragcache_core.quality.similarity import words as words_of
 
 SHARE = 0.2
 BLENDED_TOKENS = 100

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.quality.first_token_kl import first_token_kl
 from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport, Verdict
+from ragcache_core.quality.similarity import first_token_kl
 
 
 def budget(share: float, rouge: float, num_questions: int = MIN_QUESTIONS) -> BudgetQuality:

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.identity.variant import Codec, Precision
-from ragcache_core.tiering.access_counts import DecayedCounts
-from ragcache_core.tiering.fidelity import BITS, FINEST_FIRST, decide_re_encoding
 from ragcache_core.tiering.precision_assignment import (
+    BITS,
+    FINEST_FIRST,
     HA_RAG_SCHEMES,
     AccessObservation,
+    DecayedCounts,
     FixedAssignment,
     HaRagAssignment,
     Placement,
     RankPlacement,
+    decide_re_encoding,
 )
 from ragcache_core.tiering.score_assignment import (
     NATIVE_GRADE,

@@ -14,7 +14,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_core.blend.chunk_shift import plan_shift
-from ragcache_core.blend.slices import runs_outside
+from ragcache_core.blend.token_selection import runs_outside
 from ragcache_engine.blend.chunk_shift import ChunkShift, _TorchShift
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import PromptSlice

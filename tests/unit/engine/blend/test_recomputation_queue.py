@@ -22,7 +22,7 @@ else:
     torch = pytest.importorskip("torch")
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
 from ragcache_engine.blend.attention import PassInterrupted

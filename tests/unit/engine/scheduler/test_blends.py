@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.cost.load_or_compute import TIMED_OUT_LOADS, ReuseOption
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable

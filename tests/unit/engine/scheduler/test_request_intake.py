@@ -11,10 +11,9 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
-from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
-from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.segments import PIECE_TOKENS, checked_segments
 from ragcache_core.plan.signature import sign
 from ragcache_engine.protocol.messages import EngineRole
 from ragcache_engine.scheduler.request import NewRequest

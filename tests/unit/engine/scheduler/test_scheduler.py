@@ -18,7 +18,7 @@ from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome
 from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
 from ragcache_engine.scheduler.request import NewRequest
-from ragcache_kv.store_client.sharded_results import ShardedLookup
+from ragcache_kv.store_client.shard_router import ShardedLookup
 from tests.kit.scheduler import (
     AS_OF,
     BLOCKS,

@@ -12,8 +12,7 @@ from harness.processes import free_port
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_engine.telemetry import request_records
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records

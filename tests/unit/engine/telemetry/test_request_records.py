@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from harness.processes import free_port
+from ragcache_core.cost.engine_costs import HALF_LIFE_S
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_core.cost.queue_time import HALF_LIFE_S
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Tier

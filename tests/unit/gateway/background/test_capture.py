@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ragcache_core.background.precompute_queue import Prefill, QueuedPrefill
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import Action
-from ragcache_core.scheduling.precompute_queue import Prefill, QueuedPrefill
 from ragcache_gateway.background.capture import TokenizedPrefill, context_job, sequence_job
 from ragcache_gateway.pipeline.captures import reversed_chunks
 from ragcache_gateway.prompts.reuse_mode import ServedModel

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.plan.prompt import assemble
-from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_gateway.background.demand import AnsweredQuestion, Mode, prefill_demands
 from ragcache_wire.v1.engine_pb2 import RequestRecord
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from ragcache_core.cost.queue_time import HALF_LIFE_S
+from ragcache_core.cost.engine_costs import HALF_LIFE_S
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.engines import engine_load
 from ragcache_gateway.engines.client import Engine

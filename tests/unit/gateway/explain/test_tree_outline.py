@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, RecentAnswers
 from ragcache_gateway.explain.schema import ExplainedPlan

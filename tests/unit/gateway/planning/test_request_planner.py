@@ -10,7 +10,7 @@ import pytest
 from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KEY_BYTES, KVSpace, VariantKey
-from ragcache_core.knowledge.stored_node import StoredNode
+from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.document_order import RankedDocument
 from ragcache_core.planner.request_plan import PlannedPrompt, PlanSeconds, RequestPlan
 from ragcache_gateway.engines.client import Engine

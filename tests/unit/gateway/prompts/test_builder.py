@@ -25,7 +25,7 @@ from ragcache_gateway.prompts.tokenizer import (
     TokenCache,
     load_tokenizer,
 )
-from ragcache_kv.chunk_tokenizer import pack_ids
+from ragcache_kv.model.tokenizer import pack_ids
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 QUESTION = Conversation.asking(DEFAULT_SYSTEM_PROMPT, "Which region?")

@@ -15,7 +15,7 @@ from ragcache_core.identity.variant import ValueShape
 from ragcache_kv.codecs import native_part_bytes
 from ragcache_kv.codecs.numbers import BFLOAT16, NUMBERS, Bits, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
-from ragcache_kv.rotation.angles import cos_sin
+from ragcache_kv.rotation.rope import cos_sin
 
 STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of one rounding."""

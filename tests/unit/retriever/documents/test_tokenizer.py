@@ -15,8 +15,8 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest, toke
 from ragcache_core.plan.prompt import assemble, plan_exact
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_kv.chunk_tokenizer import pack_ids
-from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.model.folder import load_model_folder
+from ragcache_kv.model.tokenizer import pack_ids
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from tests.kit.retriever import tokenizer_of
 

@@ -11,12 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.knowledge.change_log import NodeChangeLog
 from ragcache_core.knowledge.feed_position import FeedPosition, FeedStep
-from ragcache_core.knowledge.node_change import NodeChange
-from ragcache_core.knowledge.stored_node import StoredNode
-from ragcache_wire.feeds.feed_cursor import FeedCursor
-from ragcache_wire.feeds.node_messages import MARKS, from_message, to_messages
+from ragcache_core.knowledge.node_change import NodeChange, NodeChangeLog, StoredNode
+from ragcache_wire.feeds.feed_cursor import MARKS, FeedCursor, from_message, to_messages
 from ragcache_wire.v1 import node_feed_pb2 as pb
 
 BATCH = 2

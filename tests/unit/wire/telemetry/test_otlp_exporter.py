@@ -17,8 +17,7 @@ from harness.otlp import collector
 from harness.processes import free_port
 from ragcache_wire.telemetry import otlp_exporter
 from ragcache_wire.telemetry.catalogue import cachestore, gateway
-from ragcache_wire.telemetry.export import export_metrics
-from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry, exemplar
+from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry, exemplar, export_metrics
 from ragcache_wire.telemetry.otlp_exporter import to_otlp
 from ragcache_wire.telemetry.semantic_conventions import SCHEMA_URL
 

@@ -13,7 +13,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache_core.access.endpoints import is_console_path
-from ragcache_core.scheduling.retry_after import SlotForecast
+from ragcache_core.cost.retry_after import SlotForecast
 from ragcache_gateway.http.errors import TooBusy, response_to
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.telemetry.metrics import Metrics

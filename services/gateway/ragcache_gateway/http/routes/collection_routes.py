@@ -13,7 +13,7 @@ from ragcache_gateway.documents.schema import (
 )
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import Text
 
 router = APIRouter(tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS})
 

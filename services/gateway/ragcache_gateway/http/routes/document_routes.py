@@ -25,7 +25,7 @@ from ragcache_gateway.http.middleware.request_pools import BATCH_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.http.upload import read_document
-from ragcache_wire.rest_fields.text_type import Text
+from ragcache_wire.rest_fields.fields import Text
 
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})
 

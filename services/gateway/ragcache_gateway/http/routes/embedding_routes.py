@@ -18,8 +18,7 @@ from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import GatewayServices, Services
 from ragcache_gateway.telemetry.spans import record_reading
-from ragcache_wire.rest_fields.integer_type import PositiveCount
-from ragcache_wire.rest_fields.text_type import NonEmptyText, Text, union_by
+from ragcache_wire.rest_fields.fields import NonEmptyText, PositiveCount, Text, union_by
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 EMBEDDER = "ragcache-embedder"
