@@ -109,7 +109,7 @@ async def test_searches_go_on_while_a_commit_waits_for_the_disk(
         disk.wait()
         commit()
 
-    monkeypatch.setattr(knowledge_base.store, "commit", slow_commit)
+    monkeypatch.setattr(knowledge_base.store.database, "commit", slow_commit)
     write = asyncio.create_task(knowledge_base.upsert("default", a_document("d", "Pear.")))
     await asyncio.to_thread(waiting.wait)
     for _ in range(3):
