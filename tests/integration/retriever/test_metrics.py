@@ -82,7 +82,7 @@ async def test_an_unexpected_error_does_not_end_the_reads_of_sizes(
         return disk()
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(knowledge_base.store, "disk", failing)
+    monkeypatch.setattr(knowledge_base.store.database, "disk", failing)
     async with serving(knowledge_base):
         following = asyncio.create_task(metrics.follow(knowledge_base))
         async with asyncio.timeout(60):

@@ -12,4 +12,5 @@ from tests.kit.retriever import lengthen_retriever_limits
 @pytest.fixture(autouse=True)
 def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     lengthen_retriever_limits(monkeypatch)
-    monkeypatch.setitem(RerankEndpoint.__init__.__kwdefaults__, "deadline_s", LIMIT_S)
+    defaults = RerankEndpoint.__init__.__kwdefaults__ or {}
+    monkeypatch.setitem(defaults, "deadline_s", LIMIT_S)
