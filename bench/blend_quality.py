@@ -132,6 +132,8 @@ def handbooks(given: argparse.Namespace) -> dict[str, object]:
         "naive_rouge_l": rows["naive"]["rouge"],
         "ours_minus_random_at_20pct": minus_random("ours 20%"),
         "influence_alone_at_20pct_over_full": share("influence 20%"),
+        "focused_at_20pct_over_full": share("focused 20%"),
+        "focused_recomputed_at_20pct": rows["focused 20%"]["recomputed"],
         "cache_craft_minus_random_at_20pct": minus_random("Cache-Craft 20%"),
         "captured_first": {
             "quality_at_20pct_over_full": share("first, ours 20%"),

@@ -97,6 +97,8 @@ def work_on_handbooks(
                 notes.add(
                     f"{name} {share:.0%}", trial, choose(trial, budget), shifts=name == "ours"
                 )
+        budget = share_to_tokens(SHARE, trial.context_tokens)
+        notes.add(f"focused {SHARE:.0%}", trial, trial.focused(budget))
         # Of chunks that were captured first in their prompts, right after the template.
         alone = [lab.capture(head, (), ids) for ids in case.parts.chunks]
         first = Trial(lab, case.parts, alone, rng, trial.most, trial.full)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ragcache_core.blend.fix_overhead import context_impact
 from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.blend.token_selection import split_into_passes
 from ragcache_core.identity.keys import KEY_BYTES
-from ragcache_engine.blend.attention import AttentionObserver
+from ragcache_engine.blend.attention import AttentionHook, AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift
 from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
@@ -157,6 +157,16 @@ class Lab:
         seen: list[float] = self._observer.question_attention(token_ids, table, question).tolist()
         return seen
 
+    def attention_by_layer(
+        self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
+    ) -> list[list[float]]:
+        """Return the attention of all tokens after the chunks to each chunk, by layer (eq. 15)."""
+        question = range(chunks[-1].stop, len(token_ids))
+        hook = ChunkAttentionHook(self.cache, table, question, chunks)
+        with hook.attached():
+            self.recomputer.recompute(token_ids, table, [question])
+        return hook.by_layer
+
     def deviation(
         self, layer: int, table: Sequence[int], other: Sequence[int], end: int
     ) -> list[float]:
@@ -210,3 +220,24 @@ def difference(full: Answer, answer: Answer) -> dict[str, float]:
 
 def key_of(token_ids: Sequence[int]) -> bytes:
     return xxhash.xxh3_128_digest(repr(list(token_ids)).encode())[:KEY_BYTES]
+
+
+class ChunkAttentionHook(AttentionHook):
+    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
+
+    ``by_layer`` has a list for each layer, in their order: for each chunk the sum over the
+    question's tokens and the chunk's, as the mean over heads.
+    """
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
+    ) -> None:
+        super().__init__(cache, blocks, question, range(cache.num_layers))
+        self.by_layer: list[list[float]] = []
+        self._chunks = chunks
+
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        by_key = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()
+        self.by_layer.append(
+            [float(by_key[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
+        )

@@ -8,7 +8,7 @@ from functools import cached_property
 from random import Random
 
 from bench.support.blending.lab import Answer, Captured, Lab, key_of
-from bench.support.cache_craft import AttentionRankedChunk, select_by_fix_overhead
+from bench.support.cache_craft import AttentionRankedChunk, FocusedChunks, select_by_fix_overhead
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.prefix_overlap import PrefixChunk, prefix_overlap
 from ragcache_core.blend.token_selection import (
@@ -22,6 +22,9 @@ from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 DEVIATION_LAYER = 1
 """Layer whose KV CacheBlend compares, the second one."""
+
+FOCUS_LAYERS = 2
+"""Number of layers, of five, over which the split of focused chunks must stay the same."""
 
 FULL_TABLE, REUSED_TABLE = 1, 2
 
@@ -147,6 +150,19 @@ class Trial:
             for position, amount in zip(span, captured.influence, strict=True)
         }
         return self._highest(influence, budget)
+
+    def focused(self, budget: int) -> Sequence[range]:
+        """Select those of ours in the chunks that Algorithm 1 keeps."""
+        state = FocusedChunks.at_start(len(self.spans), window=FOCUS_LAYERS)
+        for layer in self.lab.attention_by_layer(self.token_ids, self.placed(), self.spans):
+            state = state.after_layer(layer)
+        kept = [
+            position
+            for run in self.ours(budget)
+            for position in run
+            if any(position in self.spans[chunk] for chunk in state.focused)
+        ]
+        return select_tokens(kept, budget).runs
 
     def cache_craft(self, budget: int) -> Sequence[range]:
         """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
