@@ -38,8 +38,7 @@ from ragcache_gateway.http.routes import (
 from ragcache_operator.spec.manifest import parse, parse_manifest
 from ragcache_operator.spec.ragcache import KIND
 from ragcache_operator.spec.values import API_VERSION
-from ragcache_operator.status import conditions
-from ragcache_operator.status.component import CONDITION_OF
+from ragcache_operator.status import component, conditions
 from tests.kit.documentation import ROOT, SUBSTITUTED, Command
 
 MAKEFILE: Final = (ROOT / "Makefile").read_text()
@@ -66,7 +65,7 @@ KINDS: Final = {
 }
 CONDITIONS: Final = {
     *(conditions.READY, conditions.ACCEPTED, conditions.SELF_TEST, conditions.BLEND_VERIFIED),
-    *CONDITION_OF.values(),
+    *component.CONDITION_OF.values(),
 }
 ROUTES: Final = (
     backup_routes,
