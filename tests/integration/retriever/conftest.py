@@ -8,7 +8,7 @@ import pytest
 
 from harness.availability import Unavailable, skip
 from ragcache_retriever.readiness import StorageProbe
-from ragcache_retriever.store.postgres import database, lexical
+from ragcache_retriever.store.postgres import lexical
 from tests.kit.limits import LIMIT_S
 from tests.kit.postgres_server import PostgresServer
 from tests.kit.retriever import lengthen_retriever_limits
@@ -29,5 +29,4 @@ def postgres() -> Iterator[PostgresServer]:
 def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     lengthen_retriever_limits(monkeypatch)
     monkeypatch.setattr(lexical, "LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(database, "CONNECT_LIMIT_S", int(LIMIT_S))
     monkeypatch.setattr(StorageProbe.__init__, "__defaults__", (LIMIT_S,))
