@@ -28,6 +28,7 @@ from ragcache_core.store_api import (
 )
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.shard import RETRY_S
 from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
@@ -267,7 +268,7 @@ def test_a_report_that_takes_too_long_makes_no_shard_lost(
             shard.service._brief.submit(resume.wait, TIMEOUT_S)
         ends.callback(resume.set)
         reports = [ReportedUses(wanted) for wanted in KEYS]
-        assert store.report_uses(reports) == 0
+        assert store.report_uses(reports, RETRY_S) == 0
         assert store.lookup(WANTS).by_key().keys() == set(KEYS)
         assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
         assert "lost, its chunks" not in caplog.text
