@@ -138,9 +138,9 @@ async def test_a_backup_brings_all_documents_to_another_retriever(
             return None if reply.status_code == 503 else reply
 
         # The retriever may not have noticed yet that the refused one has ended.
-        reply = await until(restored)
-        assert reply is not None
-        assert reply.json() == {"object": "backup.restored", "documents": 20}
+        done = await until(restored)
+        assert done is not None
+        assert done.json() == {"object": "backup.restored", "documents": 20}
         async with asyncio.timeout(60):
             await target.restarts.wait()
     async with AsyncExitStack() as stack:
