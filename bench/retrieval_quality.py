@@ -68,7 +68,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             searched = _stored(name, collection, Path(folder), arguments.embeddings)
             found, loss = _measured(name, searched)
-            searched.store.close()
+            searched.store.database.close()
         print(f"{name}: {time.perf_counter() - began_s:.0f} s {json.dumps(found)}", flush=True)
         results |= found
         losses.append(loss)
