@@ -89,15 +89,11 @@ def test_controllers_make_pods_of_a_deployment(control_plane: ControlPlane) -> N
     wait_until(lambda: "Pending" in kubectl(control_plane.kubeconfig, *words).stdout)
 
 
-def is_applied(control_plane: ControlPlane, thing: str) -> bool:
-    made = kubectl(control_plane.kubeconfig, "apply", "--filename=-", stdin=thing)
-    return made.returncode == 0
-
-
 def test_custom_resources_are_kept(control_plane: ControlPlane) -> None:
     for thing in (CUSTOM_RESOURCE_DEFINITION, CUSTOM_RESOURCE):
         # A kind is served a moment after it is defined.
-        wait_until(partial(is_applied, control_plane, thing), thing)
+        apply = partial(kubectl, control_plane.kubeconfig, "apply", "--filename=-", stdin=thing)
+        wait_until(lambda apply=apply: apply().returncode == 0, thing)  # type: ignore[misc]
     kept = kubectl(control_plane.kubeconfig, "get", "kept", "one", "--output=jsonpath={.spec}")
     assert json.loads(kept.stdout) == {"text": "kept"}
 

@@ -1,12 +1,5 @@
 """Limits that no busy machine reaches. A test about one of them shortens it."""
 
-from __future__ import annotations
+from tests.integration.kv.conftest import long_limits
 
-import pytest
-
-from tests.kit.store import lengthen_store_limits
-
-
-@pytest.fixture(autouse=True)
-def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengthen_store_limits(monkeypatch)
+__all__ = ["long_limits"]

@@ -366,10 +366,5 @@ def test_kills_lose_no_durable_value_and_restore_no_deleted_one(
     finally:
         run.kill()
         run.client.close()
-    print(
-        f"{kills} kills, {ledger.next_number} puts begun, {len(ledger.durable)} durable, "
-        f"{ledger.deletes} deletes acknowledged, {ledger.revivals.total()} put again after one, "
-        f"{demotions} demotions"
-    )
     assert ledger.deletes > num_kills
     assert demotions > num_kills

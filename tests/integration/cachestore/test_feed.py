@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -115,11 +115,6 @@ async def test_a_shard_on_the_network_without_a_key_has_no_feed(tmp_path: Path) 
         await client.close()
 
 
-async def consumed(messages: AsyncIterator[pb.NodeChanges]) -> None:
-    async for _ in messages:
-        pass
-
-
 async def test_readers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         client = FeedClient(served.address, SHARD_FEED, None)
@@ -130,6 +125,8 @@ async def test_readers_are_bounded_and_end_with_the_server(tmp_path: Path) -> No
             await anext(client.watch())
     for messages in watches:
         with contextlib.suppress(Unavailable):
-            await asyncio.wait_for(consumed(messages), 60)
+            async with asyncio.timeout(60):
+                async for _ in messages:
+                    pass
         await messages.aclose()
     await client.close()
