@@ -25,13 +25,13 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 96_000,
-    "retriever_lines": 16_000,
-    "test_lines": 88_500,
-    "bench_lines": 12_500,
-    "tools_lines": 7_600,
-    "modules": 665,
-    "long_argument_lists": 45,
+    "product_lines": 91_100,
+    "retriever_lines": 14_150,
+    "test_lines": 85_400,
+    "bench_lines": 12_600,
+    "tools_lines": 7_900,
+    "modules": 520,
+    "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,
     "architecture_lines": 160,
@@ -62,11 +62,14 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def long_argument_lists(files: Iterable[Path]) -> list[str]:
-    """The functions of the product with more than six parameters, ``self`` and ``cls`` aside."""
+    """The functions of the product with more than six parameters, ``self`` and ``cls`` aside.
+
+    Kernels of Triton may have more: each constant of a kernel is an argument of its own.
+    """
     found = []
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 names = [
                     one.arg
                     for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
@@ -74,6 +77,10 @@ def long_argument_lists(files: Iterable[Path]) -> list[str]:
                 if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_ARGUMENTS:
                     found.append(f"{module_name(path)}.{node.name}")
     return found
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(one) == "triton.jit" for one in node.decorator_list)
 
 
 def duplicate_classes(files: Iterable[Path]) -> dict[str, list[str]]:

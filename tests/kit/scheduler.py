@@ -260,7 +260,11 @@ class BlendHarness:
     def __init__(self, **settings: Any) -> None:
         self.store, self.pool, self.records = FakeBlendStore(), FakeBlockPool(), RequestRecords()
         config = EngineSettings(
-            cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings
+            cachestore=FixedMembers(()),
+            lookup_wait_s=5.0,
+            load_deadline_s=5.0,
+            min_load_tokens=32,
+            **settings,
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
