@@ -1,7 +1,7 @@
 """Whether the tests still find the faults that they found at an earlier commit.
 
 A mutant is one changed operator, number or condition in one function; a mutant that no test
-notices has survived. The functions are those of `PLACES` whose code is the same in both
+notices has survived. The functions are those of `PACKAGES` whose code is the same in both
 checkouts, so the same mutants (fixed seed) can be tried on both:
 
     python tools/mutants.py --tree ../before --same-in . --outcomes before.json
@@ -39,7 +39,7 @@ import pytest
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
-PLACES = (
+PACKAGES = (
     "core/ragcache_core",
     "services/cachestore/ragcache_cachestore/state",
     "services/gateway/ragcache_gateway/planning",
@@ -109,10 +109,10 @@ class Outcome:
 
 
 def functions(tree: Path) -> dict[str, Function]:
-    """The functions of `PLACES` by qualified name; names that occur twice are left out."""
+    """The functions of `PACKAGES` by qualified name; names that occur twice are left out."""
     found: dict[str, list[Function]] = defaultdict(list)
-    for place in PLACES:
-        for path in sorted((tree / place).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((tree / package).rglob("*.py")):
             text = path.read_text()
             lines = text.splitlines(keepends=True)
             for name, node in _definitions(ast.parse(text).body, ""):
@@ -180,7 +180,7 @@ class Reach:
         self._coverage = coverage.Coverage(
             data_file=None,
             config_file=False,
-            include=[str(tree / place / "*") for place in PLACES],
+            include=[str(tree / package / "*") for package in PACKAGES],
         )
         self.seconds: dict[str, float] = {}
         self._failed: set[str] = set()
