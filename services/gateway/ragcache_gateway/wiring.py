@@ -139,6 +139,8 @@ async def connect_services(
             speculator = Speculator(engines, loads, planner, metrics, shared.tracer)
         recent_answers = RecentAnswers()
         extractor = services.closing(TextExtractor())
+        # Before the feed starts, so that its subscribers miss no removal.
+        documents = _document_writer(retriever, removals, deletes, background)
         await removals.start()
         services.closing(removals)
         yield GatewayServices(
@@ -164,7 +166,7 @@ async def connect_services(
                 metrics=metrics,
                 tracer=shared.tracer,
             ),
-            documents=_document_writer(retriever, removals, deletes, background),
+            documents=documents,
             extractor=extractor,
             retriever=retriever,
             store=store,

@@ -18,6 +18,7 @@ from ragcache_core.quality.controller import (
     alpha_ladder,
 )
 from ragcache_gateway.background import quality_trials
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from tests.kit.gateway import World, plan_of, world
 from tests.kit.wait import until
 
@@ -72,7 +73,9 @@ async def test_a_question_is_asked_again_in_full_and_as_a_blend_with_each_alpha(
     question = gateway.engine.requests[0]
     assert plan_of(question).alpha is None
     assert not plan_of(question).trial
+    assert "priority" not in question
     for body in replays:
+        assert body["priority"] == LOWEST_PRIORITY
         assert body["prompt"] == question["prompt"]
         assert (body["temperature"], body["max_tokens"]) == (0.0, quality_trials.MAX_ANSWER_TOKENS)
         assert plan_of(body).trial

@@ -214,11 +214,12 @@ class ReEncoder:
             known = scanned[name] = self._scanned.get(name) or _ScannedVariant(
                 reads=0, first_seen_at=now
             )
+            reads = candidate.reads  # calls add to it meanwhile
             # A smaller count than before means that the variant was put again.
-            counted = known.reads if candidate.reads >= known.reads else 0
-            if new_reads := candidate.reads - counted:
+            counted = known.reads if reads >= known.reads else 0
+            if new_reads := reads - counted:
                 self._counts.add(name, now, new_reads)
-            known.reads = candidate.reads
+            known.reads = reads
         self._scanned = scanned
         self._counts.keep(stored.__contains__)
         if self._incompressible:

@@ -9,7 +9,7 @@ prefill is correct here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,13 @@ from torch.nn import functional
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from ragcache_engine.kv_cache.paged_cache import cut_blocks
 from ragcache_engine.protocol.messages import PromptSlice
 
 if TYPE_CHECKING:
-    from ragcache_engine.blend.chunk_shift import ChunkShift
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from ragcache_engine.kv_cache.paged_cache import cut_blocks
-
-if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ragcache_engine.blend.chunk_shift import ChunkShift
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,10 @@ def _made(
 
 
 def serve_metrics(settings: EngineSettings) -> None:
-    """Serve and export the metrics of this process from now on. Further calls do nothing."""
+    """Serve and export the metrics of this process from now on. Further calls do nothing.
+
+    vLLM's server serves them beside the model's API, which only the gateway may reach.
+    """
     if _STARTED.is_set():
         return
     _STARTED.set()

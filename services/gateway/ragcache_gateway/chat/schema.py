@@ -287,7 +287,7 @@ class EndpointRequest(AnswerRequest):
         return self.max_tokens
 
     def num_choices(self) -> int:
-        """Return the number of answers in the response. The engine refuses an ``n`` of none."""
+        """Return the number of answers in the response. The engine refuses an invalid ``n``."""
         n = (self.model_extra or {}).get("n", 1)
         return n if isinstance(n, int) and n > 0 else 1
 

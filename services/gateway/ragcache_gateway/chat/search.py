@@ -84,8 +84,8 @@ async def search_to_final_stage(
 
     Args:
         keeps_stages: Whether the result has every stage.
-        on_early_stage: Gets every stage before the final one as it arrives.
-        progress: Tells the client each stage, without its hits.
+        on_interim_stage: Gets every stage before the final one as it arrives.
+        progress: Reports to the client each stage, without its hits.
 
     Raises:
         RagCacheError: The retriever refused the search or failed.

@@ -173,6 +173,9 @@ async def write_staged(
 ) -> None:
     """Write stages until the first token, then the answer.
 
+    The response begins before it is known whether there is an answer. So what fails later is an
+    event, not an HTTP status.
+
     Args:
         stack: Gets what the answer comes from.
     """

@@ -107,7 +107,7 @@ async def order_documents(
     """Choose the order of the documents and the engine, and join the prompt in that order.
 
     Args:
-        ahead: What engines have computed for the question so far.
+        prefilled: What engines have computed for the question so far.
     """
     question, parts = prompted.question, prompted.parts
     request_plan = services.planner.plan(
@@ -147,7 +147,7 @@ def with_engine(
     """Choose the engine again, right before the request is sent.
 
     Args:
-        ahead: What engines have of the prompt because they computed it during the search.
+        prefilled: What engines have of the prompt because they computed it during the search.
     """
     reuse = planned.question.reuse
     renewed = services.planner.renew(planned.plan, planned.by_rank, reuse, prefilled)

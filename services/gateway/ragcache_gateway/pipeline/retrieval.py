@@ -35,7 +35,7 @@ async def retrieve(
     """Search the collection for the question. Raises errors that name fields of the request.
 
     Args:
-        on_early_stage: Gets the early stages of the search.
+        on_interim_stage: Gets every stage before the final one.
     """
     if not question.retrieves:
         return RetrievedQuestion(question, no_search())

@@ -97,8 +97,8 @@ class RequestPlanner:
 
         Args:
             order: As the request sets it. None: the platform's setting.
-            ahead: What engines have computed for the question. The engine of a confirmed prompt is
-                chosen if it is healthy.
+            prefilled: What engines have computed for the question. The engine of a confirmed prompt
+                is chosen if it is healthy.
             is_trial: The request measures quality, so documents keep their ranks.
         """
         policy = PlanPolicy(
@@ -138,7 +138,7 @@ class RequestPlanner:
     ) -> RequestPlan:
         """Choose the engine again right before the request is sent, for the order of a plan.
 
-        Other requests may have been sent since the plan was made. For ``ahead`` see ``plan``.
+        Other requests may have been sent since the plan was made. ``prefilled`` is as in ``plan``.
         """
         if len(self._engines.healthy) < 2 and not prefilled:
             return plan

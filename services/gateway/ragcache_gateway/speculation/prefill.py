@@ -35,7 +35,7 @@ says otherwise, and background work has the lowest priority."""
 
 
 class PrefillState(Enum):
-    """How far the prefill of a prefill is."""
+    """How far a prefill is."""
 
     RUNNING = "running"
     COMPUTED = "computed"
