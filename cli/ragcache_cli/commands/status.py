@@ -126,9 +126,9 @@ def _show_local(data: Path | None, *, as_json: bool) -> bool:
     return is_well
 
 
-def component_phase(part: ComponentRecord) -> str:
-    """Return the recorded phase of a part, or GONE."""
-    return GONE if part.pid and not is_alive(part.pid, part.started) else part.phase
+def component_phase(one: ComponentRecord) -> str:
+    """Return the recorded phase of a component, or GONE."""
+    return GONE if one.pid and not is_alive(one.pid, one.started) else one.phase
 
 
 def status_json(

@@ -35,7 +35,7 @@ from ragcache_operator.spec.ragcache import RagCache
 
 _POLL_S = 0.2
 _STOP_S = 60.0
-"""Time for a supervisor to stop its parts: ten seconds for each of three groups."""
+"""Time for a supervisor to stop its components: ten seconds for each of three groups."""
 
 
 def up_command(
@@ -128,7 +128,7 @@ def _run_detached(manifest: Path, data: Path, console: Console) -> int:
 
 
 def _stop(data: Path, record: PlatformRecord, console: Console) -> None:
-    """Stop a supervisor and its parts, or only the parts if it has ended."""
+    """Stop a supervisor and its components, or only these if it has ended."""
     if record.supervisor_lives:
         console.print(f"stopping {record.name} (pid {record.pid})")
         os.kill(record.pid, signal.SIGTERM)

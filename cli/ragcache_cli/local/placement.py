@@ -1,4 +1,4 @@
-"""A PlatformPlacement for this machine: parts on loopback ports, folders as volumes."""
+"""A PlatformPlacement for this machine: components on loopback ports, folders as volumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LocalPlacement:
     """Parts as processes of this machine.
 
     Args:
-        data: Folder with one folder per part.
+        data: Folder with one folder per component.
         gateway_port: Port of the REST API.
         ports: Free ports; each other port is taken from it at its first use.
         key_hash: Hash of the API key for the commands of this user; None if there is none.
@@ -85,7 +85,7 @@ class LocalPlacement:
         return self.bind_address(endpoint)
 
     def host_names(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """Return no names: clients reach parts by loopback only."""
+        """Return no names: clients reach components by loopback only."""
         return ()
 
     def cache_store_members(self) -> str:

@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class ComponentRecord:
-    """The last known state of a part. ``pid`` 0 means no process; ``started`` is Unix time."""
+    """The last known state of a component. ``pid`` 0 means no process; ``started`` is Unix time."""
 
     name: str
     component: str
@@ -55,7 +55,7 @@ class PlatformRecord:
 
     @property
     def leaders(self) -> dict[int, float]:
-        """Return start times by process id, for every part with a process."""
+        """Return start times by process id, for every component with a process."""
         return {part.pid: part.started for part in self.parts if part.pid}
 
 

@@ -1,6 +1,6 @@
 """Encodes and decodes KV (``ragcache_core.identity.variant.Codec``), keys and values separately.
 
-``part`` codes layers and whole values on the CPU. ``device`` decodes on a GPU. ``grouped`` has the
+``part`` codes layers on the CPU. ``device`` decodes on a GPU. ``grouped`` has the
 codecs INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, and ``packed`` the lossless one.
 """
 

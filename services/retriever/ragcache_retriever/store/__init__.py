@@ -1,1 +1,1 @@
-"""Stores of documents, chunks and embeddings. Each backend implements ``document_store``."""
+"""Stores of documents, chunks and embeddings, in SQLite and in PostgreSQL."""

@@ -89,8 +89,8 @@ class StoredCollection:
         serving: The generation that searches use. None before the first start of an embedder.
         building: The generation that will replace it, while documents are prepared again.
         retired: Earlier generations whose chunks are not removed yet.
-        is_deleting: Whether the collection is being deleted. Only ``remove_documents`` and
-            ``drop_collection`` may change it.
+        is_deleting: Whether the collection is being deleted. Only ``Collections.start_deleting``
+            sets it.
     """
 
     name: str

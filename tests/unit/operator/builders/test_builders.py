@@ -37,6 +37,7 @@ from tests.kit.operator import (
     of,
     pod_of,
     specs,
+    workloads_of,
 )
 from tests.kit.settings import read_settings
 
@@ -235,6 +236,12 @@ def test_the_retrievers_memory_follows_from_the_index() -> None:
     assert quantized == pytest.approx(2 * 1_000_000 * (384 + 24), rel=0.01)
     endpoint = {"source": "http://e/v1", "model": "m"}
     assert memory(index={"expectedChunks": 1_000_000}, embedder=endpoint) > small + 2 * million
+
+
+def test_no_engine_is_built_if_each_one_has_a_url() -> None:
+    children = build(engines=[{"name": "theirs", "url": "http://vllm.models.svc:8000"}])
+    assert not [one for one in workloads_of(children) if "engine" in one["metadata"]["name"]]
+    assert env_of(children, "gateway")["RAGCACHE_ENGINES"] == "http://vllm.models.svc:8000"
 
 
 def scaled() -> list[Object]:
