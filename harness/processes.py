@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typing_extensions import Unpack
 
 from ragcache_wire.settings.gateway import EngineAddress
 
@@ -311,9 +312,24 @@ def wait_for_engine(engine: Engine) -> None:
         raise
 
 
+class EngineOptions(TypedDict, total=False):
+    """The options of ``launch_engine``."""
+
+    max_length: int
+    settings: Mapping[str, str] | None
+    role: str
+    port: int | None
+    records_port: int | None
+    number_type: str
+
+
 @contextlib.contextmanager
 def running_engine(
-    folder: Path, model: Path, cachestore: str | None, *arguments: str, **options: Any
+    folder: Path,
+    model: Path,
+    cachestore: str | None,
+    *arguments: str,
+    **options: Unpack[EngineOptions],
 ) -> Iterator[Engine]:
     """An engine that serves, with the options of ``launch_engine``."""
     engine = launch_engine(folder, model, cachestore, *arguments, **options)
