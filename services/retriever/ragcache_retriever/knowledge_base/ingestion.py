@@ -109,7 +109,7 @@ class Ingestion:
     async def page(
         self, collection: str, after: str, limit: int
     ) -> tuple[list[StoredDocument], str | None]:
-        """Return a page of documents (see DocumentStore.page). Raises NotFound."""
+        """Return a page of documents (see DocumentReads.page). Raises NotFound."""
         self._collections.get(collection)
         return await self._threads.read(self._store.reads.page, collection, after, limit)
 

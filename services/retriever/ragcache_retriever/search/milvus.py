@@ -5,8 +5,6 @@ by the data folder's identity, and its owner completes it after each start. Milv
 transactions: rows are added before others are removed, and consistency level Strong lets each query
 see all acknowledged changes.
 
-log = logging.getLogger(__name__)
-
 A search of cells or of a graph has two queries, a small and a complete one. Milvus cannot continue
 a query, so the small one is the price of an early result. A scan of all vectors has one query.
 

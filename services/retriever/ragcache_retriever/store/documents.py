@@ -44,6 +44,10 @@ from ragcache_retriever.store.tables import (
 
 NO_VECTORS = np.empty((0, 0), np.float32)
 
+DIGESTS_AT_ONCE = 256
+"""Digests of one query. PostgreSQL takes 65,535 parameters, and the time that SQLite needs for them
+grows with the square of their number."""
+
 CountedDocument: TypeAlias = tuple[int, str, int]
 """Row and id of a document, and the number of its chunks that a removal has to remove."""
 
@@ -537,10 +541,11 @@ class Documents:
     def _unused(self, home: int, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         """Return those digests that no chunk of a collection has, in their order."""
         wanted = list(dict.fromkeys(digests))
-        if not wanted:
-            return ()
-        found = self._database.query(_USED, {"digests": wanted, "home": home})
-        used = {digest for (digest,) in found}
+        used: set[bytes] = set()
+        for first in range(0, len(wanted), DIGESTS_AT_ONCE):
+            some = wanted[first : first + DIGESTS_AT_ONCE]
+            found = self._database.query(_USED, {"digests": some, "home": home})
+            used.update(digest for (digest,) in found)
         return tuple(digest for digest in wanted if digest not in used)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.store import documents
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import BatchRemoval
 from ragcache_retriever.store.sqlite import lexical
@@ -85,6 +86,17 @@ def test_the_outbox_survives_a_restart(store: DocumentStore, tmp_path: Path) -> 
     with store.database.transaction():
         [deletion] = store.outbox.claim_of("c", "d", NOW_MS, is_repeated=True)
     assert deletion.token_digests == (digest_of_text("a"),)
+
+
+def test_digests_that_no_other_document_has_are_found_in_parts(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "DIGESTS_AT_ONCE", 2)
+    put(store, "d", ["a", "b", "c", "d", "e"])
+    put(store, "other", ["b", "e"])
+    change = delete(store, "d")
+    assert change is not None
+    assert [one.token_digests for one in change.deletes] == [tuple(map(digest_of_text, "acd"))]
 
 
 WORDS_PER_CHUNK = 150
