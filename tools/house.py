@@ -25,9 +25,9 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 91_100,
-    "retriever_lines": 14_150,
-    "test_lines": 85_400,
+    "product_lines": 91_200,
+    "retriever_lines": 14_250,
+    "test_lines": 85_650,
     "bench_lines": 12_600,
     "tools_lines": 7_900,
     "modules": 520,

@@ -23,6 +23,7 @@ from ragcache_retriever.embedding.embedder import (
     best_precision,
     normalised,
 )
+from ragcache_retriever.embedding.first_tokens import LONG_CHARS, FirstTokens
 from ragcache_retriever.embedding.model_files import ModelFiles, read_model_files
 
 BATCH_TOKENS = 256
@@ -31,8 +32,6 @@ GPU_LIMITS = BatchLimits(1, 1, max_tokens=1 << 14, max_query_tokens=1 << 14)
 MAX_QUERY_THREADS = 4
 MAX_URGENT_TEXTS = 16
 """Most texts of one call that go before documents. More of them would pause ingestion for long."""
-LONG_CHARS = 4096
-"""Length above which tokenizing takes milliseconds."""
 _TOKENIZED_TEXTS = 512
 """Texts of one document that are tokenized and wait at once."""
 _MAX_WORD_PIECES = 512
@@ -74,7 +73,7 @@ class LocalModel(Embedder):
         self._tokenizing = ThreadPoolExecutor(1, "embedder-tokenizer")
         self._tokenizing_queries = ThreadPoolExecutor(1, "embedder-query-tokenizer")
         self._files: ModelFiles | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: FirstTokens | None = None
         self._threads: BatchThreads | None = None
 
     @override
@@ -174,25 +173,17 @@ class LocalModel(Embedder):
         assert self._files is not None
         prompt = self._files.query_prompt if is_query else self._files.document_prompt
         text = prompt + text
-        text = text.lower() if self._files.lower_case else text
-        if len(text) <= LONG_CHARS:
-            ids: list[int] = self._tokenizer.encode(text).ids
-            return ids
-        # The other function holds Python's lock for all of its time.
-        ids = self._tokenizer.encode_batch([text])[0].ids
-        return ids
+        return self._tokenizer.ids(text.lower() if self._files.lower_case else text)
 
 
-def _load_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
+def _load_tokenizer(folder: Path, max_tokens: int) -> FirstTokens:
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise InvalidInput(
             "RAGCACHE_EMBEDDER", f"has no usable tokenizer: {error}", "restore the model's folder"
         ) from error
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens)
-    return tokenizer
+    return FirstTokens(tokenizer, max_tokens)
 
 
 class MiniLM(LocalModel):
