@@ -18,6 +18,7 @@ from ragcache_retriever.service import RetrieverService
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from tests.kit.gateway import CONFIG, FakeRetriever, World
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
+from tests.kit.sources import HTML, pdf
 from tests.kit.wait import until
 
 JSON_LINES = {"Content-Type": "application/jsonl"}
@@ -67,6 +68,18 @@ async def platform(tiny_model: Path, tmp_path: Path) -> AsyncGenerator[Platform,
 
 def document(name: str, **metadata: str) -> dict[str, Any]:
     return {"id": name, "text": f"Billing of {name} runs in eu-north.", "metadata": metadata}
+
+
+async def test_documents_of_all_formats_are_found(platform: Platform) -> None:
+    files = [("file", ("a.html", HTML)), ("file", ("b.pdf", pdf(["Refunds take two days."])))]
+    await platform.world.client.post("/v1/documents:batch", files=files)
+    listed = (await platform.world.client.get("/v1/documents")).json()["data"]
+    assert [(one["id"], one["title"]) for one in listed] == [
+        ("a.html", "Billing"),
+        ("b.pdf", "b.pdf"),
+    ]
+    assert [one["content_type"] for one in listed] == ["markdown", "text"]
+    assert "b.pdf" in await platform.search("refunds two days")
 
 
 async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None:
