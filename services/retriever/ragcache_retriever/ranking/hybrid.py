@@ -1,7 +1,8 @@
 """Ranks by the dense and the lexical leg together, in stages.
 
 The lexical leg runs in a thread of its own while the index searches. Each stage of the index is
-fused with it, reranked, freed from near duplicates, and made as diverse as the caller wants.
+fused with it, freed from near duplicates, and made as diverse as the caller wants. A reranker takes
+long, so the hits before it are a stage, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,6 +57,8 @@ LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
 EARLY_WAIT_S = 0.02
 """Longest wait for the lexical leg before an early stage, which is then left out."""
+NOT_RERANKED_PROGRESS = 0.99
+"""Progress of the stage that lacks the reranker alone."""
 _LEG_GROWTH = 4
 """Each retry asks for this many times as many hits."""
 _SPARE_HITS = 8
@@ -128,6 +132,9 @@ class _HybridSearch:
                 yield self._stage(_NO_DENSE_LEG, num_hits)
                 return
             for stage in self._chunks.nearest(self._search, num_hits):
+                if stage.final and self._reranker and self._has_words(LEXICAL_DEADLINE_S):
+                    before = replace(stage, progress=NOT_RERANKED_PROGRESS, final=False)
+                    yield self._stage(before, num_hits)
                 if stage.final or self._has_words(EARLY_WAIT_S):
                     yield self._stage(stage, num_hits)
         finally:

@@ -14,7 +14,7 @@ from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.ranking import hybrid
 from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
 from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText
-from ragcache_retriever.ranking.search import SearchMode
+from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode
 from ragcache_retriever.search.vector_index import IndexStage, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Neighbourhood
@@ -192,10 +192,25 @@ def test_a_reranker_orders_the_final_stage(pages: RankedCollection) -> None:
     index = StagesIndex([hits[:3], hits[:3]])
     reranker = ReversingReranker()
     ranking = HybridRanking(reranker)
-    first, final = pages.search(ranking, "-", QUERY, index)
-    assert pages.indexes(first) == [0, 1, 2]
+    first, before, final = pages.search(ranking, "-", QUERY, index)
+    assert pages.indexes(first) == pages.indexes(before) == [0, 1, 2]
+    assert first.progress < before.progress < final.progress == 1.0
+    assert [one.final for one in (first, before, final)] == [False, False, True]
     assert pages.indexes(final) == [2, 1, 0]
     assert [one.legs.reranked for one in final.hits] == [2.0, 1.0, 0.0]
+    assert reranker.num_calls == 1
+    ranking.close()
+
+
+def test_the_hits_before_the_reranker_are_a_stage_while_it_reads(pages: RankedCollection) -> None:
+    reranker = ReversingReranker()
+    ranking = HybridRanking(reranker)
+    index: Any = pages.exact_index(QUERY)
+    chunks = SearchedChunks(pages.store, pages.generation, index, lexical_weight=0.4)
+    stages = ranking.stages(Search("c", "cache disk", 2, vector=QUERY), chunks)
+    before = next(stages)
+    assert (before.final, reranker.num_calls) == (False, 0)
+    assert next(stages).final
     assert reranker.num_calls == 1
     ranking.close()
 
