@@ -82,10 +82,8 @@ async def measure_fused(texts: Texts, top_ks: Sequence[int], num_learned: int) -
     }
 
 
-async def ingest_in_cells(
-    running: RunningRetriever, collection: str, documents: Mapping[str, str]
-) -> None:
-    """Make a collection whose searches have stages, although it is small."""
+async def ingest(running: RunningRetriever, collection: str, documents: Mapping[str, str]) -> None:
+    """Make a collection of documents."""
     await running.client.put_collection(pb.Collection(name=collection, window=0))
 
     async def write(document: tuple[str, str]) -> None:
@@ -93,6 +91,13 @@ async def ingest_in_cells(
         await running.client.upsert_document(pb.Document(collection=collection, id=name, text=text))
 
     await for_each(documents.items(), write, at_once=CONCURRENCY)
+
+
+async def ingest_in_cells(
+    running: RunningRetriever, collection: str, documents: Mapping[str, str]
+) -> None:
+    """Make a collection whose index has stages, although it is small."""
+    await ingest(running, collection, documents)
     # Afterwards, because the first documents are in no cell until there are thousands.
     in_cells = pb.Collection(name=collection, window=0, index=pb.INDEX_KIND_IVF)
     await running.client.put_collection(in_cells)

