@@ -16,9 +16,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 from psycopg_pool import ConnectionPool, PoolTimeout
 from sqlalchemy import BigInteger, Double, Integer, LargeBinary, Table, Text
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_retriever.store.database import Parameters, Row, Sql
+from ragcache_retriever.store.database import Database, Parameters, Row, Sql
 from ragcache_retriever.store.postgres import binary_types
 from ragcache_retriever.store.postgres.binary_types import BigintArray, rows_of
 from ragcache_retriever.store.postgres.cancellation import CancellableConnection
@@ -58,7 +59,7 @@ _COPY_TYPES = {
 }
 
 
-class PostgresDatabase:
+class PostgresDatabase(Database):
     """One schema of a PostgreSQL database, the first of the URL's search path.
 
     It connects with the first call, so that a database that starts later is waited for.
@@ -112,18 +113,18 @@ class PostgresDatabase:
         connection.execute("SET statement_timeout = 0")
         return connection
 
+    @override
     @property
     def backend(self) -> str:
-        """See Database."""
         return "postgres"
 
+    @override
     @property
     def is_shared(self) -> bool:
-        """See Database."""
         return True
 
+    @override
     def disk(self) -> DiskUse:
-        """See Database."""
         [(num_bytes,)] = self.read(
             "SELECT sum(pg_total_relation_size(oid))::bigint FROM pg_class"
             " WHERE relnamespace = current_schema()::regnamespace AND relkind = 'r'"
@@ -132,18 +133,18 @@ class PostgresDatabase:
 
     # Reads of any thread
 
+    @override
     def read(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
-        """See Database."""
         with self.connection() as connection:
             return _executed(connection, statement, parameters).fetchall()
 
+    @override
     def read_one(
         self,
         statement: Sql,
         parameters: Parameters = (),
         cancelled: Callable[[], bool] | None = None,
     ) -> Row | None:
-        """See Database."""
         with self.connection() as connection, connection.cancelled_by(cancelled):
             return _executed(connection, statement, parameters).fetchone()
 
@@ -173,24 +174,24 @@ class PostgresDatabase:
                 if not connection.closed and connection.pgconn.transaction_status != 0:
                     connection.execute("ROLLBACK")
 
+    @override
     def commit(self) -> None:
-        """See Database."""
         self._writer.execute("COMMIT")
 
+    @override
     def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
-        """See Database."""
         return _executed(self._writer, statement, parameters).rowcount
 
+    @override
     def query(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
-        """See Database."""
         return _executed(self._writer, statement, parameters).fetchall()
 
+    @override
     def query_one(self, statement: Sql, parameters: Parameters = ()) -> Row | None:
-        """See Database."""
         return _executed(self._writer, statement, parameters).fetchone()
 
+    @override
     def insert(self, table: Table, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """See Database."""
         types = [_COPY_TYPES[type(table.c[name].type)] for name in names]
         self.copy(f"{table.name} ({', '.join(names)})", types, rows)
 
@@ -214,20 +215,20 @@ class PostgresDatabase:
         [(has_table,)] = self.query("SELECT to_regclass(%s) IS NOT NULL", (name,))
         return bool(has_table)
 
+    @override
     def next_rows(self, table: Table, count: int) -> tuple[int, ...]:
-        """See Database."""
         found = self.query(
             "SELECT nextval(pg_get_serial_sequence(%s, 'row')) FROM generate_series(1, %s)",
             (table.name, count),
         )
         return tuple(sorted(row for (row,) in found))
 
+    @override
     def row_list(self, rows: Sequence[int] | Rows) -> BigintArray:
-        """See Database."""
         return BigintArray(rows)
 
+    @override
     def rows_of(self, found: bytes | None) -> Rows:
-        """See Database."""
         return np.sort(rows_of(found))
 
     @property

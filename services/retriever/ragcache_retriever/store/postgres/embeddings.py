@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import psycopg
+from typing_extensions import override
 
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.store.database import Row
+from ragcache_retriever.store.generation_tables import EmbeddingTables
 from ragcache_retriever.store.postgres.binary_types import (
     BigintArray,
     rows_of,
@@ -33,14 +35,14 @@ WHERE relation = to_regclass(%s) AND mode = 'ShareUpdateExclusiveLock' AND pid !
 """
 
 
-class PostgresEmbeddings:
+class PostgresEmbeddings(EmbeddingTables):
     """The vectors of generations. See EmbeddingTables."""
 
     def __init__(self, database: PostgresDatabase) -> None:
         self._database = database
 
+    @override
     def create(self, generation: int, dimension: int) -> None:
-        """See EmbeddingTables."""
         table = vector_table(generation)
         self._database.execute(
             f"CREATE TABLE {table} (row bigint PRIMARY KEY, vector vector({dimension}) NOT NULL)"
@@ -48,16 +50,16 @@ class PostgresEmbeddings:
         if dimension <= _MAX_INLINE_DIMENSION:
             self._database.execute(f"ALTER TABLE {table} ALTER COLUMN vector SET STORAGE PLAIN")
 
+    @override
     def add(self, generation: int, rows: Sequence[int], vectors: Vectors) -> None:
-        """See EmbeddingTables."""
         self._database.copy(
             f"{vector_table(generation)} (row, vector)",
             ("int8", "bytea"),
             ((row, vector_bytes(vector)) for row, vector in zip(rows, vectors, strict=True)),
         )
 
+    @override
     def remove(self, generation: int, rows: Sequence[int]) -> None:
-        """See EmbeddingTables."""
         table = vector_table(generation)
         if self._database.has_table(table):
             self._database.execute(f"DELETE FROM {table} WHERE row = ANY(%s)", (BigintArray(rows),))
@@ -72,10 +74,10 @@ class PostgresEmbeddings:
         self._database.query(_ABANDON_BUILDS, (table, APPLICATION_NAME))
         self._database.execute(f"DROP TABLE IF EXISTS {table}")
 
+    @override
     def of_document(
         self, collection: str, document_id: str, generation: int
     ) -> list[tuple[Chunk, Vectors]]:
-        """See EmbeddingTables."""
         rows = self._read(
             "SELECT chunks.text, heading_path, vector_send(vector) FROM chunks"
             " JOIN {table} USING (row) JOIN documents ON documents.row = document"
@@ -89,8 +91,8 @@ class PostgresEmbeddings:
             for text, path, sent in rows
         ]
 
+    @override
     def after(self, generation: int, after_row: int, limit: int) -> tuple[Rows, Vectors]:
-        """See EmbeddingTables."""
         return _joined(
             self._read(
                 "SELECT row, vector_send(vector) FROM {table} WHERE row > %s ORDER BY row LIMIT %s",
@@ -99,15 +101,15 @@ class PostgresEmbeddings:
             )
         )
 
+    @override
     def rows(self, generation: int) -> Rows:
-        """See EmbeddingTables."""
         found = self._read(
             "SELECT array_send(array_agg(row ORDER BY row)) FROM {table}", generation, ()
         )
         return rows_of(found[0][0] if found else None)
 
+    @override
     def of_rows(self, generation: int, rows: Sequence[int]) -> tuple[Rows, Vectors]:
-        """See EmbeddingTables."""
         return _joined(
             self._read(
                 "SELECT row, vector_send(vector) FROM {table} WHERE row = ANY(%s) ORDER BY row",

@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
+from typing_extensions import override
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
-from ragcache_retriever.store.generation_tables import LexicalText
+from ragcache_retriever.store.generation_tables import LexicalTables, LexicalText
 from ragcache_retriever.store.postgres.binary_types import BigintArray
 from ragcache_retriever.store.postgres.database import Connection, PostgresDatabase
 from ragcache_retriever.store.postgres.schema import postings_table
@@ -82,23 +83,23 @@ GROUP BY counted.row ORDER BY score DESC, counted.row LIMIT %(limit)s
 """
 
 
-class PostgresLexical:
+class PostgresLexical(LexicalTables):
     """Tables of words. See LexicalTables."""
 
     def __init__(self, database: PostgresDatabase) -> None:
         self._database = database
         self._frequencies = WordFrequencies()
 
+    @override
     def create(self, generation: int) -> None:
-        """See LexicalTables."""
         self._database.execute(
             f'CREATE TABLE {postings_table(generation)} (word text COLLATE "C", row bigint,'
             " frequency real NOT NULL, length integer NOT NULL,"
             " PRIMARY KEY (word, row) INCLUDE (frequency, length))"
         )
 
+    @override
     def has(self, generation: int) -> bool:
-        """See LexicalTables."""
         return self._database.has_table(postings_table(generation))
 
     def detach(self, generation: int) -> None:
@@ -109,8 +110,8 @@ class PostgresLexical:
         """See LexicalTables. None are left."""
         return False
 
+    @override
     def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        """See LexicalTables."""
         rows: list[int] = []
         words: list[str] = []
         frequencies: list[float] = []
@@ -133,8 +134,8 @@ class PostgresLexical:
         )
         self._count(generation, num_words)
 
+    @override
     def remove(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        """See LexicalTables."""
         counted = [(one.row, *weighted_words(one)) for one in texts]
         self._database.execute(
             f"DELETE FROM {postings_table(generation)} AS postings USING ("
@@ -148,6 +149,7 @@ class PostgresLexical:
         )
         self._count(generation, -sum(length for _, _, length in counted))
 
+    @override
     def hits(
         self,
         generation: int,
@@ -157,7 +159,6 @@ class PostgresLexical:
         allowed: Rows | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        """See LexicalTables."""
         asked = [one for word in words for one in words_of(word)]
         if not asked or (allowed is not None and not len(allowed)):
             return []

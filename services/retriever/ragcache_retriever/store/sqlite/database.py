@@ -19,9 +19,10 @@ from typing import TypeAlias
 
 import numpy as np
 from sqlalchemy import Table
+from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.store.database import Parameters, Row, Sql
+from ragcache_retriever.store.database import Database, Parameters, Row, Sql
 from ragcache_retriever.store.records import DiskUse, Rows
 from ragcache_retriever.store.sqlite.files.backup import (
     forget_indexes,
@@ -51,7 +52,7 @@ _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
-class SqliteDatabase:
+class SqliteDatabase(Database):
     """The SQLite file of one data folder, which no other process may use.
 
     Raises:
@@ -132,36 +133,36 @@ class SqliteDatabase:
             self._local.connection = connection
         return connection
 
+    @override
     @property
     def backend(self) -> str:
-        """See Database."""
         return "embedded"
 
+    @override
     @property
     def is_shared(self) -> bool:
-        """See Database."""
         return False
 
+    @override
     def disk(self) -> DiskUse:
-        """See Database."""
         [(pages,)] = self.read("PRAGMA page_count")
         [(page_bytes,)] = self.read("PRAGMA page_size")
         return DiskUse(pages * page_bytes, self.reserve.free_bytes())
 
     # Reads
 
+    @override
     def read(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
-        """See Database."""
         with self.errors("read"):
             return self.reader.execute(*_bound(statement, parameters)).fetchall()
 
+    @override
     def read_one(
         self,
         statement: Sql,
         parameters: Parameters = (),
         cancelled: Callable[[], bool] | None = None,
     ) -> Row | None:
-        """See Database."""
         with self.errors("read"), _cancelled_by(self.reader, cancelled):
             row: Row | None = self.reader.execute(*_bound(statement, parameters)).fetchone()
         return row
@@ -216,41 +217,41 @@ class SqliteDatabase:
         """Make the changes of the transaction durable and visible."""
         self._writer.execute("COMMIT")
 
+    @override
     def execute(self, statement: Sql, parameters: Parameters = ()) -> int:
-        """See Database."""
         return self._writer.execute(*_bound(statement, parameters)).rowcount
 
     def execute_rows(self, sql: str, rows: Iterable[Sequence[Value]]) -> None:
         """Execute a statement once for each row of parameters."""
         self._writer.executemany(sql, rows)
 
+    @override
     def query(self, statement: Sql, parameters: Parameters = ()) -> list[Row]:
-        """See Database."""
         return self._writer.execute(*_bound(statement, parameters)).fetchall()
 
+    @override
     def query_one(self, statement: Sql, parameters: Parameters = ()) -> Row | None:
-        """See Database."""
         row: Row | None = self._writer.execute(*_bound(statement, parameters)).fetchone()
         return row
 
+    @override
     def insert(self, table: Table, names: Sequence[str], rows: Iterable[Sequence[Value]]) -> None:
-        """See Database."""
         columns = ", ".join(f'"{name}"' for name in names)
         values = ", ".join("?" * len(names))
         self.execute_rows(f"INSERT INTO {table.name} ({columns}) VALUES ({values})", rows)
 
+    @override
     def next_rows(self, table: Table, count: int) -> tuple[int, ...]:
-        """See Database."""
         found = self.query_one("SELECT seq FROM sqlite_sequence WHERE name = ?", (table.name,))
         first = 1 if found is None else int(found[0]) + 1
         return tuple(range(first, first + count))
 
+    @override
     def row_list(self, rows: Sequence[int] | Rows) -> str:
-        """See Database."""
         return json.dumps([int(row) for row in rows])
 
+    @override
     def rows_of(self, found: str | None) -> Rows:
-        """See Database."""
         return np.sort(np.fromstring(found or "", np.int64, sep=","))
 
     @contextlib.contextmanager

@@ -6,14 +6,16 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.store.database import Row
+from ragcache_retriever.store.generation_tables import EmbeddingTables
 from ragcache_retriever.store.records import Rows, Vectors
 from ragcache_retriever.store.sqlite.database import SqliteDatabase
 
 
-class SqliteEmbeddings:
+class SqliteEmbeddings(EmbeddingTables):
     """The vectors of all generations. See EmbeddingTables."""
 
     def __init__(self, database: SqliteDatabase) -> None:
@@ -22,8 +24,8 @@ class SqliteEmbeddings:
     def create(self, generation: int, dimension: int) -> None:
         """Do nothing: the table is there."""
 
+    @override
     def add(self, generation: int, rows: Sequence[int], vectors: Vectors) -> None:
-        """See EmbeddingTables."""
         self._database.execute_rows(
             "INSERT INTO embeddings (row, generation, vector) VALUES (?, ?, ?)",
             [
@@ -32,8 +34,8 @@ class SqliteEmbeddings:
             ],
         )
 
+    @override
     def remove(self, generation: int, rows: Sequence[int]) -> None:
-        """See EmbeddingTables."""
         self._database.execute_rows(
             "DELETE FROM embeddings WHERE row = ?", [(row,) for row in rows]
         )
@@ -41,10 +43,10 @@ class SqliteEmbeddings:
     def detach(self, generation: int) -> None:
         """Do nothing: an index searches copies of the vectors."""
 
+    @override
     def of_document(
         self, collection: str, document_id: str, generation: int
     ) -> list[tuple[Chunk, Vectors]]:
-        """See EmbeddingTables."""
         rows = self._database.read(
             "SELECT text, heading_path, vector FROM chunks JOIN embeddings USING (row)"
             " WHERE document = (SELECT row FROM documents WHERE id = ?"
@@ -57,8 +59,8 @@ class SqliteEmbeddings:
             for text, path, vector in rows
         ]
 
+    @override
     def after(self, generation: int, after_row: int, limit: int) -> tuple[Rows, Vectors]:
-        """See EmbeddingTables."""
         return _joined(
             self._database.read(
                 "SELECT row, vector FROM embeddings WHERE generation = ? AND row > ?"
@@ -67,15 +69,15 @@ class SqliteEmbeddings:
             )
         )
 
+    @override
     def rows(self, generation: int) -> Rows:
-        """See EmbeddingTables."""
         found = self._database.read(
             "SELECT row FROM embeddings WHERE generation = ? ORDER BY row", (generation,)
         )
         return np.fromiter((row for (row,) in found), np.int64, len(found))
 
+    @override
     def of_rows(self, generation: int, rows: Sequence[int]) -> tuple[Rows, Vectors]:
-        """See EmbeddingTables."""
         return _joined(
             self._database.read(
                 "SELECT row, vector FROM embeddings WHERE generation = ?"

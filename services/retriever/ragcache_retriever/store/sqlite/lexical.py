@@ -13,11 +13,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.database import Row
-from ragcache_retriever.store.generation_tables import LexicalText
+from ragcache_retriever.store.generation_tables import LexicalTables, LexicalText
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.sqlite.database import SqliteDatabase
 from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
@@ -40,15 +41,15 @@ _AVERAGES, _STRUCTURE = 1, 10
 _COLUMNS = "title, headings, text"
 
 
-class SqliteLexical:
+class SqliteLexical(LexicalTables):
     """Full-text tables of generations. See LexicalTables."""
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
         self._frequencies = WordFrequencies()
 
+    @override
     def create(self, generation: int) -> None:
-        """See LexicalTables."""
         self._database.execute(create_lexical_table(generation))
 
     def detach(self, generation: int) -> None:
@@ -73,8 +74,8 @@ class SqliteLexical:
         with self._database.leaving_freed_pages():
             self._database.execute(f"DROP TABLE {table}")
 
+    @override
     def remove_some(self, generation: int) -> bool:
-        """See LexicalTables."""
         for part, limit in _ROWS_AT_ONCE.items():
             table = _detached(generation, part)
             if not self._is_table(table):
@@ -90,25 +91,26 @@ class SqliteLexical:
             return True
         return False
 
+    @override
     def has(self, generation: int) -> bool:
-        """See LexicalTables."""
         return self._is_table(lexical_table(generation))
 
+    @override
     def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        """See LexicalTables."""
         self._database.execute_rows(
             f"INSERT INTO {lexical_table(generation)} (rowid, {_COLUMNS}) VALUES (?, ?, ?, ?)",
             map(_row_of, texts),
         )
 
+    @override
     def remove(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        """See LexicalTables."""
         table = lexical_table(generation)
         self._database.execute_rows(
             f"INSERT INTO {table} ({table}, rowid, {_COLUMNS}) VALUES ('delete', ?, ?, ?, ?)",
             map(_row_of, texts),
         )
 
+    @override
     def hits(
         self,
         generation: int,
@@ -118,7 +120,6 @@ class SqliteLexical:
         allowed: Rows | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        """See LexicalTables."""
         if allowed is not None and not len(allowed):
             return []
         choice = self._choice(generation, words, allowed, cancelled)
