@@ -34,6 +34,8 @@ from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.ragcache import RagCache
 
 _POLL_S = 0.2
+_READY = "ready in "
+"""How the last line of a start begins."""
 _STOP_S = 60.0
 """Time for a supervisor to stop its components: ten seconds for each of three groups."""
 
@@ -72,7 +74,7 @@ async def _run_here(cache: RagCache, data: Path, console: Console) -> int:
                 LocalPlatform(cache, data, progress=lines.report)
             )
         console.print(
-            f"ready in {time.monotonic() - begun:.0f} s: {_model(cache)} "
+            f"{_READY}{time.monotonic() - begun:.0f} s: {_model(cache)} "
             f"at {platform.gateway_url} (stop with Ctrl-C or `ragcache down`)"
         )
         await platform.keep_running()
@@ -110,15 +112,19 @@ def _run_detached(manifest: Path, data: Path, console: Console) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        said = ""
         try:
             while True:
                 status = supervisor.poll()
                 record = read_record(data)
                 is_ready = record and record.pid == supervisor.pid and record.phase == "ready"
-                console.out(shown.read().decode(errors="replace"), end="", highlight=False)
+                new = shown.read().decode(errors="replace")
+                console.out(new, end="", highlight=False)
+                said += new
                 if status is not None:
                     return status
-                if is_ready:
+                # The supervisor says where it answers only after its record says that it does.
+                if is_ready and f"\n{_READY}" in f"\n{said}" and said.endswith("\n"):
                     console.print(f"detached (pid {supervisor.pid}); stop it with `ragcache down`")
                     return 0
                 time.sleep(_POLL_S)

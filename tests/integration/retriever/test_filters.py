@@ -139,7 +139,7 @@ def test_a_search_sees_a_change_that_came_during_an_evaluation(
 ) -> None:
     store.reads.may_go_on.clear()
     earlier = pool.submit(cache.allowed_rows, generation, ODD)
-    wait_until(lambda: num_waiting(cache) == 1)
+    wait_until(lambda: store.reads.num_evaluations == 1)
     changes.of[generation] += 1
     later = [pool.submit(cache.allowed_rows, generation, ODD) for _ in range(3)]
     wait_until(lambda: num_waiting(cache) == 4)
