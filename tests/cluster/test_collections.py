@@ -515,10 +515,7 @@ async def test_a_job_that_is_not_allowed_holds_no_deletion_up_either(team: Team)
     await delete(team)
     await team.forbid_jobs()
 
-    async def gone() -> Object | None:
-        return {} if await remove(team) else None
-
-    await eventually(gone)
+    await until(lambda: remove(team))
     [event] = team.events
     assert (event.kind, event.reason) == ("Warning", "DocumentsLeft")
     assert "exceeded quota" in event.message
@@ -531,8 +528,5 @@ async def test_where_nothing_is_to_be_deleted_a_deletion_ends_at_once(team: Team
     if why == "no cache":
         await team.api.delete(RAG_CACHES, "cache", team.namespace)
 
-    async def gone() -> Object | None:
-        return {} if await remove(team) else None
-
-    await eventually(gone)
+    await until(lambda: remove(team))
     assert [event.reason for event in team.events] == ["DocumentsLeft"]
