@@ -5,7 +5,7 @@ notices has survived. The functions are those of `PACKAGES` whose code is the sa
 checkouts, so the same mutants (fixed seed) can be tried on both:
 
     python tools/mutants.py --tree ../before --same-in . --outcomes before.json
-    python tools/mutants.py --tree . --again before.json --outcomes after.json
+    python tools/mutants.py --tree . --same-in ../before --again before.json --outcomes after.json
 
 Only tests that reach the changed function are run, the quickest first, and after an earlier run
 the one that found the fault then. Needs cosmic-ray and coverage beside the test requirements.
@@ -145,15 +145,20 @@ def mutated(function: Function, mutant: Mutant) -> str | None:
     return "".join(lines)
 
 
+def same_functions(tree: Path, other: Path) -> set[str]:
+    """Return the names of functions whose code is the same in both checkouts."""
+    mine, theirs = functions(tree), functions(other)
+    return {name for name in mine.keys() & theirs if mine[name].source == theirs[name].source}
+
+
 def sample(tree: Path, other: Path, count: int, seed: int) -> list[Mutant]:
     """Draw mutants of the functions whose code is the same in both checkouts."""
-    mine, theirs = functions(tree), functions(other)
-    same = [n for n in sorted(mine) if n in theirs and mine[n].source == theirs[n].source]
+    here = functions(tree)
     possible = [
         Mutant(name, operator, occurrence)
-        for name in same
+        for name in sorted(same_functions(tree, other))
         for operator in OPERATORS
-        for occurrence in _occurrences(mine[name], operator)
+        for occurrence in _occurrences(here[name], operator)
     ]
     return random.Random(seed).sample(possible, min(count, len(possible)))
 
@@ -334,22 +339,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw or repeat mutants, and print how many the tests found as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tree", type=Path, required=True, help="the checkout to test")
-    parser.add_argument("--same-in", type=Path, help="the other checkout, to draw mutants")
+    parser.add_argument("--same-in", type=Path, required=True, help="the other checkout")
     parser.add_argument("--again", type=Path, help="outcomes of an earlier run, to repeat it")
     parser.add_argument("--outcomes", type=Path, required=True, help="where to write outcomes")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    if (given.same_in is None) == (given.again is None):
-        parser.error("give either --same-in, to draw mutants, or --again, to repeat them")
-    tree = given.tree.resolve()
+    tree, other = given.tree.resolve(), given.same_in.resolve()
     earlier: list[Outcome] = []
     if given.again:
         stored = json.loads(given.again.read_text())
         earlier = [Outcome(Mutant(**one["mutant"]), one["found_by"]) for one in stored]
-        mutants = [one.mutant for one in earlier]
+        same = same_functions(tree, other)
+        mutants = [one.mutant for one in earlier if one.mutant.function in same]
     else:
-        mutants = sample(tree, given.same_in.resolve(), given.count, given.seed)
+        mutants = sample(tree, other, given.count, given.seed)
     killers = {one.mutant: one.found_by for one in earlier if one.found_by}
     outcomes_path = given.outcomes.resolve()
     os.chdir(tree)
