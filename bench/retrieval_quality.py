@@ -8,8 +8,8 @@ are fused with the default weight.
 ``worst_loss_to_better_leg`` is the largest difference, over all collections, from the nDCG@10 of
 the better leg to that of both legs together. A negative one is a gain.
 
-``same_order_share_dense`` is the share of queries whose first hits are the same with both legs and
-with embeddings alone, in the same order, by the number of hits. A reranker that has no part in the
+``same_order_share_dense`` is the share of queries that both legs and embeddings alone answer with
+the same first hits in the same order, by the number of hits. A reranker that has no part in the
 first order keeps it less often, and a guess of speculation is right for these queries alone.
 ``--reranked N`` measures ``same_order_share`` of a reranker with the first N queries: SmolLM2
 orders the first hits by how likely it finds the query after them.

@@ -4,14 +4,14 @@ Two gateways share an engine, a cache store and a retriever: one with ``speculat
 with ``off``. Their turns alternate. All prompts are new to the engine.
 
 First the retriever is the real process, and a cross-encoder of the size of ms-marco-MiniLM-L6
-reranks on one core, so that early stages come long before the final one. Its head is random, so it
-is told for which questions to keep the order of the search (``reranking_retriever``):
+reranks on one core, so that early stages come long before the final one. Its head is random. A
+word in a question lets it keep the order of the search (``reranking_retriever``).
 
 - ``ttft_gain_real_stage``: median time to the first token with ``off`` over that with ``auto``, if
   the order is kept as often as a real reranker keeps it at most (REAL_KEPT_SHARE).
   ``real_stage_by_kept_share`` has the same for other shares.
-- ``early_equals_final_share``: share of questions whose first stage has the final hits in their
-  order. ``slow_stage_ms``: median time from the last early stage to the final one.
+- ``early_equals_final_share``: share of questions whose hits the reranker left in their order.
+- ``slow_stage_ms``: median time from the last early stage to the final one.
 
 Then the retriever repeats recorded searches of a real index, with the probabilities that it has
 learned. A search that scans all vectors takes as long as the prefill of a prompt, and one that

@@ -55,7 +55,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         codecs = handler.request_deserializer, handler.response_serializer
         method = details.method.rpartition("/")[2]
         if handler.request_streaming and handler.response_streaming:
-            raise NotImplementedError("no service streams both ways")
+            raise TypeError(f"{method} streams both ways, and no interceptor handles that")
         if handler.response_streaming:
             stream = self.around_stream(method, handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(stream, *codecs)

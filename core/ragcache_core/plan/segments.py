@@ -74,8 +74,8 @@ def longest_exact_chain(
 PIECE_TOKENS = 256
 """Tokens of a piece.
 
-On average half a piece is computed again where two prompts diverge, and each piece costs one stored
-value with metadata and one checksum per layer. 256 tokens mean 128 recomputed ones on average,
+On average half a piece is computed again where two prompts diverge. Each piece costs one stored
+value with metadata, and one checksum per layer. 256 tokens mean 128 recomputed ones on average,
 which is a short pass. A piece is four times the least that an engine loads (``min_load_tokens``).
 One layer of it has 1 MiB with 8 heads of 128 numbers. It is a multiple of vLLM's block sizes, so
 pieces share no block.

@@ -21,7 +21,7 @@ Counted = TypeVar("Counted", bound=Hashable)
 
 
 class DecayedCounts(Generic[Counted]):
-    """Counts of accesses, each of which loses half its weight after half_life_s.
+    """Counts of accesses. Each one loses half its weight after half_life_s.
 
     HA-RAG counts over a whole trial run (section II-A); while serving, hot variants must be able to
     cool down. The decay is computed when a count is read, so an access takes O(1) and no sweep is

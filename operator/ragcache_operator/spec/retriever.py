@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -33,9 +34,9 @@ MAX_RETRIEVER_REPLICAS: Final = 5
 class SearchModelSpec(ManifestModel):
     """SearchModelSpec sets a model that the retriever loads, or an endpoint that serves it."""
 
+    @abstractmethod
     def value_of(self, kind: str) -> str:
         """Return the value of the model's source if it is of this kind. Empty for others."""
-        raise NotImplementedError
 
     @property
     def claim(self) -> str:

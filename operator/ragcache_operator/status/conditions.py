@@ -92,7 +92,7 @@ class Observation:
     Args:
         components: State of each component, in the order of CONDITION_OF.
         accepted: Whether the operator could apply the spec completely.
-        blend: What is known of the quality of blends; None if it does not blend.
+        blend: The last report about the quality of blends; None if it does not blend.
     """
 
     generation: int

@@ -37,7 +37,7 @@ class BackgroundTasks:
     async def _repeat(
         self, work: Callable[[], Awaitable[object]], every_s: float, problem: str
     ) -> None:
-        """Do work periodically, until cancelled. A failure is logged, and what is known stays.
+        """Do work periodically, until cancelled. A failure is logged, and the state stays.
 
         Args:
             every_s: Time between the end of one turn and the next one.

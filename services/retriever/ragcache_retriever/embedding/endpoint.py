@@ -31,8 +31,8 @@ PROBES = (
     "def total(values): return sum(values) if values else 0",
 )
 MIN_COSINE = 0.997
-"""Of sketches of one model. Precisions differ by 0.0005; a model trained further by 0.01 or more,
-of which a sketch shows all but a quarter."""
+"""Of sketches of one model. Precisions differ by 0.0005; a model trained further by 0.01 or more.
+A sketch shows three quarters of that."""
 _NUM_VALUES = 96
 SERVICE = "embedder"
 QUERY_DEADLINE_S = 5.0

@@ -42,7 +42,7 @@ def hashed(spec_hash: str, **spec: Any) -> dict[str, Any]:
 
 ONE, TWO = child("a", spec={"x": 1}), child("a", spec={"x": 2})
 SELECTING = child("a", spec={"selector": {"app": "x"}})
-MORE = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
+MORE = child("a", spec={"selector": {"app": "x", "and": "other"}})
 THEIRS = child("a", owner="u-2", spec={"x": 2})
 GONE = child("a")
 GONE["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
