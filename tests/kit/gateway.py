@@ -498,6 +498,7 @@ class FakeEngine:
         self.query: str | None = None  # the answer to a request for a search query
         self.message: dict[str, Any] = {}  # further fields of a chat's message or last delta
         self.hold_health: asyncio.Event | None = None  # a health check waits until it is set
+        self.health_checks = 0
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []  # by request
         self.probes = 0
@@ -517,6 +518,7 @@ class FakeEngine:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
+            self.health_checks += 1
             if self.hold_health is not None:
                 await self.hold_health.wait()
             return await _respond(send, 200 if self.healthy else 503, b"")

@@ -47,7 +47,9 @@ class Fleet:
     addresses: tuple[str, ...] | None = ()
 
     async def resolve(self, host: str, port: int) -> tuple[str, ...] | None:
-        assert (host, port) == (NAME, self.port)
+        if host != NAME:  # the engine of the world around this one
+            return await resolve(host, port)
+        assert port == self.port
         return self.addresses
 
     async def ask(self, **more: Any) -> httpx.Response:
@@ -274,6 +276,9 @@ async def test_a_request_leaves_an_engine_whose_health_check_fails(
         frozen.healthy = False
     else:
         monkeypatch.setattr("ragcache_gateway.engines.client._HEALTH_TIMEOUT_S", 1.0)
+        # The first check of these two may have begun with the old limit.
+        checks = frozen.health_checks
+        await until(lambda: frozen.health_checks >= checks + 2)
         frozen.hold_health = asyncio.Event()
     response = await asyncio.wait_for(asking, 60)
     assert response.status_code == 200
