@@ -67,6 +67,14 @@ class CollectionChange:
         ),
     ] = None
 
+    labels: Annotated[
+        bool | None,
+        typer.Option(
+            "--labels/--no-labels",
+            help="Whether prompts name the document and the section before each chunk.",
+        ),
+    ] = None
+
     def to_json(self) -> dict[str, Any]:
         """Return the settings that are given, as the gateway reads them. Raises InvalidInput."""
         if self.chunk_overlap is not None and self.chunk_size is None:
@@ -194,6 +202,7 @@ def _show(collection: dict[str, Any], output: str) -> None:
         "chunk size": f"{chunking['size_tokens']} tokens, {chunking['overlap_tokens']} repeated",
         "window": str(collection["window"]),
         "index": collection["index"],
+        "labels": "yes" if collection["labels"] else "no",
         "lexical weight": f"{collection['lexical_weight']:g}",
         "remake": _remake(collection["remake"]),
     }

@@ -256,6 +256,7 @@ def _settings(spec: RagCollectionSpec) -> dict[str, Any]:
         "max_documents": spec.max_documents,
         "max_text_bytes": spec.max_text_bytes,
         "lexical_weight": spec.lexical_weight,
+        "labels": spec.labels,
     }
     return asked | {name: value for name, value in own.items() if value is not None}
 

@@ -180,6 +180,9 @@ class RagCollectionSpec(ManifestModel):
     lexical_weight: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     """Share of the lexical score (BM25) in the scores of hybrid searches, from 0 to 1. The
     similarity of embeddings has the rest. If unset, a sync does not change it."""
+    labels: bool | None = None
+    """Whether prompts name the document and the section before each chunk. If unset, a sync does
+    not change it, and a new collection has labels."""
     prune: bool = True
     """Whether a sync deletes documents that are no longer in the sources. A sync never deletes
     documents that it did not add."""

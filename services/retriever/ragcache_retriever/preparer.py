@@ -97,6 +97,7 @@ class DocumentPreparer:
         split = await self._splitter.split(
             document.id,
             document.text,
+            title=document.title,
             markdown=document.content_type == pb.CONTENT_TYPE_MARKDOWN,
             chunking=recipe.chunking,
         )

@@ -93,6 +93,7 @@ class Collection(_message.Message):
     TEXT_BYTES_FIELD_NUMBER: _builtins.int
     REMAKE_FIELD_NUMBER: _builtins.int
     LEXICAL_WEIGHT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window: _builtins.int
     """Neighbouring chunks of the same document that a hit includes, on each side."""
@@ -109,6 +110,8 @@ class Collection(_message.Message):
     """output only"""
     lexical_weight: _builtins.float
     """Share of the lexical score in the scores of hybrid searches, in [0, 1]. Default: 0.4."""
+    labels: _builtins.bool
+    """Whether the tokens of a chunk begin with its label. Default: true."""
     @_builtins.property
     def chunking(self) -> Global___Chunking:
         """A put without a setting uses the service's default. Replies hold the settings that apply."""
@@ -131,13 +134,16 @@ class Collection(_message.Message):
         text_bytes: _builtins.int = ...,
         remake: Global___Remake | None = ...,
         lexical_weight: _builtins.float | None = ...,
+        labels: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "index", b"index", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "remake", b"remake", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_labels", b"_labels", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "index", b"index", "labels", b"labels", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "remake", b"remake", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "index", b"index", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "name", b"name", "remake", b"remake", "text_bytes", b"text_bytes", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_labels", b"_labels", "_lexical_weight", b"_lexical_weight", "_max_documents", b"_max_documents", "_max_text_bytes", b"_max_text_bytes", "_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "index", b"index", "labels", b"labels", "lexical_weight", b"lexical_weight", "max_documents", b"max_documents", "max_text_bytes", b"max_text_bytes", "name", b"name", "remake", b"remake", "text_bytes", b"text_bytes", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    _WhichOneofReturnType__labels: _TypeAlias = _typing.Literal["labels"]  # noqa: Y015
+    _WhichOneofArgType__labels: _TypeAlias = _typing.Literal["_labels", b"_labels"]  # noqa: Y015
     _WhichOneofReturnType__lexical_weight: _TypeAlias = _typing.Literal["lexical_weight"]  # noqa: Y015
     _WhichOneofArgType__lexical_weight: _TypeAlias = _typing.Literal["_lexical_weight", b"_lexical_weight"]  # noqa: Y015
     _WhichOneofReturnType__max_documents: _TypeAlias = _typing.Literal["max_documents"]  # noqa: Y015
@@ -148,6 +154,8 @@ class Collection(_message.Message):
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__labels) -> _WhichOneofReturnType__labels | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lexical_weight) -> _WhichOneofReturnType__lexical_weight | None: ...
     @_typing.overload
@@ -447,7 +455,9 @@ class UpsertDocumentReply(_message.Message):
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Chunk texts of a changed document, in order, as far as they fit into one message."""
+        """Chunk texts of a changed document with their labels, in order, as far as they fit into one
+        message.
+        """
 
     def __init__(
         self,
@@ -1162,6 +1172,7 @@ class Chunk(_message.Message):
     TOKENIZER_IDENTITY_FIELD_NUMBER: _builtins.int
     CONTENT_HASH_FIELD_NUMBER: _builtins.int
     UPDATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """stable while the chunk's text and position stay: document id, '#', ordinal"""
     document_id: _builtins.str
@@ -1170,13 +1181,17 @@ class Chunk(_message.Message):
     """index in the document"""
     text: _builtins.str
     token_ids: _builtins.bytes
-    """Token ids in the tokenizer that tokenizer_identity names, with the separator after the chunk:
+    """Token ids of label and text in the tokenizer that tokenizer_identity names, with the separator:
     uint32, little-endian. Empty while they are computed again for another tokenizer.
     """
     tokenizer_identity: _builtins.str
     content_hash: _builtins.str
     """of the document, which tells its versions apart"""
     updated_unix_ms: _builtins.int
+    label: _builtins.str
+    """Line before the text in prompts, with its line break: names the document and the section. Empty
+    if the collection has no labels, or if the chunk's first lines say the same.
+    """
     @_builtins.property
     def heading_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1192,10 +1207,11 @@ class Chunk(_message.Message):
         tokenizer_identity: _builtins.str = ...,
         content_hash: _builtins.str = ...,
         updated_unix_ms: _builtins.int = ...,
+        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "ordinal", b"ordinal", "text", b"text", "title", b"title", "token_ids", b"token_ids", "tokenizer_identity", b"tokenizer_identity", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "label", b"label", "ordinal", b"ordinal", "text", b"text", "title", b"title", "token_ids", b"token_ids", "tokenizer_identity", b"tokenizer_identity", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,10 @@ INDEX_HELP: Final = (
     "How chunks are searched: flat compares all, ivf those of the nearest clusters, hnsw follows a "
     "graph; auto chooses by the number of chunks."
 )
+LABELS_HELP: Final = (
+    "Whether prompts name the document and the section before each chunk. "
+    "After a change the documents are prepared again."
+)
 LEXICAL_WEIGHT_HELP: Final = (
     "Share of the lexical score (BM25) in the scores of hybrid searches; the similarity of "
     "embeddings has the rest."
@@ -172,6 +176,7 @@ class CollectionIn(BaseModel):
         default=None, description="Quota of all texts in UTF-8; 0: none."
     )
     lexical_weight: _Share | None = Field(default=None, description=LEXICAL_WEIGHT_HELP)
+    labels: bool | None = Field(default=None, strict=True, description=LABELS_HELP)
 
     def to_message(self, name: str) -> pb.Collection:
         """Convert to the retriever's message."""
@@ -184,6 +189,7 @@ class CollectionIn(BaseModel):
             max_documents=self.max_documents,
             max_text_bytes=self.max_text_bytes,
             lexical_weight=self.lexical_weight,
+            labels=self.labels,
         )
 
 
@@ -206,6 +212,7 @@ class CollectionOut(BaseModel):
     max_documents: int = Field(description="Quota; 0: none.")
     max_text_bytes: int = Field(description="Quota; 0: none.")
     lexical_weight: float = Field(description=LEXICAL_WEIGHT_HELP)
+    labels: bool = Field(description=LABELS_HELP)
     documents: int
     chunks: int
     text_bytes: int = Field(description="Size of all texts in UTF-8.")
@@ -261,6 +268,7 @@ def collection_out(collection: pb.Collection) -> CollectionOut:
         max_documents=collection.max_documents,
         max_text_bytes=collection.max_text_bytes,
         lexical_weight=collection.lexical_weight,
+        labels=collection.labels,
         documents=collection.documents,
         chunks=collection.chunks,
         text_bytes=collection.text_bytes,

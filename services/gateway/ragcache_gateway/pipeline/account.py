@@ -36,6 +36,7 @@ from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.planning.cache_view import engine_source
+from ragcache_gateway.prompts.passages import passage_text
 from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.metrics import AnswerCost, Metrics
 from ragcache_wire.telemetry.semantic_conventions import OUTPUT_VALUE
@@ -331,6 +332,6 @@ def _report_record(
     if services.trials is not None:
         services.trials.question_answered(asked, reuse, record)
     if services.precomputer is not None and reuse.mode != "off":
-        texts = [passage.chunk.text for passage in planned.prompt.passages]
+        texts = [passage_text(passage.chunk) for passage in planned.prompt.passages]
         question = AnsweredQuestion(asked, reuse.mode, texts)
         services.precomputer.question_answered(question, record)

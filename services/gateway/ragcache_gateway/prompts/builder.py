@@ -22,7 +22,12 @@ from ragcache_core.plan.prompt import (
 )
 from ragcache_core.plan.stable_prefix import StablePrefixes
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.passages import Passage, fit_to_budget, group_by_document
+from ragcache_gateway.prompts.passages import (
+    Passage,
+    fit_to_budget,
+    group_by_document,
+    passage_text,
+)
 from ragcache_gateway.prompts.tokenizer import (
     TEMPLATE_ERRORS,
     ChatTokenizer,
@@ -302,9 +307,10 @@ class PromptBuilder:
                 self._has_warned = True
                 log.warning("prompts: token ids of the retriever are invalid chunk=%r", chunk.id)
         # A name of its own: no id of a chunk begins with NUL.
-        name = f"\0{chunk.text}"
+        text = passage_text(chunk)
+        name = f"\0{text}"
         known = self._chunks.get(name)
-        return known or self._chunks.put(name, PackedIds.of(self.encode_chunk(chunk.text)))
+        return known or self._chunks.put(name, PackedIds.of(self.encode_chunk(text)))
 
     def _check_answer(self, max_tokens: int) -> None:
         if max_tokens >= self._max_model_len:

@@ -23,6 +23,11 @@ class Passage:
     score: float | None
 
 
+def passage_text(chunk: pb.Chunk) -> str:
+    """Return a chunk's text as prompts have it: with its label."""
+    return chunk.label + chunk.text
+
+
 def group_by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
     """Group hits and their windows by document, ordered by each document's best hit.
 

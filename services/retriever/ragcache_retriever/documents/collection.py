@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
@@ -24,11 +24,13 @@ class Chunking:
     """How documents are split, in tokens of the serving model.
 
     ``size_tokens`` is the most tokens of one chunk, ``overlap_tokens`` the most tokens repeated
-    from the chunk before.
+    from the chunk before. ``labels`` tells whether the tokens of a chunk begin with its label
+    (``passage_label``), which is beside its size: so the texts of chunks do not depend on titles.
     """
 
     size_tokens: int
     overlap_tokens: int
+    labels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class CollectionSettings:
         max_documents: Most documents; 0: no limit.
         max_text_bytes: Most bytes of their texts; 0: no limit.
         lexical_weight: Share of the lexical leg in the fused scores of a search, in [0, 1].
+        labels: Whether prompts name the document and the section of each chunk.
     """
 
     chunking: Chunking | None = None
@@ -47,6 +50,7 @@ class CollectionSettings:
     max_documents: int = 0
     max_text_bytes: int = 0
     lexical_weight: float = DEFAULT_LEXICAL_WEIGHT
+    labels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class CollectionDefaults:
 
     def chunking_of(self, settings: CollectionSettings) -> Chunking:
         """Return the chunking of a collection."""
-        return settings.chunking or self.chunking
+        return replace(settings.chunking or self.chunking, labels=settings.labels)
 
     def window_of(self, settings: CollectionSettings) -> int:
         """Return the window of a collection."""

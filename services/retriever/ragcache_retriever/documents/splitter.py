@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ragcache_core.documents.passages import document_name
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import ID_BYTES
@@ -67,7 +68,8 @@ class SplitDocument:
     """The chunks of a document with their tokens.
 
     Attributes:
-        token_ids: Of each chunk with the separator after it: uint32, little-endian.
+        token_ids: Of each chunk with its label before and the separator after it: uint32,
+            little-endian.
         digests: Of the token ids of each chunk. The gateway computes the chunk's key from it.
     """
 
@@ -89,12 +91,13 @@ class DocumentSplitter:
         self._long = _SplitterProcess(tokenizer, limit, is_kept=False)
 
     async def split(
-        self, document_id: str, text: str, *, markdown: bool, chunking: Chunking
+        self, document_id: str, text: str, *, title: str = "", markdown: bool, chunking: Chunking
     ) -> SplitDocument:
         """Split a document. A caller that is cancelled ends the work.
 
         Args:
             document_id: Names the document in errors.
+            title: Names the document in labels, see ``document_name``. Empty: nothing does.
             markdown: Whether to recognize headings and code fences.
 
         Raises:
@@ -102,7 +105,13 @@ class DocumentSplitter:
             Unavailable: The process does not start, or was killed.
         """
         process = self._long if len(text) > LONG_DOCUMENT_CHARS else self._short
-        return await process.split(document_id, text, markdown, chunking)
+        header = {
+            "markdown": markdown,
+            "name": document_name(document_id, title) if chunking.labels else None,
+            "size_tokens": chunking.size_tokens,
+            "overlap_tokens": chunking.overlap_tokens,
+        }
+        return await process.split(document_id, header, text)
 
     async def close(self) -> None:
         """End the processes, and the work that they do."""
@@ -136,15 +145,10 @@ class _SplitterProcess:
         self._num_callers = 0
 
     async def split(
-        self, document_id: str, text: str, markdown: bool, chunking: Chunking
+        self, document_id: str, header: dict[str, Any], text: str
     ) -> SplitDocument:
         """Split a document, and raise what ``DocumentSplitter.split`` raises."""
-        header = {
-            "markdown": markdown,
-            "size_tokens": chunking.size_tokens,
-            "overlap_tokens": chunking.overlap_tokens,
-            "cpu_limit_s": self._limit.cpu_s(len(text)),
-        }
+        header = {**header, "cpu_limit_s": self._limit.cpu_s(len(text))}
         self._num_callers += 1
         try:
             async with self._turn, asyncio.timeout(self._limit.wall_s):

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
+from ragcache_core.documents.passages import passage_label
 from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.documents.chunking import split_document
 from ragcache_retriever.documents.collection import Chunking
@@ -44,8 +45,10 @@ def main() -> None:
             chunking=Chunking(header["size_tokens"], header["overlap_tokens"]),
             count_tokens=tokenizer.count,
         )
+        name = header["name"]
         for chunk in chunks:
-            ids = tokenizer.token_ids(chunk.text)
+            label = "" if name is None else passage_label(name, chunk.heading_path, chunk.text)
+            ids = tokenizer.token_ids(label + chunk.text)
             line = json.dumps([chunk.text, chunk.heading_path, len(ids)], ensure_ascii=False)
             sink.write(line.encode() + b"\n" + ids)
         _end_reply(sink)

@@ -260,6 +260,7 @@ class CollectionSet:
             max_documents=settings.max_documents,
             max_text_bytes=settings.max_text_bytes,
             lexical_weight=settings.lexical_weight,
+            labels=settings.labels,
             text_bytes=stored.text_bytes,
             remake=self._remake(stored),
         )

@@ -13,6 +13,7 @@ import functools
 import weakref
 from dataclasses import dataclass, replace
 
+from ragcache_core.documents.passages import document_name, passage_label
 from ragcache_core.errors import NotFound
 from ragcache_retriever.knowledge_base.collections import CollectionSet
 from ragcache_retriever.preparer import embedded_text
@@ -34,7 +35,8 @@ class UpsertResult:
 
     ``stored`` is the document after the upsert, without its text. ``deletes`` are those that the
     caller is to send, which include pending ones of earlier upserts. ``sequence`` is that of the
-    last removal before or by a change. ``texts`` are the document's chunks, if it changed.
+    last removal before or by a change. ``texts`` are the document's chunks with their labels, as
+    prompts have them, if it changed.
     """
 
     stored: StoredDocument
@@ -150,7 +152,7 @@ class Ingestion:
             stored = StoredDocument(
                 document, content_hash, len(served.chunks), updated_unix_ms, prepared
             )
-            texts = tuple(chunk.text for chunk in served.chunks)
+            texts = _passage_texts(document, served, generations[0])
             return UpsertResult(stored, True, change.deletes, change.sequence, texts)
 
     def _known_embeddings(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
@@ -212,6 +214,16 @@ class Ingestion:
 
     def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:
         return self._document_locks.setdefault((collection, document_id), asyncio.Lock())
+
+
+def _passage_texts(document: Document, served: ChunkSet, generation: Generation) -> tuple[str, ...]:
+    """Return the texts of a document's chunks as prompts have them."""
+    if not generation.recipe.chunking.labels:
+        return tuple(chunk.text for chunk in served.chunks)
+    name = document_name(document.id, document.title)
+    return tuple(
+        passage_label(name, chunk.heading_path, chunk.text) + chunk.text for chunk in served.chunks
+    )
 
 
 def document_not_found(document_id: str, collection: str) -> NotFound:

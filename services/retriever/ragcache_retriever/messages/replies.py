@@ -6,6 +6,7 @@ import base64
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from ragcache_core.documents.passages import document_name, passage_label
 from ragcache_core.errors import TooLarge
 from ragcache_retriever.ranking.search import SearchStage
 from ragcache_retriever.store.records import OutboxDelete, StoredChunk, StoredDocument
@@ -107,6 +108,10 @@ def _hit_messages(stage: SearchStage, tokenizer: str) -> Iterator[pb.Hit]:
 
 
 def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
+    label = ""
+    if chunk.has_label:
+        name = document_name(chunk.document_id, chunk.title)
+        label = passage_label(name, chunk.heading_path, chunk.text)
     return pb.Chunk(
         id=_chunk_id(chunk.document_id, chunk.ordinal),
         document_id=chunk.document_id,
@@ -118,6 +123,7 @@ def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
         tokenizer_identity=tokenizer,
         content_hash=chunk.content_hash,
         updated_unix_ms=chunk.updated_unix_ms,
+        label=label,
     )
 
 

@@ -83,6 +83,7 @@ def settings_of(message: pb.Collection) -> CollectionSettings:
         _quota("collection.max_documents", message.max_documents),
         _quota("collection.max_text_bytes", message.max_text_bytes),
         lexical_weight,
+        labels=not message.HasField("labels") or message.labels,
     )
 
 

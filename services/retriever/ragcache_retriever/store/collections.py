@@ -32,8 +32,17 @@ _SETTINGS = (
     "max_documents",
     "max_text_bytes",
     "lexical_weight",
+    "labels",
 )
-_RECIPE = ("splitter", "size_tokens", "overlap_tokens", "tokenizer", "embedder", "dimension")
+_RECIPE = (
+    "splitter",
+    "size_tokens",
+    "overlap_tokens",
+    "labels",
+    "tokenizer",
+    "embedder",
+    "dimension",
+)
 
 _COLLECTION = tuple(
     collections.c[name]
@@ -144,6 +153,7 @@ class Collections:
                 "max_documents": settings.max_documents,
                 "max_text_bytes": settings.max_text_bytes,
                 "lexical_weight": settings.lexical_weight,
+                "labels": settings.labels,
             },
         )
 
@@ -170,6 +180,7 @@ class Collections:
             "splitter": recipe.splitter,
             "size_tokens": recipe.chunking.size_tokens,
             "overlap_tokens": recipe.chunking.overlap_tokens,
+            "labels": recipe.chunking.labels,
             "tokenizer": recipe.tokenizer,
             "embedder": recipe.embedder,
             "dimension": recipe.dimension,
@@ -248,8 +259,8 @@ def _collections(rows: Sequence[Row]) -> dict[str, StoredCollection]:
 
 
 def _collection(rows: Sequence[Row]) -> StoredCollection:
-    name, size, overlap, window, index_kind, max_documents, max_text_bytes, weight = rows[0][:8]
-    num_documents, text_bytes, is_deleting = rows[0][8 : len(_COLLECTION)]
+    name, size, overlap, window, index_kind, max_documents, max_text_bytes = rows[0][:7]
+    weight, labels, num_documents, text_bytes, is_deleting = rows[0][7 : len(_COLLECTION)]
     # A collection without generations has NULL in their columns.
     own = [row[len(_COLLECTION) :] for row in rows if row[len(_COLLECTION)] is not None]
     in_state = {row[1]: _generation(row) for row in own if row[1] != "retired"}
@@ -262,6 +273,7 @@ def _collection(rows: Sequence[Row]) -> StoredCollection:
             max_documents,
             max_text_bytes,
             weight,
+            bool(labels),
         ),
         num_documents=num_documents,
         text_bytes=text_bytes,
@@ -273,6 +285,7 @@ def _collection(rows: Sequence[Row]) -> StoredCollection:
 
 
 def _generation(row: Row) -> Generation:
-    splitter, size, overlap, tokenizer, embedder, dimension = row[2:8]
-    recipe = Recipe(splitter, Chunking(size, overlap), tokenizer, embedder, dimension)
-    return Generation(row[0], recipe, row[8], row[9])
+    splitter, size, overlap, labels, tokenizer, embedder, dimension = row[2:9]
+    chunking = Chunking(size, overlap, bool(labels))
+    recipe = Recipe(splitter, chunking, tokenizer, embedder, dimension)
+    return Generation(row[0], recipe, *row[9:11])

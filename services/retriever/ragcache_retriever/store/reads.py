@@ -164,11 +164,13 @@ def _around() -> Statement:
             prepared.c.tokenizer,
             documents.c.content_hash,
             documents.c.updated_unix_ms,
+            generations.c.labels,
         )
         .select_from(middle)
         .join(chunks, is_near)
         .join(documents, documents.c.row == middle.c.document)
         .join(prepared, is_prepared)
+        .join(generations, generations.c.row == middle.c.generation)
         .where(OneOf(middle.c.row, _ROW_LIST))
         .order_by(middle.c.row, chunks.c.ordinal)
     )
@@ -296,7 +298,7 @@ class DocumentReads:
 
 def _stored_chunk(row: Row) -> StoredChunk:
     chunk_row, document_id, title, ordinal, text, heading_path = row[:6]
-    token_ids, tokenizer, content_hash, updated_unix_ms = row[6:]
+    token_ids, tokenizer, content_hash, updated_unix_ms, labels = row[6:]
     return StoredChunk(
         chunk_row,
         document_id,
@@ -308,6 +310,7 @@ def _stored_chunk(row: Row) -> StoredChunk:
         tokenizer,
         content_hash,
         updated_unix_ms,
+        bool(labels),
     )
 
 

@@ -147,7 +147,8 @@ class ChunkSet:
     Attributes:
         tokenizer: Identity of the tokenizer of digests and token ids.
         digests: Token digest of each chunk.
-        token_ids: Of each chunk with the separator after it: uint32, little-endian.
+        token_ids: Of each chunk with its label before and the separator after it: uint32,
+            little-endian.
         embeddings: Shape (len(chunks), dimension), of length 1. None: the generation's embedder is
             not available, so the chunks are found by their words only.
     """
@@ -161,7 +162,11 @@ class ChunkSet:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk of a document. ``ordinal`` is its index in the document."""
+    """A chunk of a document.
+
+    ``ordinal`` is its index in the document. ``has_label`` tells whether its tokens begin with its
+    label.
+    """
 
     row: int
     document_id: str
@@ -173,6 +178,7 @@ class StoredChunk:
     tokenizer: str = ""
     content_hash: str = ""
     updated_unix_ms: int = 0
+    has_label: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ collections = Table(
     Column("max_documents", NUMBER, nullable=False),
     Column("max_text_bytes", NUMBER, nullable=False),
     Column("lexical_weight", Double, nullable=False),
+    Column("labels", Boolean, nullable=False),
     _count("num_documents"),
     _count("text_bytes"),
     Column("is_deleting", Boolean, nullable=False, server_default=false()),
@@ -77,6 +78,7 @@ generations = Table(
     Column("splitter", Text, nullable=False),  # from here on: the fields of Recipe
     Column("size_tokens", Integer, nullable=False),
     Column("overlap_tokens", Integer, nullable=False),
+    Column("labels", Boolean, nullable=False),
     Column("tokenizer", Text, nullable=False),
     Column("embedder", Text, nullable=False),
     Column("dimension", Integer, nullable=False),
