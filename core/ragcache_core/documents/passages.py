@@ -66,7 +66,7 @@ def passage_label(name: str, heading_path: Sequence[str], text: str) -> str:
         if folded and folded not in seen:
             seen.add(folded)
             parts.append(_shortened(part, MAX_HEADING_BYTES if i else MAX_NAME_BYTES))
-    while len(parts) > 2 and len(_joined(parts).encode()) > MAX_LABEL_BYTES:  # noqa: PLR2004
+    while len(parts) > 2 and len(_joined(parts).encode()) > MAX_LABEL_BYTES:
         del parts[1]
     return _joined(parts) if parts else ""
 

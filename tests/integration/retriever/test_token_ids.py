@@ -9,6 +9,7 @@ import pytest
 from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.passages import passage_text
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import make_knowledge_base, serving, tokenizer_of
@@ -24,7 +25,7 @@ async def test_a_prompt_needs_no_tokenizing(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = pb.Document(
-        collection="default", id="d", text=TEXT, content_type=pb.CONTENT_TYPE_TEXT
+        collection="default", id="d", title="P4", text=TEXT, content_type=pb.CONTENT_TYPE_TEXT
     )
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with serving(knowledge_base) as client:
@@ -36,7 +37,10 @@ async def test_a_prompt_needs_no_tokenizing(
     assert len(chunks) > len(hits), "neighbours have their ids, too"
     for chunk in chunks:
         assert chunk.tokenizer_identity == gateway.identity
-        assert list(gateway.unpack(chunk.token_ids) or ()) == gateway.encode_chunk(chunk.text)
+        assert chunk.label == "[P4]\n"
+        assert not chunk.text.startswith(chunk.label)
+        expected_ids = gateway.encode_chunk(passage_text(chunk))
+        assert list(gateway.unpack(chunk.token_ids) or ()) == expected_ids
     builder = PromptBuilder(gateway, max_model_len=4096, default_max_tokens=16, cache_bytes=1 << 20)
     without_ids = [pb.Hit.FromString(hit.SerializeToString()) for hit in hits]
     for hit in without_ids:

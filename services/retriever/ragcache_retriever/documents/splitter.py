@@ -144,9 +144,7 @@ class _SplitterProcess:
         self._turn = asyncio.Lock()
         self._num_callers = 0
 
-    async def split(
-        self, document_id: str, header: dict[str, Any], text: str
-    ) -> SplitDocument:
+    async def split(self, document_id: str, header: dict[str, Any], text: str) -> SplitDocument:
         """Split a document, and raise what ``DocumentSplitter.split`` raises."""
         header = {**header, "cpu_limit_s": self._limit.cpu_s(len(text))}
         self._num_callers += 1

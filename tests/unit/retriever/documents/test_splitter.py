@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from ragcache_core.documents.passages import passage_label
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
 from ragcache_retriever.documents import splitter as splitter_module
@@ -75,13 +77,33 @@ async def test_a_process_returns_what_the_function_returns(
     tokenizer = tokenizer_of(tiny_model)
     for text in (TEXT, "ü\u2028\u0085 \x1c🙂", "\n"):
         for markdown in (True, False):
-            found = await splitter.split("d", text, markdown=markdown, chunking=CHUNKING)
+            chunking = replace(CHUNKING, labels=False)
+            found = await splitter.split("d", text, markdown=markdown, chunking=chunking)
             assert found.chunks == split_document(
                 text, markdown=markdown, chunking=CHUNKING, count_tokens=tokenizer.count
             )
             assert found.token_ids == [tokenizer.token_ids(chunk.text) for chunk in found.chunks]
             ids = [np.frombuffer(packed, "<u4") for packed in found.token_ids]
             assert found.digests == [token_digest(one) for one in ids]
+
+
+async def test_labels_are_in_the_tokens_and_not_in_the_text(
+    splitter: DocumentSplitter, tiny_model: Path
+) -> None:
+    tokenizer = tokenizer_of(tiny_model)
+    text = f"# Über\n\n## Teil\n\n{TEXT}"
+    plain = await splitter.split(
+        "d", text, title="P4", markdown=True, chunking=replace(CHUNKING, labels=False)
+    )
+    found = await splitter.split("d", text, title="P4", markdown=True, chunking=CHUNKING)
+    assert found.chunks == plain.chunks, "the label is beside the size of a chunk"
+    labels = [passage_label("P4", chunk.heading_path, chunk.text) for chunk in found.chunks]
+    assert labels[0] == "[P4]\n"
+    assert "[P4 > Über]\n" in labels
+    assert found.token_ids == [
+        tokenizer.token_ids(label + chunk.text)
+        for label, chunk in zip(labels, found.chunks, strict=True)
+    ]
 
 
 async def test_a_document_over_its_limit_is_refused_and_others_are_not(
