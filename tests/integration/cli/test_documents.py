@@ -86,10 +86,12 @@ async def test_a_patch_changes_only_the_settings_that_are_given(platform: World)
     nothing = await ragcache("collection", "patch", "docs")
     assert nothing.exit_code == 2
     assert "SETTINGS: none is given" in nothing.stderr
-    weighed = await ragcache("collection", "patch", "docs", "--lexical-weight", 0)
+    weighed = await ragcache("collection", "patch", "docs", "--lexical-weight", 0, "--no-labels")
     assert weighed.exit_code == 0, weighed.output
+    assert "labels         no\n" in weighed.stdout
     stored = platform.retriever.collections["docs"]
     assert (stored.HasField("lexical_weight"), stored.lexical_weight) == (True, 0)
+    assert (stored.HasField("labels"), stored.labels) == (True, False)
     too_large = await ragcache("collection", "patch", "docs", "--lexical-weight", 1.5)
     assert too_large.exit_code == 2
     assert "--lexical-weight" in too_large.stderr

@@ -273,6 +273,7 @@ async def test_a_sync_keeps_the_settings_that_it_does_not_set(platform: Platform
     own = {
         **{"index": "flat", "max_documents": 3, "max_text_bytes": 500, "window": 0},
         "lexical_weight": 0.7,
+        "labels": False,
     }
     await platform.world.client.put("/v1/collections/docs", json=own)
     await platform.put("other.md", "Another owner's.")
@@ -291,7 +292,12 @@ async def test_a_sync_keeps_the_settings_that_it_does_not_set(platform: Platform
 async def test_index_quotas_and_weight_are_set_by_the_object(platform: Platform) -> None:
     platform.write(0, a_md="A")
     await platform.sync(
-        config_map("faq"), index="hnsw", maxDocuments=1, maxTextBytes=1000, lexicalWeight=0.25
+        config_map("faq"),
+        index="hnsw",
+        maxDocuments=1,
+        maxTextBytes=1000,
+        lexicalWeight=0.25,
+        labels=False,
     )
     created = (await platform.world.client.get("/v1/collections/docs")).json()
     assert (created["index"], created["max_documents"], created["max_text_bytes"]) == (
@@ -305,7 +311,7 @@ async def test_index_quotas_and_weight_are_set_by_the_object(platform: Platform)
     assert (await platform.sync(config_map("faq"), maxDocuments=0)).failures == ()
     after = (await platform.world.client.get("/v1/collections/docs")).json()
     assert (after["index"], after["max_documents"], after["max_text_bytes"]) == ("hnsw", 0, 1000)
-    assert after["lexical_weight"] == 0.25
+    assert (after["lexical_weight"], after["labels"]) == (0.25, False)
 
 
 async def test_removing_what_never_was_is_done(platform: Platform) -> None:

@@ -15,13 +15,14 @@ async def test_settings_of_a_collection_reach_the_retriever(gateway: World) -> N
         "max_documents": 100,
         "max_text_bytes": 1 << 30,
         "lexical_weight": 0.7,
+        "labels": False,
     }
     reply = await gateway.client.put("/v1/collections/docs", json=body)
     assert reply.status_code == 200
     assert {name: reply.json()[name] for name in body} == body
     stored = gateway.retriever.collections["docs"]
     assert (stored.index, stored.max_documents) == (pb.INDEX_KIND_HNSW, 100)
-    assert stored.lexical_weight == 0.7
+    assert (stored.lexical_weight, stored.labels) == (0.7, False)
     await gateway.client.put("/v1/collections/plain", json={})
     assert gateway.retriever.collections["plain"] == pb.Collection(name="plain")
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
@@ -80,6 +81,46 @@ async def test_documents_of_all_formats_are_found(platform: Platform) -> None:
     ]
     assert [one["content_type"] for one in listed] == ["markdown", "text"]
     assert "b.pdf" in await platform.search("refunds two days")
+
+
+def manual(name: str, noise: str, fuse: str) -> dict[str, Any]:
+    """Return a manual whose sections do not say what machine they are about."""
+    sections = {
+        "Electrical data": f"The main fuse is rated {fuse}. The plug must be earthed. " * 3,
+        "Environment": f"The noise level is {noise}. The room must be dry. " * 3,
+    }
+    text = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    return {
+        "id": f"manuals/{name}.md",
+        "text": f"# Band saw {name}\n\nRead it before the first use.\n\n{text}",
+        "content_type": "markdown",
+    }
+
+
+async def test_the_prompt_names_the_document_before_each_passage(
+    platform: Platform, tiny_model: Path
+) -> None:
+    await platform.batch(manual("Ostra", "61 dB", "16 A"), manual("Velta", "74 dB", "32 A"))
+    body = {
+        "messages": [{"role": "user", "content": "Which band saw has a noise level of 61 dB?"}],
+        "ragcache": {"top_k": 8},
+    }
+    reply = await platform.world.client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    ids = platform.world.engine.requests[-1]["prompt"]
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    prompt = tokenizer.decode(ids, skip_special_tokens=False)
+    for value, name in {
+        "61 dB": "Ostra",
+        "16 A": "Ostra",
+        "74 dB": "Velta",
+        "32 A": "Velta",
+    }.items():
+        before = prompt[: prompt.index(value)]
+        assert before.rfind("Band saw") == before.rfind(f"Band saw {name}"), (value, prompt)
+    texts = [one["text_preview"] for one in reply.json()["ragcache"]["citations"]]
+    assert texts
+    assert not any("[Band saw" in text for text in texts)
 
 
 async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None:

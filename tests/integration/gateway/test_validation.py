@@ -75,6 +75,7 @@ COLLECTIONS: Final[list[tuple[dict[str, Any], str]]] = [
     ({"lexical_weight": 1.1}, "lexical_weight"),
     ({"lexical_weight": -0.1}, "lexical_weight"),
     ({"lexical_weight": "0.5"}, "lexical_weight"),
+    ({"labels": "no"}, "labels"),
     ({"window": 2**32}, "window"),
     ({"window": 1.5}, "window"),
     ({"chunking": {"size_tokens": 2**32}}, "chunking.size_tokens"),

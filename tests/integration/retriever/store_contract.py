@@ -302,7 +302,9 @@ class DocumentsContract:
         assert len(store.embeddings.after(generation + 1, 0, 5)[0]) == 0
 
     def test_settings_and_counters(self, store: DocumentStore) -> None:
-        settings = CollectionSettings(Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000, 0.7)
+        settings = CollectionSettings(
+            Chunking(64, 8), 0, IndexKind.HNSW, 10, 1000, 0.7, labels=False
+        )
         add_collection(store, "own", settings)
         put(store, "d", ["a", "bü"])
         put(store, "e", ["c"])

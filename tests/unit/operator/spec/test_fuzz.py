@@ -145,6 +145,7 @@ GOOD = [
         ],
         sync={"interval": "1h"},
         lexicalWeight=0.25,
+        labels=False,
     ),
 ]
 
