@@ -14,6 +14,8 @@ Settings, each with one difference from the default:
 
 - ``no labels``: passages without the name of their document and section
 - ``top_k N``, ``chunks of N``: passages of a prompt, and most tokens of a chunk
+- ``documents first``: the system prompt follows the documents
+- ``labels in the system prompt``: a system prompt that says what the labels are
 
 Figures:
 
@@ -54,6 +56,11 @@ QUICK_QUESTIONS, QUESTIONS = 12, 60
 QUICK_CHUNK_TOKENS = 64
 """Of a chunk of the short manuals with ``--quick``, so that a manual has several."""
 
+NAMES_LABELS = (
+    "Answer the question from the documents. Each passage begins with the name of its document in "
+    "brackets. If they do not contain the answer, reply: not in the documents."
+)
+
 AT_ONCE = 4
 """Questions of one setting that are asked at once."""
 
@@ -85,6 +92,8 @@ SETTINGS: Mapping[str, Setting] = {
     "top_k 8": Setting(options={"top_k": 8}),
     "chunks of 128": Setting(chunks_of(128)),
     "chunks of 512": Setting(chunks_of(512)),
+    "documents first": Setting(options={"layout": "documents-first"}),
+    "labels in the system prompt": Setting(system=NAMES_LABELS),
 }
 
 

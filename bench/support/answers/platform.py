@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,8 @@ def running_platform(folder: Path, model: str) -> Iterator[Platform]:
             "cacheStore": {"memory": "512Mi", "disk": {"size": "4Gi"}},
         },
     }
+    # A SIGTERM would otherwise leave the platform running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     file, data = folder / "ragcache.yaml", folder / "data"
     file.write_text(yaml.safe_dump(manifest))
     try:

@@ -41,6 +41,7 @@ class Prompt:
         stable_head: Number of leading tokens of the head that are a segment of their own, because
             other prompts have them too. 0: the head is one segment.
         chunk_digests: ``token_digest`` of each chunk. Empty: they are computed for a plan.
+        comes_once: Whether no other prompt is expected to have the part of the head that varies.
     """
 
     token_ids: PackedIds
@@ -48,6 +49,7 @@ class Prompt:
     chunk_ends: tuple[int, ...]
     stable_head: int = 0
     chunk_digests: tuple[bytes, ...] = field(default=(), compare=False)
+    comes_once: bool = field(default=False, compare=False)
 
     @property
     def head_ends(self) -> tuple[int, ...]:
@@ -84,13 +86,18 @@ def plan_exact(
     """Plan to load and store the head and every chunk as exact variants.
 
     The head (the system prompt) is a segment too, or two: without its KV no chunk after it could be
-    exact.
+    exact. After a head that comes once nothing could be loaded again, so it is only computed.
 
     Args:
         documents: Name of each chunk's document (``document_name``). Empty: unknown.
         planned_at_ms: Unix time before the gateway searched for the chunks. 0: unknown.
     """
     segments = _segments(prompt, space, domain, Action.EXACT, documents)
+    if prompt.comes_once:
+        stable = prompt.stable_head if prompt.stable_head < prompt.head else 0
+        segments = tuple(
+            replace(one, action=Action.COMPUTE) if one.start >= stable else one for one in segments
+        )
     return ReusePlan(request, domain, segments, planned_at_ms)
 
 
@@ -114,7 +121,7 @@ def plan_blend(
 
     Source: Cache-Craft section 3.
     """
-    exact = plan_exact(prompt, space, domain, request, documents)
+    exact = plan_exact(replace(prompt, comes_once=False), space, domain, request, documents)
     segments = tuple(
         replace(segment, action=Action.BLEND) if segment.start >= prompt.head else segment
         for segment in exact.segments

@@ -16,6 +16,10 @@ MIN_TOKENS = 32
 are no reason for another split: a prefix is found in the store only if it ends where it ended
 before."""
 
+NUM_CHANGES = 3
+"""Latest heads of a domain that each came once, after which a new head is expected to come once,
+too: it has a time or a session."""
+
 MAX_HEADS = 256
 """Number of heads and of prefixes that are remembered, most recently used."""
 
@@ -33,6 +37,7 @@ class StablePrefixes:
     def __init__(self) -> None:
         self._splits: OrderedDict[_Name, int] = OrderedDict()
         self._prefixes: OrderedDict[_Name, int] = OrderedDict()
+        self._repeated: OrderedDict[_Name, int] = OrderedDict()
 
     def split(self, head: Sequence[int], domain: str = PUBLIC_DOMAIN) -> int:
         """Return how many leading tokens of a head are a segment of their own.
@@ -48,10 +53,22 @@ class StablePrefixes:
         """
         name = domain, tuple(head)
         length = self._splits.get(name)
-        if length is None:
+        if length is not None:
+            _remember(self._repeated, name, length)
+        else:
             length = self._find_split(name)
         _remember(self._splits, name, length)
         return length
+
+    def comes_once(self, head: Sequence[int], domain: str = PUBLIC_DOMAIN) -> bool:
+        """Return whether a head that was just split is new, and so were the latest before it."""
+        name = domain, tuple(head)
+        latest = [one for one in reversed(self._splits) if one[0] == domain][: NUM_CHANGES + 1]
+        return (
+            len(latest) > NUM_CHANGES
+            and name in latest
+            and not any(one in self._repeated for one in latest)
+        )
 
     def _find_split(self, name: _Name) -> int:
         domain, head = name

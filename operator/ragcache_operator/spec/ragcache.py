@@ -302,6 +302,10 @@ class GatewaySpec(ManifestModel):
     max_displacement: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Most positions that a document may move from its rank with order cached. If unset, there is
     no limit."""
+    layout: Literal["system-first", "documents-first"] = "system-first"
+    """What a prompt begins with. documents-first puts the system prompt after the documents, so
+    that a date or a user in it does not prevent the reuse of their KV. Answers may differ. Requests
+    can set it with ragcache.layout."""
     speculation: Literal["off", "auto"] = "off"
     """Whether an engine computes a question's prompt while its search runs, from the documents that
     the search has found so far. auto does it where it is expected to save more time than it wastes

@@ -57,6 +57,7 @@ def build_server(settings: GatewaySettings) -> DrainingServer:
         max_model_len=settings.max_model_len,
         default_max_tokens=settings.default_max_tokens,
         cache_bytes=settings.token_cache_bytes,
+        layout=settings.layout,
     )
     try:
         prompts.frame(Conversation.asking("x", "x"))

@@ -152,6 +152,11 @@ class GatewaySettings(ServiceSettings):
     prompt begins with documents whose KV is stored in this order."""
     max_displacement: Count | None = setting(None, spec="spec.gateway.maxDisplacement")
     """Most positions that a document may move from its rank. Without it there is no limit."""
+    layout: Literal["system-first", "documents-first"] = setting(
+        "system-first", spec="spec.gateway.layout"
+    )
+    """What a prompt begins with where a request does not say it: the system prompt, or the
+    documents, which the system prompt then follows."""
     console: Literal["off", "on"] = setting("on", spec="spec.gateway.console")
     """Whether the gateway serves the console at /console. The page has no data of its own: what it
     shows, it requests with the key of its user."""

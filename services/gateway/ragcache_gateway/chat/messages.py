@@ -46,7 +46,8 @@ def read_conversation(request: ChatRequest) -> Conversation:
             f"is {stable_prefix}, and the system prompt has {len(system)} characters",
             "count the characters of the system messages, joined by blank lines",
         )
-    return Conversation(system or None, turns, stable_prefix, _template_arguments(request))
+    arguments = _template_arguments(request)
+    return Conversation(system or None, turns, stable_prefix, arguments, request.ragcache.layout)
 
 
 def question_field(messages: Sequence[ChatMessage]) -> str:

@@ -13,6 +13,7 @@ from ragcache_core.quality.report import Verdict
 from ragcache_gateway.documents.search_schema import SearchOptions
 from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
 from ragcache_gateway.explain.schema import Explanation
+from ragcache_gateway.prompts.conversation import Layout
 from ragcache_wire.rest_fields.fields import INTEGRAL, PositiveCount, Text
 
 RefusedFields = Mapping[str, tuple[tuple[object, ...], str]]
@@ -206,6 +207,15 @@ class RagCacheOptions(SearchOptions):
             "Leading characters of the system prompt that other requests have, too: what comes "
             "before a date, a user or a session. Their KV is stored once. Default: the gateway "
             "finds what recent system prompts have in common."
+        ),
+    )
+    layout: Layout | None = Field(
+        default=None,
+        description=(
+            "system-first: the prompt begins with the system prompt. documents-first: the system "
+            "prompt follows the documents, but for its stable_prefix, so that a date or a user in "
+            "it does not prevent the reuse of their KV; the answer may differ, because models "
+            "attend to positions differently. Default: the platform's setting."
         ),
     )
     explain: bool = Field(

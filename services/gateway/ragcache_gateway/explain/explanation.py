@@ -37,6 +37,10 @@ REUSE_IS_OFF = "reuse is off"
 """Reason of a chunk of a request that has set ``reuse: off``."""
 
 
+HEAD_COMES_ONCE = "system prompt changes with each request"
+"""Reason of a chunk after a head that no other prompt is expected to have."""
+
+
 class PromptPart(NamedTuple):
     """Tokens [start, end) of a prompt: a part of the template, or one chunk.
 
@@ -72,6 +76,7 @@ class AnsweredPrompt:
         record: None: the engine has dropped it.
         stages: Of the search.
         prefills: What engines computed during the search.
+        comes_once: Whether its head changes with each request, so that nothing after it is stored.
     """
 
     id: str
@@ -85,6 +90,7 @@ class AnsweredPrompt:
     record: pb.RequestRecord | None
     stages: tuple[ExplainedStage, ...] = ()
     prefills: tuple[ExplainedGuess, ...] = ()
+    comes_once: bool = False
 
 
 class PartUse(NamedTuple):
@@ -202,7 +208,11 @@ def part_uses(answered: AnsweredPrompt) -> list[PartUse]:
     record = answered.record
     if record is None:
         return [_UNKNOWN_USE] * len(answered.parts)
-    unplanned = REUSE_IS_OFF if answered.mode == "off" else record.miss
+    unplanned = record.miss
+    if answered.mode == "off":
+        unplanned = REUSE_IS_OFF
+    elif answered.mode == "exact" and answered.comes_once:
+        unplanned = HEAD_COMES_ONCE
     segments = {segment.start: segment for segment in record.segments}
     local_tokens = record.local_tokens
     return [

@@ -278,6 +278,7 @@ def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) ->
         prefills=tuple(
             explain_prefill(prefill, planned.question.started) for prefill in answer.prefills
         ),
+        comes_once=planned.prompt.prompt.comes_once,
     )
 
 

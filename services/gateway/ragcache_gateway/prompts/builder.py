@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ragcache_core.errors import InvalidInput
@@ -21,7 +21,7 @@ from ragcache_core.plan.prompt import (
     assemble,
 )
 from ragcache_core.plan.stable_prefix import StablePrefixes
-from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.conversation import Conversation, Layout
 from ragcache_gateway.prompts.passages import (
     Passage,
     fit_to_budget,
@@ -53,11 +53,13 @@ class TemplateFrame:
         head: Token ids before the chunks.
         tail: Token ids after the chunks.
         stable_head: See ``Prompt``.
+        comes_once: See ``Prompt``.
     """
 
     head: Sequence[int]
     tail: Sequence[int]
     stable_head: int = 0
+    comes_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class PromptParts:
             frame.stable_head,
             [chunk.digest for chunk in chunks],
         )
+        prompt = replace(prompt, comes_once=frame.comes_once)
         return AnswerPrompt(prompt, passages, self.max_tokens)
 
 
@@ -127,6 +130,7 @@ class PromptBuilder:
         default_max_tokens: Length of an answer for which the client sets none; at most a quarter
             of max_model_len.
         cache_bytes: Capacity of the cache of chunks' token ids.
+        layout: Of conversations that do not say it.
     """
 
     def __init__(
@@ -136,10 +140,12 @@ class PromptBuilder:
         max_model_len: int,
         default_max_tokens: int,
         cache_bytes: int,
+        layout: Layout = "system-first",
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._default_max_tokens = min(default_max_tokens, max_model_len // 4)
+        self._layout: Layout = layout
         self._chunks = TokenCache(cache_bytes)
         self._has_warned = False
         self._stable_prefixes = StablePrefixes()
@@ -236,7 +242,8 @@ class PromptBuilder:
         """Render the chat template and tokenize what comes before and after the chunks.
 
         The stable part of the head is what the conversation marks, or else what heads of its domain
-        before this one have in common with it.
+        before this one have in common with it. With documents first, the head ends with what the
+        conversation marks, and the rest of the system prompt begins the tail.
 
         Args:
             with_documents: Whether chunks follow the system prompt. Without them, the head ends
@@ -249,15 +256,18 @@ class PromptBuilder:
         """
         self._check_length(conversation.num_chars())
         system = conversation.system_with_documents if with_documents else conversation.system
-        stable, varying = system or "", ""
-        if conversation.stable_prefix is not None:
-            length = conversation.stable_prefix
-            stable, varying = stable[:length], stable[length:]
-        mark = STABLE_PREFIX_END if varying else ""
-        separator = CHUNK_SEPARATOR if with_documents else ""
+        text = system or ""
+        length = conversation.stable_prefix
+        if with_documents and (conversation.layout or self._layout) == "documents-first":
+            before, after = text[: length or 0], text[length or 0 :]
+        elif length is not None and length < len(text):
+            before, after = f"{text[:length]}{STABLE_PREFIX_END}{text[length:]}", ""
+        else:
+            before, after = text, ""
+        separator = CHUNK_SEPARATOR if with_documents and before else ""
         messages = [turn.to_template() for turn in conversation.turns]
         if system is not None:
-            content = f"{stable}{mark}{varying}{separator}{CHUNKS_PLACEHOLDER}"
+            content = f"{before}{separator}{CHUNKS_PLACEHOLDER}{after}"
             messages.insert(0, {"role": "system", "content": content})
         try:
             text = self._tokenizer.render(messages, conversation.template)
@@ -276,12 +286,15 @@ class PromptBuilder:
                 "has a chat template that does not write the system message once",
                 "name a model whose chat template takes a system message",
             )
-        before, *rest = (
+        first, *rest = (
             self._tokenizer.encode_template(part) for part in parts[0].split(STABLE_PREFIX_END)
         )
-        head = [*before, *itertools.chain(*rest)]
-        stable_head = len(before) if rest else self._stable_prefixes.split(head, domain)
-        return TemplateFrame(head, self._tokenizer.encode_template(parts[1]), stable_head)
+        head = [*first, *itertools.chain(*rest)]
+        found = self._stable_prefixes.split(head, domain)
+        stable_head = len(first) if rest else found
+        comes_once = self._stable_prefixes.comes_once(head, domain)
+        tail = self._tokenizer.encode_template(parts[1])
+        return TemplateFrame(head, tail, stable_head, comes_once)
 
     def chunk_digest(self, chunk: pb.Chunk) -> bytes:
         """Return the ``token_digest`` of a found chunk."""

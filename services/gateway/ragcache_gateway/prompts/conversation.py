@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
+
+Layout = Literal["system-first", "documents-first"]
+"""What a prompt begins with. The KV of documents depends on all tokens before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +34,23 @@ class Turn:
 class Conversation:
     """The parts of a conversation around the documents.
 
-    The system prompt comes before the documents, all turns come after them. So the tokens before
-    the documents, which their KV depends on, stay the same from turn to turn.
+    All turns come after the documents, and the system prompt as the layout says. So the tokens
+    before the documents, which their KV depends on, stay the same from turn to turn.
 
     Attributes:
         system: The client's system prompt; None: it sent none.
         stable_prefix: Number of leading characters of the system prompt that other requests have,
             too. None: unknown.
         template: Further arguments of the chat template, such as tools.
+        layout: Whether the system prompt follows the documents, but for its stable prefix. None:
+            as the platform is set.
     """
 
     system: str | None
     turns: tuple[Turn, ...]
     stable_prefix: int | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout | None = None
 
     @classmethod
     def asking(cls, system: str | None, question: str) -> Conversation:

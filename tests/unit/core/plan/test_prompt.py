@@ -53,6 +53,15 @@ def test_every_chunk_names_its_document() -> None:
     assert {s.document for s in plan_exact(prompt, SPACE, "public", "r").segments} == {""}
 
 
+@pytest.mark.parametrize(("stable_head", "num_exact"), [(2, 1), (3, 0)])
+def test_nothing_after_a_head_that_comes_once_is_stored(stable_head: int, num_exact: int) -> None:
+    prompt = replace(assemble([1, 2, 3], [[4], [5]], [6], stable_head), comes_once=True)
+    actions = [one.action for one in plan_exact(prompt, SPACE, "public", "r").segments]
+    assert actions == [Action.EXACT] * num_exact + [Action.COMPUTE] * (len(actions) - num_exact)
+    blend = plan_blend(prompt, SPACE, "public", "r", 0.2).segments
+    assert Action.COMPUTE not in {one.action for one in blend}, "chunks are reused after any head"
+
+
 @given(ids, st.lists(ids, max_size=5), ids)
 def test_the_engine_can_parse_every_exact_plan(
     head: list[int], chunks: list[list[int]], tail: list[int]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.plan.stable_prefix import MAX_HEADS, MIN_TOKENS, StablePrefixes
+from ragcache_core.plan.stable_prefix import (
+    MAX_HEADS,
+    MIN_TOKENS,
+    NUM_CHANGES,
+    StablePrefixes,
+)
 
 INSTRUCTIONS = list(range(1000, 1100))
 
@@ -53,6 +58,28 @@ def test_a_domain_does_not_learn_what_others_ask() -> None:
     assert prefixes.split([*INSTRUCTIONS, 3], "tenant-b") == 100
 
 
+def test_a_head_with_a_time_is_expected_once() -> None:
+    prefixes = StablePrefixes()
+    times = [[minute, *INSTRUCTIONS] for minute in range(NUM_CHANGES + 2)]
+    found = []
+    for head in times:
+        prefixes.split(head)
+        found.append(prefixes.comes_once(head))
+    assert found == [False] * NUM_CHANGES + [True, True]
+    prefixes.split(times[-1])
+    assert not prefixes.comes_once(times[-1]), "it came again"
+    prefixes.split([99, *INSTRUCTIONS])
+    assert not prefixes.comes_once([99, *INSTRUCTIONS]), "one of the latest came again"
+
+
+def test_heads_of_other_domains_do_not_make_one_come_once() -> None:
+    prefixes = StablePrefixes()
+    for minute in range(NUM_CHANGES + 1):
+        prefixes.split([minute, *INSTRUCTIONS], "tenant-a")
+    prefixes.split(INSTRUCTIONS, "tenant-b")
+    assert not prefixes.comes_once(INSTRUCTIONS, "tenant-b")
+
+
 small_heads = st.lists(st.integers(0, 1), max_size=3 * MIN_TOKENS)
 
 
@@ -72,5 +99,7 @@ def test_memory_is_bounded(count: int) -> None:
     prefixes = StablePrefixes()
     for user in range(count):
         prefixes.split([*INSTRUCTIONS, user])
+        prefixes.split([*INSTRUCTIONS, user])
     assert len(prefixes._splits) <= MAX_HEADS
     assert len(prefixes._prefixes) <= MAX_HEADS
+    assert len(prefixes._repeated) <= MAX_HEADS

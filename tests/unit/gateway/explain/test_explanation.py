@@ -19,6 +19,7 @@ from ragcache_core.planner.request_plan import (
     RequestPlan,
 )
 from ragcache_gateway.explain.explanation import (
+    HEAD_COMES_ONCE,
     REUSE_IS_OFF,
     AnsweredPrompt,
     PromptPart,
@@ -163,6 +164,13 @@ def test_a_request_without_reuse_says_so() -> None:
     explanation = explain(off)
     assert {part.reason for part in explanation.parts if part.chunk} == {REUSE_IS_OFF}
     assert {part.outcome for part in explanation.parts} == {"computed"}
+
+
+def test_a_changing_system_prompt_is_named_as_the_reason() -> None:
+    record = pb.RequestRecord(prompt_tokens=65, miss="planned to be computed")
+    once = replace(answered(record), mode="exact", comes_once=True)
+    explanation = explain(once)
+    assert {part.reason for part in explanation.parts if part.chunk} == {HEAD_COMES_ONCE}
 
 
 @given(

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,51 @@ def test_history_comes_between_the_documents_and_the_question(
         "<|system|>S\n\nAlpha.\n\n<|end|><|user|>Hello<|end|><|assistant|>Hi<|end|>"
         "<|user|>Why?<|end|><|assistant|>"
     )
+
+
+@pytest.mark.parametrize(
+    ("stable_prefix", "head", "after"),
+    [(None, "", "Be brief. It is 10:32."), (9, "Be brief.\n\n", " It is 10:32.")],
+)
+def test_with_documents_first_what_changes_follows_them(
+    tokenizer: ChatTokenizer, stable_prefix: int | None, head: str, after: str
+) -> None:
+    turns = (Turn("user", "Why?"),)
+    asked = Conversation("Be brief. It is 10:32.", turns, stable_prefix, layout="documents-first")
+    prompt = build(tokenizer).build(asked, [hit("a", "Alpha.")], 5).prompt
+    assert decode(tokenizer, prompt.token_ids) == (
+        f"<|system|>{head}Alpha.\n\n{after}<|end|><|user|>Why?<|end|><|assistant|>"
+    )
+    assert decode(tokenizer, prompt.token_ids[: prompt.head]) == f"<|system|>{head}"
+    by_default = PromptBuilder(
+        tokenizer,
+        max_model_len=1024,
+        default_max_tokens=8,
+        cache_bytes=1 << 20,
+        layout="documents-first",
+    )
+    asked = replace(asked, layout=None)
+    assert by_default.build(asked, [hit("a", "Alpha.")], 5).prompt == prompt
+    # Without documents nothing depends on the system prompt.
+    alone = by_default.build(asked, [], 5, with_documents=False).prompt
+    assert "10:32" in decode(tokenizer, alone.token_ids[: alone.head])
+
+
+def test_a_label_is_before_its_passage(tokenizer: ChatTokenizer, builder: PromptBuilder) -> None:
+    """Also while the retriever prepares documents for this tokenizer."""
+    one = hit("a", "Alpha.")
+    one.chunk.label = "[Pump P4]\n"
+    prompt = builder.build(QUESTION, [one, hit("b", "Beta.")], None).prompt
+    assert "\n\n[Pump P4]\nAlpha.\n\nBeta.\n\n" in decode(tokenizer, prompt.token_ids)
+
+
+def test_a_time_in_the_system_prompt_is_found_out(tokenizer: ChatTokenizer) -> None:
+    builder = build(tokenizer)
+    found = [
+        builder.build(Conversation.asking(f"It is 10:{n}.", "Why?"), [hit("a", "Alpha.")], 5)
+        for n in (10, 11, 12, 13, 13)
+    ]
+    assert [one.prompt.comes_once for one in found] == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("system", ["S", None])

@@ -52,6 +52,9 @@ const MISS_WORDS = {
   "did not arrive in time": "The load missed its deadline.",
   "too short to load": "It is too short to be worth a load.",
   "reuse is off": "The request set reuse to off.",
+  "system prompt changes with each request":
+    "The system prompt before it changes with each request, so nothing after it can be loaded again. " +
+    "The layout documents-first puts it after the documents.",
 };
 
 // Rows of the waterfall: {name, kind, startMs, endMs, predictedMs, note, marks}, in order of time.
