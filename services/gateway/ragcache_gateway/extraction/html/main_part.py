@@ -34,12 +34,12 @@ _NO_CONTENT: Final = re.compile(
     r"|anchorjs link|viewcode|permalink|skip ?links?|skip (?:to|nav)|cookies?|consent|gdpr"
     r"|newsletter|advert\w*|ads?|sponsor\w*|social|share|sharing|sharedaddy|modal|popup|lightbox"
     r"|comments|comment (?:list|form)|disqus|respond|feedback|helpful|login|signup|subscribe"
-    r"|clipboard|noprint|toolbar|jump link) "
+    r"|clipboard|noprint|toolbar|jump link|site notice|announcement|source file) "
 )
 """Names of elements that are not part of the document."""
 
 _MAYBE_CONTENT: Final = re.compile(
-    r" (?:nav|navbar|navigation|topnav|sidenav|subnav|menu|submenu|sidebar|sphinxsidebar|related"
+    r" (?:nav|navbar|navigation|topnav|sidenav|subnav|menu|submenu|sidebar|sphinxsidebar|related\w*"
     r"|footer|header|masthead|topbar|banner|widget|promo|popular|trending|recommend\w*|tags?"
     r"|categor(?:y|ies)|meta|author|byline|prev|next|outline|languages?|actions?) "
 )

@@ -11,6 +11,8 @@ from typing import Final
 
 from lxml.html import HtmlElement
 
+from ragcache_gateway.extraction.html.tree import clear
+
 _SHOWN_PARAMETERS: Final = frozenset({"title", "key"})
 """Titles of panels, texts of states and keys of tickets; others are settings."""
 
@@ -34,7 +36,7 @@ def to_html(root: HtmlElement) -> None:
         if tag in _NO_TEXT or (
             tag == "ac:parameter" and element.get("ac:name") not in _SHOWN_PARAMETERS
         ):
-            element.drop_tree()
+            clear(element)
         elif tag == "ac:parameter":
             is_block = element.getparent().find("ac:rich-text-body") is not None
             element.tag = "p" if is_block else "span"

@@ -45,7 +45,7 @@ def clear(element: HtmlElement) -> None:
 
 def has_text(text: str | None) -> bool:
     """Whether a text of an element is not only white space."""
-    return text is not None and bool(text)(text) and not text.isspace()
+    return bool(text) and not str(text).isspace()
 
 
 def insert_label(element: HtmlElement, label: str) -> None:
