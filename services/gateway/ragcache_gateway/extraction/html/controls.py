@@ -40,7 +40,9 @@ def replace_controls(root: HtmlElement) -> None:
     _label_panels(root)
     for element in list(root.iter()):
         tag = element.tag
-        if tag in _NO_TEXT:
+        if tag == "script" and element.get("type", "").startswith("math/tex"):
+            element.tag, element.text = "span", f"${element.text}$"
+        elif tag in _NO_TEXT:
             clear(element)
         elif tag == "button" or element.get("role") == "button":
             _replace_button(element)
@@ -53,7 +55,9 @@ def replace_controls(root: HtmlElement) -> None:
 def _replace_button(button: HtmlElement) -> None:
     parent = button.getparent()
     around = parent.tag if parent is not None else ""
-    if around in HEADINGS or around in ("summary", "dt"):
+    if around in HEADINGS and _is_after_text(button, parent):
+        clear(button)
+    elif around in HEADINGS or around in ("summary", "dt"):
         button.tag = "span"
     elif _shows_panel(button):
         button.tag = "summary"
@@ -67,10 +71,15 @@ def _replace_button(button: HtmlElement) -> None:
             clear(button)
 
 
-def _is_inside_sentence(button: HtmlElement, parent: HtmlElement) -> bool:
+def _is_after_text(button: HtmlElement, parent: HtmlElement) -> bool:
     before = button.getprevious()
-    text = parent.text if before is None else before.tail
-    return has_text(text) or has_text(button.tail)
+    if before is None:
+        return has_text(parent.text)
+    return has_text(before.tail) or bool(short_text(before))
+
+
+def _is_inside_sentence(button: HtmlElement, parent: HtmlElement) -> bool:
+    return _is_after_text(button, parent) or has_text(button.tail)
 
 
 def _shows_panel(button: HtmlElement) -> bool:

@@ -17,7 +17,14 @@ from lxml.html import HtmlElement
 
 from ragcache_gateway.extraction.html.code import code_of, is_code
 from ragcache_gateway.extraction.html.tables import Cell, table_markdown
-from ragcache_gateway.extraction.html.tree import HEADINGS, joined, names_of, short_text
+from ragcache_gateway.extraction.html.tree import (
+    HEADINGS,
+    clear,
+    insert_label,
+    joined,
+    names_of,
+    short_text,
+)
 
 _BLOCKS: Final = frozenset(
     {
@@ -55,6 +62,8 @@ _LINK_LABEL: Final = re.compile(r"(?:perma(?:nent )?link|(?:direct )?link to|anc
 _AFTER_HEADING: Final = re.compile(r"(?:\s|[¶§\u200b\u200c\u200d\ufeff🔗]|\[[\s|]{0,8}\])+$")
 # Text that Markdown would take for structure.
 _STRUCTURE: Final = re.compile(r"#{1,6}(?:\s|$)|`{3}|~{3}|(?:-+|=+)\s*$|<!--|<h[1-6]\b", re.I)
+_FEWEST_COLUMNS: Final = 2
+_MAX_LABEL_CHARS: Final = 80
 _MAX_LEADS: Final = 6
 _MAX_LAYOUT_CHARS: Final = 1000
 _ENDS_PHRASE: Final = (".", ";", ",", ":", "!", "?")
@@ -282,7 +291,8 @@ def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | No
         text = ""
     elif tag == "sup":
         power = short_text(element)
-        text = f"^{power}" if _POWER.fullmatch(power) and _ends_word(line) else None
+        if _POWER.fullmatch(power) and _ends_word(line):
+            text = f"^{power}" if element.find("a") is None else f"[{power}]"
     elif tag == "label":
         line.append(" ")
     return text
@@ -326,23 +336,43 @@ def _escaped(line: str) -> str:
     return f"\\{line}" if _STRUCTURE.match(line) else line
 
 
+def _lines(table: HtmlElement) -> list[list[HtmlElement]]:
+    """Return the cells of each row, without those of tables inside."""
+    lines = []
+    for part in table.iterchildren("tr", "thead", "tbody", "tfoot"):
+        for row in (part,) if part.tag == "tr" else part.iterchildren("tr"):
+            if cells := list(row.iterchildren("td", "th")):
+                lines.append(cells)
+    return lines
+
+
 def _rows(table: HtmlElement) -> list[list[Cell]]:
     """Return the cells of a table of data, or nothing for a table that only arranges a page."""
-    if table.get("role") in ("presentation", "none") or _has_blocks(table):
+    if table.get("role") in ("presentation", "none"):
         return []
-    lines = [
-        row
-        for part in (table, *table.iterchildren("thead", "tbody", "tfoot"))
-        for row in part.iterchildren("tr")
-    ]
-    rows = [[_cell(one) for one in line.iterchildren("td", "th")] for line in lines]
-    rows = [row for row in rows if row]
-    has_header = any(cell.is_header for row in rows for cell in row)
-    if has_header:
+    if _has_blocks(table):
+        _label_cells(table)
+        return []
+    rows = [[_cell(one) for one in line] for line in _lines(table)]
+    if any(cell.is_header for row in rows for cell in row):
         return rows
     is_long = any(len(cell.text) > _MAX_LAYOUT_CHARS for row in rows for cell in row)
     is_grid = len(rows) > 1 and max(map(len, rows)) > 1
     return rows if is_grid and not is_long else []
+
+
+def _label_cells(table: HtmlElement) -> None:
+    """Put the name of its column before each cell of a table that becomes paragraphs."""
+    first, *others = _lines(table) or [[]]
+    if len(first) < _FEWEST_COLUMNS or not others or any(cell.tag != "th" for cell in first):
+        return
+    names = [short_text(cell)[:_MAX_LABEL_CHARS] for cell in first]
+    for cell in first:
+        clear(cell)
+    for line in others:
+        for name, cell in zip(names, line, strict=False):
+            if name:
+                insert_label(cell, name)
 
 
 def _has_blocks(table: HtmlElement) -> bool:
@@ -362,14 +392,20 @@ def _has_blocks(table: HtmlElement) -> bool:
 def _cell(cell: HtmlElement) -> Cell:
     """Return a cell, whose paragraphs and lists become one line."""
     parts: list[str] = []
+    before = None
     for block in _blocks(cell, is_cell=True):
         marker = block.marker.strip()
         text = f"{marker} {block.text}" if marker[:1].isdigit() else block.text
-        if parts and block.kind is _Kind.ITEM and not parts[-1].endswith(_ENDS_PHRASE):
-            parts[-1] += ";"
+        if parts and not parts[-1].endswith(_ENDS_PHRASE):
+            if before is _Kind.TERM:
+                parts[-1] += ":"
+            elif block.kind in (_Kind.ITEM, _Kind.TERM):
+                parts[-1] += ";"
         parts.append(joined(text))
+        before = block.kind
+    is_header = cell.tag == "th" or cell.getparent().getparent().tag == "thead"
     spans = (_span(cell.get("colspan")), _span(cell.get("rowspan")))
-    return Cell(" ".join(parts), cell.tag == "th", *spans)
+    return Cell(" ".join(parts), is_header, *spans)
 
 
 def _span(value: str | None) -> int:

@@ -36,6 +36,8 @@ def read_html(content: bytes) -> ExtractedText:
     headings = list(main.iter("h1"))
     title = about.title(headings or list(body.iter("h1")))
     text = cleaned(markdown(main)) or _whole(content)
+    if not text and is_cut:
+        raise UnreadableDocument("has elements nested more than 2,000 deep", "send its text")
     if not text:
         raise _refusal(has_scripts=has_scripts)
     if not headings and any(heading_text(one) == title for one in body.iter("h1")):
