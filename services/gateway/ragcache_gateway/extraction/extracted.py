@@ -32,12 +32,14 @@ class ExtractedText:
         markdown: Whether the text is Markdown.
         title: The document's own title; empty if it names none.
         metadata: What the document says of itself, such as its author.
+        warnings: What of the document was not read, and what was assumed.
     """
 
     text: str
     markdown: bool
     title: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def cleaned(text: str) -> str:

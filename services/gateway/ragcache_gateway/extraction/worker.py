@@ -25,7 +25,8 @@ from typing import Any, BinaryIO, Final
 
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
-from ragcache_gateway.extraction.readers import read_html, read_office, read_pdf
+from ragcache_gateway.extraction.html.reader import read_html
+from ragcache_gateway.extraction.readers import read_office, read_pdf
 
 _DONE: Final = 0
 _REFUSED: Final = 3

@@ -1,0 +1,1 @@
+"""Web pages as generators write them, made so that each word is known to be text or navigation."""

@@ -1,0 +1,1 @@
+"""Reads the text of web pages: what a reader of the page sees, as Markdown."""

@@ -1,0 +1,156 @@
+"""Reads what a page declares of itself: title, author and date.
+
+A date counts only if the page declares it as its own. A date in the text or in the address may be
+that of anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import date
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+from lxml.html import HtmlElement
+
+from ragcache_gateway.extraction.html.markdown import heading_text
+from ragcache_gateway.extraction.html.tree import joined, names_of, short_text
+
+_DATES: Final = (
+    *("article:published_time", "og:published_time", "datepublished", "dcterms.issued"),
+    *(
+        "dc.date.issued",
+        "citation_publication_date",
+        "citation_date",
+        "publishdate",
+        "publish-date",
+    ),
+    *("publish_date", "pubdate", "published_time", "parsely-pub-date", "sailthru.date", "date"),
+    *("dcterms.date", "dc.date", "dcterms.created", "dc.date.created", "article:modified_time"),
+    *("og:updated_time", "dcterms.modified", "datemodified", "last-modified", "revised"),
+)
+"""Names of elements ``meta``, the first day of the document before later ones."""
+
+_AUTHORS: Final = ("author", "article:author", "dc.creator", "dcterms.creator", "citation_author")
+_SITES: Final = ("og:site_name", "application-name", "apple-mobile-web-app-title")
+_DOCUMENTS: Final = re.compile(
+    r"(?:Article|Posting|Report|Page|HowTo|CreativeWork|DigitalDocument|Chapter|Book)$"
+)
+_TIME_NAMES: Final = re.compile(r" (?:dt published|entry date|published) ")
+_DAY: Final = re.compile(r"\s*(\d{4})[-/.]?(\d{2})[-/.]?(\d{2})(?!\d)")
+_TITLE_BREAK: Final = re.compile(r"\s+[|\u2013\u2014\u00b7\u00bb\u2022:-]\s+")
+_MAX_SCRIPT_CHARS: Final = 1 << 20
+
+
+class About:
+    """What a page says of itself before anything is removed from it."""
+
+    def __init__(self, root: HtmlElement) -> None:
+        self._meta = _meta(root)
+        self._linked = list(_linked_data(root))
+        self._titles = [joined(one.itertext()) for one in root.iterfind(".//head/title")]
+        self.date = self._date(root)
+        self.author = self._author(root)
+
+    def title(self, headings: list[HtmlElement]) -> str:
+        """Return the title, which is a heading if one heading of the first level is the title.
+
+        Args:
+            headings: Those of the first level, in the main part.
+        """
+        declared = self._meta.get("og:title") or next(iter(self._titles), "")
+        texts = [text for text in map(heading_text, headings[:8]) if text]
+        named = [text for text in texts if text in declared]
+        if named or len(texts) == 1:
+            return max(named, key=len, default=texts[0] if texts else "")
+        return self._without_site(declared)
+
+    def _without_site(self, title: str) -> str:
+        """Return a title without the name of the site, if the page tells that name."""
+        parts = _TITLE_BREAK.split(title)
+        for site in filter(None, map(self._meta.get, _SITES)):
+            if len(parts) > 1 and parts[-1] == site:
+                return title[: title.rindex(site)].rstrip(" |\u2013\u2014\u00b7\u00bb\u2022:-")
+        return title
+
+    def _date(self, root: HtmlElement) -> str | None:
+        for value in map(self._meta.get, _DATES[:-5]):
+            if day := _day(value):
+                return day
+        for name in ("datePublished", "dateCreated", "dateModified"):
+            for one in self._linked:
+                if day := _day(one.get(name)):
+                    return day
+        days = {_day(one.get("datetime")) for one in root.iter("time") if _is_publication(one)}
+        days |= {
+            _day(one.get("content")) for one in root.iterfind(".//*[@itemprop='datePublished']")
+        }
+        days -= {None}
+        if len(days) == 1:
+            return days.pop()
+        return next(filter(None, (_day(self._meta.get(name)) for name in _DATES[-5:])), None)
+
+    def _author(self, root: HtmlElement) -> str | None:
+        names = (self._meta.get(name) for name in _AUTHORS)
+        for name in (*names, *(_name(one.get("author")) for one in self._linked)):
+            if name and not name.startswith(("http:", "https:")):
+                return name
+        named = root.find(".//*[@rel='author']")
+        return short_text(named) if named is not None else None
+
+
+def _meta(root: HtmlElement) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in root.iter("meta"):
+        name = one.get("property") or one.get("name") or one.get("itemprop") or ""
+        if (value := one.get("content", "").strip()) and name:
+            found.setdefault(name.lower(), value)
+    return found
+
+
+def _linked_data(root: HtmlElement) -> Iterator[dict[str, Any]]:
+    """Yield the documents that the page describes as JSON-LD: itself."""
+    for script in root.iter("script"):
+        if script.get("type") != "application/ld+json":
+            continue
+        try:
+            value = json.loads((script.text or "")[:_MAX_SCRIPT_CHARS])
+        except (ValueError, RecursionError):
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            graph = one.get("@graph", [one]) if isinstance(one, dict) else []
+            for node in graph if isinstance(graph, list) else []:
+                kinds = node.get("@type", "") if isinstance(node, dict) else ""
+                for kind in kinds if isinstance(kinds, list) else [kinds]:
+                    if isinstance(kind, str) and _DOCUMENTS.search(kind):
+                        yield node
+
+
+def _name(author: Any) -> str | None:
+    if isinstance(author, list):
+        return ", ".join(filter(None, map(_name, author[:8]))) or None
+    if isinstance(author, dict):
+        author = author.get("name")
+    return author if isinstance(author, str) else None
+
+
+def _is_publication(element: HtmlElement) -> bool:
+    return (
+        "pubdate" in element.attrib
+        or element.get("itemprop") == "datePublished"
+        or bool(_TIME_NAMES.search(names_of(element)))
+    )
+
+
+def _day(value: Any) -> str | None:
+    """Return a day as YYYY-MM-DD, or None for other values."""
+    if not isinstance(value, str):
+        return None
+    try:
+        if found := _DAY.match(value):
+            return date(*map(int, found.groups())).isoformat()
+        return parsedate_to_datetime(value[:64]).date().isoformat()
+    except (ValueError, TypeError, IndexError):
+        return None

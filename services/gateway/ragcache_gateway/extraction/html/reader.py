@@ -1,0 +1,74 @@
+"""Reads the text of web pages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lxml.html import HtmlElement
+
+from ragcache_gateway.extraction.extracted import (
+    ExtractedText,
+    UnreadableDocument,
+    cleaned,
+    metadata_of,
+    short_line,
+)
+from ragcache_gateway.extraction.html.about import About
+from ragcache_gateway.extraction.html.code import mark_code
+from ragcache_gateway.extraction.html.controls import replace_controls
+from ragcache_gateway.extraction.html.main_part import main_part
+from ragcache_gateway.extraction.html.markdown import heading_text, markdown
+from ragcache_gateway.extraction.html.source import parse
+from ragcache_gateway.extraction.html.storage_format import to_html
+
+_NESTED: Final = "elements are nested more than 2,000 deep; the text after that was not read"
+
+
+def read_html(content: bytes) -> ExtractedText:
+    """Read a page without navigation, comments and scripts. Raises UnreadableDocument."""
+    root, is_cut = parse(content)
+    if root is None:
+        raise _refusal(has_scripts=False)
+    has_scripts = root.find(".//script") is not None
+    about = About(root)
+    body = _body(root)
+    main = main_part(body)
+    headings = list(main.iter("h1"))
+    title = about.title(headings or list(body.iter("h1")))
+    text = cleaned(markdown(main)) or _whole(content)
+    if not text and is_cut:
+        raise UnreadableDocument("has elements nested more than 2,000 deep", "send its text")
+    if not text:
+        raise _refusal(has_scripts=has_scripts)
+    if not headings and any(heading_text(one) == title for one in body.iter("h1")):
+        # The heading of the page is before its main part.
+        text = f"# {title}\n\n{text}"
+    return ExtractedText(
+        text,
+        markdown=True,
+        title=short_line(title),
+        metadata=metadata_of(author=about.author, date=about.date),
+        warnings=(_NESTED,) if is_cut else (),
+    )
+
+
+def _body(root: HtmlElement) -> HtmlElement:
+    to_html(root)
+    replace_controls(root)
+    mark_code(root)
+    body = root.find("body")
+    return root if body is None else body
+
+
+def _whole(content: bytes) -> str:
+    """Return all text of a page that consists of navigation."""
+    root, _ = parse(content)
+    return "" if root is None else cleaned(markdown(_body(root)))
+
+
+def _refusal(*, has_scripts: bool) -> UnreadableDocument:
+    if has_scripts:
+        return UnreadableDocument(
+            "has no text without its scripts", "save the page from a browser, and send that file"
+        )
+    return UnreadableDocument("has no text", "send a page with text")
