@@ -89,11 +89,11 @@ GOOD: list[tuple[Object, Object | None]] = [
     (cache(model={"source": "pvc:models/llama", "maxLength": 8192}), None),
     (cache(engines=[{"args": ["--max-num-seqs=8"], "unsafeArgs": ["--hostess=x--port"]}]), None),
     (external(name="theirs", args=[], replicas=1), None),
-    (cache(scheduling={"tolerations": [{"operator": "Exists"}]}), None),
-    (cache(scheduling={"tolerations": [{"key": "a", "effect": "NoExecute"}]}), None),
+    (cache(podTemplate={"tolerations": [{"operator": "Exists"}]}), None),
+    (cache(podTemplate={"tolerations": [{"key": "a", "effect": "NoExecute"}]}), None),
     (
         cache(
-            scheduling={
+            podTemplate={
                 "tolerations": [{"key": "a", "effect": "NoExecute", "tolerationSeconds": 5}]
             },
             networkPolicy={

@@ -181,7 +181,7 @@ DEFAULTED = [
             "embedder": {"source": "http://e/v1", "model": "m", "keySecret": {"name": "k"}},
         },
         engines=[{"name": "a", "autoscaling": {"maxReplicas": 2}}, {"name": "b"}],
-        scheduling={"tolerations": [{"key": "a"}]},
+        podTemplate={"tolerations": [{"key": "a"}]},
         networkPolicy={"clients": [{"podSelector": {}}]},
     ),
     cache(reuse={"mode": "blend"}),

@@ -127,11 +127,11 @@ BAD_SPECS = {
     "did you mean matchLabels?": {
         "networkPolicy": {"clients": [{"podSelector": {"matchLabel": {}}}]}
     },
-    "spec.scheduling.nodeSelector: [] is not a mapping; write a mapping": {
-        "scheduling": {"nodeSelector": []}
+    "spec.podTemplate.nodeSelector: [] is not a mapping; write a mapping": {
+        "podTemplate": {"nodeSelector": []}
     },
-    "spec.scheduling.nodeSelector.disk: 1 is not a string; write a string": {
-        "scheduling": {"nodeSelector": {"disk": 1}}
+    "spec.podTemplate.nodeSelector.disk: 1 is not a string; write a string": {
+        "podTemplate": {"nodeSelector": {"disk": 1}}
     },
     "spec.gateway.port: True is not an integer; write an integer, without quotes": {
         "gateway": {"port": True}
