@@ -233,6 +233,11 @@ _reuse = _maybe(
     quality=st.floats(0, 1),
     precompute=st.booleans(),
 )
+_NOT_TOGETHER: Object = {
+    "requiredDuringSchedulingIgnoredDuringExecution": [
+        {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}}
+    ]
+}
 _pod_template = _maybe(
     priorityClassName=_names,
     nodeSelector=st.just({"pool": "rag"}),
@@ -247,7 +252,7 @@ _pod_template = _maybe(
     annotations=st.just({"example.com/note": "a b"}),
     serviceAccountAnnotations=st.just({"example.com/role": "reader"}),
     runtimeClassName=_names,
-    affinity=st.just({"podAntiAffinity": {}}),
+    affinity=st.just({"podAntiAffinity": _NOT_TOGETHER}),
     topologySpreadConstraints=st.sampled_from([[], [{"topologyKey": "rack"}]]),
     securityContext=st.sampled_from([{}, {"runAsUser": 1001, "supplementalGroups": [5]}]),
 )

@@ -143,4 +143,5 @@ def _variable(name: str, value: EnvValue) -> Object:
     if isinstance(value, FromResource):
         resource = {"resource": value.name, "divisor": "1"}
         return {"name": name, "valueFrom": {"resourceFieldRef": resource}}
-    return {"name": name, "value": value}
+    # The API server drops an empty value.
+    return {"name": name, **({"value": value} if value else {})}

@@ -230,9 +230,10 @@ def pod_template(
             for mount in container.mounts
             if mount.volume is not None
         ],
-        "topologySpreadConstraints": _spread(template, spread_by),
         **template_fields(template),
     }
+    if constraints := _spread(template, spread_by):
+        spec["topologySpreadConstraints"] = constraints
     return {"metadata": template_metadata(template, labels), "spec": spec}
 
 
@@ -251,7 +252,8 @@ def template_fields(template: PodTemplateSpec) -> Object:
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "nodeSelector": dict(template.node_selector),
-        "affinity": dict(template.affinity or {}),
+        "affinity": template.affinity
+        and template.affinity.model_dump(by_alias=True, exclude_defaults=True, mode="json"),
         "tolerations": [
             toleration.model_dump(by_alias=True, exclude_defaults=True, mode="json")
             for toleration in template.tolerations

@@ -1,4 +1,4 @@
-"""What a spec sets about pods: their template, their environment, and how they reach other hosts."""
+"""What a spec sets about pods: their template, their environment and their proxy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from ragcache_operator.spec.values import (
 )
 
 _OWN_LABELS = ("app.kubernetes.io/", f"{GROUP}/")
-_ANY_FIELDS = ServerSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
+_AffinityRules = Annotated[
+    Mapping[str, Any],
+    Field(max_length=2),
+    ServerSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]
 
 
 def _not_ours(key: str) -> str:
@@ -60,6 +64,17 @@ class PullSecret(ManifestModel):
     """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
 
 
+class AffinitySpec(ManifestModel):
+    """AffinitySpec is the affinity of a pod spec."""
+
+    node_affinity: _AffinityRules | None = None
+    """Nodes that the pods need or prefer."""
+    pod_affinity: _AffinityRules | None = None
+    """Pods that the pods have to be near, or prefer to be."""
+    pod_anti_affinity: _AffinityRules | None = None
+    """Pods that the pods must not be near, or avoid."""
+
+
 class SpreadSpec(ManifestModel):
     """SpreadSpec spreads the pods of one workload over nodes, zones or other domains."""
 
@@ -71,7 +86,7 @@ class SpreadSpec(ManifestModel):
     """What happens to a pod that would exceed maxSkew."""
 
 
-_GroupId = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
+_Id = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 
 
 class SELinuxSpec(ManifestModel):
@@ -87,13 +102,13 @@ class SecurityContextSpec(ManifestModel):
     """SecurityContextSpec sets the user and the groups of pods. Fields that are left out are left
     out of pods, too."""
 
-    run_as_user: _GroupId | None = None
+    run_as_user: _Id | None = None
     """Id of the user. 0 is not allowed, because pods never run as root."""
-    run_as_group: _GroupId | None = None
+    run_as_group: _Id | None = None
     """Id of the user's group."""
-    fs_group: _GroupId | None = None
+    fs_group: _Id | None = None
     """Id of the group that owns the volumes. Without it, the user must be able to write them."""
-    supplemental_groups: Annotated[tuple[_GroupId, ...], ServerList(16)] = ()
+    supplemental_groups: Annotated[tuple[_Id, ...], ServerList(16)] = ()
     """Ids of further groups of the user."""
     se_linux_options: SELinuxSpec | None = None
     """SELinux context. If unset, the container runtime chooses one."""
@@ -116,7 +131,7 @@ class PodTemplateSpec(ManifestModel):
     of syncs run under the default ServiceAccount of the namespace."""
     node_selector: Labels = Field(default_factory=dict)
     """Labels that a node must have to run the pods."""
-    affinity: Annotated[Mapping[str, Any], _ANY_FIELDS] | None = None
+    affinity: AffinitySpec | None = None
     """Affinity of each pod, as in a pod spec. The API server checks it with the pod."""
     tolerations: Annotated[tuple[TolerationSpec, ...], ServerList(32)] = ()
     """Tolerations of each pod."""

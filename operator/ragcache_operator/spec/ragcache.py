@@ -524,9 +524,9 @@ class RagCacheSpec(ManifestModel):
     sync_jobs: SyncJobsSpec = SyncJobsSpec()
     """The Jobs that sync the RagCollections of this RagCache."""
     pod_template: PodTemplateSpec = PodTemplateSpec()
-    """Additions to the pods of all components and Jobs: labels, scheduling, security. Each component
-    can override it: labels and annotations are merged, and every other field that a component
-    gives, even an empty one, replaces the one here."""
+    """Additions to the pods of all components and Jobs: labels, scheduling, security. Each
+    component can override it: labels and annotations are merged, and every other field that a
+    component gives, even an empty one, replaces the one here."""
     env: Annotated[tuple[EnvVarSpec, ...], ServerList(64, kind="map")] = ()
     """Environment variables of the pods of all components and Jobs, like HF_ENDPOINT for a mirror
     of the hub. They override variables that RagCache sets, and RagCache does not check them."""

@@ -177,7 +177,11 @@ TEMPLATE: dict[str, Any] = {
     "annotations": {"note": "two"},
     "serviceAccountAnnotations": {"role": "two"},
     "nodeSelector": {"a": "b"},
-    "affinity": {"nodeAffinity": {}},
+    "affinity.nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]},
+    "affinity.podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]},
+    "affinity.podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]
+    },
     "tolerations": [{"operator": "Exists"}],
     "topologySpreadConstraints": [],
     "priorityClassName": "two",

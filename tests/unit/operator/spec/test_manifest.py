@@ -119,7 +119,9 @@ BAD_SPECS = {
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
     "autoscaling, resources, limits, order, maxDisplacement, speculation, rewrite, "
-    "console, allowedHosts, allowedOrigins, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "console, allowedHosts, allowedOrigins, ingress, httpRoute, service, podTemplate": {
+        "gateway": {"zebra": True}
+    },
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },
