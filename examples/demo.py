@@ -9,6 +9,9 @@ standard library, or any folder of texts. Then it asks questions three times:
 3. blend: after another restart, pairs of the questions, so that chunks recur after other chunks and
    at other positions. Each one is asked with reuse and then without.
 
+On a slow processor it ingests less, and asks fewer questions of fewer passages, so that it ends
+within six minutes: it measures a short prompt first (``demo_size``).
+
 It shows speed and citations. A model of this size answers simple questions only, so the exit status
 does not depend on what it says: 1 if a question got no answer, or nothing came from the store.
 
@@ -39,6 +42,18 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from examples.demo_size import (  # noqa: E402
+    INGEST_S,
+    LIMIT_S,
+    PAUSE_S,
+    SIZES,
+    DemoSize,
+    Speed,
+    asked_about,
+    fitting_count,
+    largest_size,
+    pairs,
+)
 from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget  # noqa: E402
 from ragcache_cli.commands.ask import (  # noqa: E402
     Reply,
@@ -64,23 +79,25 @@ from ragcache_operator.spec.ragcache import RagCache  # noqa: E402
 
 QUESTIONS = (
     "How do I copy a whole directory tree with shutil?",
-    "How do I create a temporary directory that is removed afterwards?",
+    "How do I create a temporary directory with tempfile that is removed afterwards?",
     "How do I run a command with subprocess and capture its output?",
     "How do I read a CSV file whose first row has the field names?",
     "How do I compress data with gzip?",
     "How do I add a positional argument to an argparse parser?",
 )
 COLLECTION = "demo"
-TOP_K = 7
 MAX_TOKENS = 40
 FEW_TOKENS = 8
 """Of answers that are not shown."""
 MOST_QUESTIONS = 12
-PAUSE_S = 1.0
-"""Between questions, as a person would: the engine saves a prompt's KV after its answer."""
+NOTICE_S = 3.0
+"""A wait that is expected to take longer than this is announced."""
 SAVE_TIMEOUT_S = 30.0
 RENDER_TIMEOUT_S = 120.0
 WARM_UP = "What is in these documents?"
+MEASURED = "Which functions are described?"
+FIRST_DOCUMENTS = 8
+"""Of a folder whose documents no question names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +182,6 @@ def read_questions(
     return tuple(f"What is {file.path.stem.replace('_', ' ')} about?" for file in chosen)
 
 
-def pairs(questions: Sequence[str]) -> list[str]:
-    """Return each question together with another one, so that chunks of both are retrieved."""
-    half = len(questions) // 2
-    apart = zip(questions[:half], questions[half:], strict=False)
-    together = zip(questions[::2], questions[1::2], strict=False)
-    return list(dict.fromkeys(f"{later} {first}" for first, later in (*apart, *together)))
-
-
 async def run(
     cache: RagCache,
     files: Sequence[DocumentFile],
@@ -181,81 +190,181 @@ async def run(
     console: Console,
 ) -> int:
     """The demo; returns the exit status."""
+    begun = time.monotonic()
     lines = ProgressLines(console)
     cache = use_fast_number_type(cache, read_cpu_features())
+    console.print("starting four services: the engine loads the model for 20 to 70 s")
     async with (
         LocalPlatform(cache, data, progress=lines.report, gateway_port=0) as platform,
         GatewayApiClient(GatewayTarget(platform.gateway_url)) as gateway,
     ):
-        started = time.monotonic()
-        with IngestProgress(console, len(files)) as progress:
-            done = await ingest(
-                gateway, COLLECTION, files, lambda result: progress.advance(result.new_chunks)
-            )
-        ingest_s = time.monotonic() - started
-        console.print(
-            f"{done.written} documents, {done.chunks:,} chunks in {ingest_s:.0f} s "
-            f"({done.chunks / ingest_s:.0f} chunks/s)"
-        )
+        start_s = time.monotonic() - begun
+        done, ingest_s = await ingest_for(gateway, files, questions, console)
+        speed = await measure(gateway, start_s, console)
+        left_s = LIMIT_S - (time.monotonic() - begun)
+        size = largest_size(speed, left_s)
+        questions = questions[: size.num_questions] if size != SIZES[0] else questions
+        console.print(plan_line(size, speed, len(questions)))
+        asking = Asking(gateway, console, size, speed)
         console.rule("cold: the store is empty")
-        await warm_up(gateway)
-        cold = [await ask_one(gateway, text, "exact", console) for text in questions]
+        cold = [await asking.ask(questions[0], "exact")]
+        first_answer_s = time.monotonic() - begun
+        cold += [await asking.ask(text, "exact") for text in questions[1:]]
         await until_saved(gateway)
         console.rule("exact: the engine is restarted, which empties its own cache")
-        await platform.restart("engine")
-        await warm_up(gateway)
-        warm = [await ask_one(gateway, text, "exact", console) for text in questions]
+        await asking.restart(platform)
+        warm = [await asking.ask(text, "exact") for text in questions]
         same = [
             Asked(text, "exact", *replies)
             for text, *replies in zip(questions, cold, warm, strict=True)
         ]
         await until_saved(gateway)
         console.rule("blend: two questions at once, so that chunks recur in other places")
-        await platform.restart("engine")
-        await warm_up(gateway)
-        mixed = [await ask_mixed(gateway, text, console) for text in pairs(questions)]
+        await asking.restart(platform)
+        mixed = [await asking.ask_mixed(text) for text in pairs(questions)]
         console.print()
         console.print(table([*same, *mixed]))
         faults = faults_of(same, mixed)
         for fault in faults:
             console.print(Text(fault, style="red"))
+        seconds = {"first_answer_s": first_answer_s, "total_s": time.monotonic() - begun}
+        console.print(
+            f"first cited answer after {first_answer_s:.0f} s, all after {seconds['total_s']:.0f} s"
+        )
         if console.is_terminal and os.environ.get("DEMO") != "once":
-            await converse(gateway, console)
+            await converse(asking)
     # Programs read the last line.
-    print(json.dumps(summary(done, len(files), ingest_s, same, mixed)), flush=True)
+    figures = summary(done, ingest_s, same, mixed)
+    rounded = {name: round(value, 1) for name, value in seconds.items()}
+    print(json.dumps({**figures, **rounded, "top_k": size.top_k}), flush=True)
     return 1 if faults else 0
 
 
-async def ask_one(
-    gateway: GatewayApiClient, text: str, reuse: str, console: Console | None
-) -> Reply:
-    """Ask at temperature 0; show answer, citations and times if there is a console."""
-    await asyncio.sleep(PAUSE_S)
-    if console is not None:
-        console.print(f"\n[bold]{text}[/bold]")
-    options = {"collection": COLLECTION, "top_k": TOP_K, "reuse": reuse}
-    sampling = Sampling(0.0, MAX_TOKENS if console is not None else FEW_TOKENS)
-    reply = await ask(gateway, text, options, console, sampling)
-    if console is not None:
+async def ingest_for(
+    gateway: GatewayApiClient,
+    files: Sequence[DocumentFile],
+    questions: Sequence[str],
+    console: Console,
+) -> tuple[Ingested, float]:
+    """Ingest the documents that questions name, and others while there is time.
+
+    Returns:
+        What was written, and the seconds that it took.
+    """
+    named = set(asked_about((file.path.stem for file in files), questions))
+    first = [file for file in files if file.path.stem in named] or list(files[:FIRST_DOCUMENTS])
+    others = [file for file in files if file not in first]
+    begun = time.monotonic()
+    with IngestProgress(console, len(files)) as progress:
+
+        async def write(some: Sequence[DocumentFile]) -> Ingested:
+            return await ingest(
+                gateway, COLLECTION, some, lambda one: progress.advance(one.new_chunks)
+            )
+
+        parts = [await write(first)]
+        bytes_per_s = sum(map(size_bytes, first)) / (time.monotonic() - begun)
+        fitting = fitting_count(list(map(size_bytes, others)), bytes_per_s)
+        if fitting:
+            parts.append(await write(others[:fitting]))
+    ingest_s = time.monotonic() - begun
+    done = Ingested(
+        written=sum(part.written for part in parts),
+        unchanged=sum(part.unchanged for part in parts),
+        refused=tuple(error for part in parts for error in part.refused),
+        chunks=sum(part.chunks for part in parts),
+    )
+    console.print(
+        f"{done.written} documents, {done.chunks:,} chunks in {ingest_s:.0f} s "
+        f"({done.chunks / ingest_s:.0f} chunks/s)"
+    )
+    if fitting < len(others):
+        console.print(
+            f"{len(others) - fitting} of {len(files)} documents are left out: on this processor "
+            f"they would take longer than {INGEST_S:.0f} s"
+        )
+    return done, ingest_s
+
+
+def size_bytes(file: DocumentFile) -> int:
+    """Return the size of a file in bytes."""
+    return file.path.stat().st_size
+
+
+async def measure(gateway: GatewayApiClient, start_s: float, console: Console) -> Speed:
+    """Return how long this machine computes a short prompt and an answer."""
+    console.print("measuring a short prompt: the first one takes up to 10 s")
+    asking = Asking(gateway, console, SIZES[-1], Speed(0.0, 0.0, start_s))
+    await asking.warm_up()
+    begun = time.monotonic()
+    reply = await asking.ask_silently(MEASURED, 1)
+    asked_s = time.monotonic() - begun - PAUSE_S
+    first_s = first_token_ms(reply) / 1000
+    token_s = max(0.0, asked_s - first_s) / FEW_TOKENS
+    return Speed(first_s, token_s * MAX_TOKENS, start_s)
+
+
+def plan_line(size: DemoSize, speed: Speed, num_questions: int) -> str:
+    """Return the line that says what follows and how long it takes."""
+    computed_s, all_s = speed.first_token_s(size.top_k), size.seconds(speed)
+    why = "" if size == SIZES[0] else ", fewer than on a faster processor"
+    return (
+        f"{num_questions} questions of {size.top_k} passages each{why}: a prompt takes about "
+        f"{computed_s:.1f} s to compute, and everything about {all_s:.0f} s"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Asks questions of one size, and says what is awaited and for how long."""
+
+    gateway: GatewayApiClient
+    console: Console
+    size: DemoSize
+    speed: Speed
+
+    async def ask(self, text: str, reuse: str) -> Reply:
+        """Ask at temperature 0, and show answer, citations and times."""
+        self.console.print(f"\n[bold]{text}[/bold]")
+        reply = await self._ask(text, reuse, self.size.top_k, self.console)
         for shown in (render_citations(reply), render_timing(reply)):
             if shown is not None:
-                console.print(shown)
-    return reply
+                self.console.print(shown)
+        return reply
 
+    async def ask_silently(self, text: str, top_k: int) -> Reply:
+        """Ask without any reuse, and show nothing."""
+        return await self._ask(text, "off", top_k, None)
 
-async def ask_mixed(gateway: GatewayApiClient, text: str, console: Console) -> Asked:
-    """Ask with blend, and then without any reuse.
+    async def ask_mixed(self, text: str) -> Asked:
+        """Ask with blend, and then without any reuse.
 
-    Blended KV stays private to its request, so that the second prompt is computed.
-    """
-    reused = await ask_one(gateway, text, "blend", console)
-    computed = await ask_one(gateway, text, "off", None)
-    return Asked(text, "blend", computed, reused)
+        Blended KV stays private to its request, so that the second prompt is computed.
+        """
+        reused = await self.ask(text, "blend")
+        self._announce("the same without reuse", self.speed.first_token_s(self.size.top_k))
+        computed = await self.ask_silently(text, self.size.top_k)
+        return Asked(text, "blend", computed, reused)
 
+    async def warm_up(self) -> None:
+        """Ask without reuse, so that the one-time work of a new engine is not measured."""
+        await self.ask_silently(WARM_UP, 1)
 
-async def warm_up(gateway: GatewayApiClient) -> None:
-    """Ask without reuse, so that the one-time work of a new engine is not measured."""
-    await ask_one(gateway, WARM_UP, "off", None)
+    async def restart(self, platform: LocalPlatform) -> None:
+        """Restart the engine and warm it up."""
+        self._announce("the engine loads the model", self.speed.start_s)
+        await platform.restart("engine")
+        await self.warm_up()
+
+    async def _ask(self, text: str, reuse: str, top_k: int, console: Console | None) -> Reply:
+        await asyncio.sleep(PAUSE_S)
+        options = {"collection": COLLECTION, "top_k": top_k, "reuse": reuse}
+        sampling = Sampling(0.0, MAX_TOKENS if console is not None else FEW_TOKENS)
+        return await ask(self.gateway, text, options, console, sampling)
+
+    def _announce(self, awaited: str, seconds: float) -> None:
+        if seconds >= NOTICE_S:
+            self.console.print(Text(f"{awaited}: about {seconds:.0f} s", style="dim"))
 
 
 async def until_saved(gateway: GatewayApiClient) -> None:
@@ -320,7 +429,6 @@ def faults_of(same: Sequence[Asked], mixed: Sequence[Asked]) -> list[str]:
 
 def summary(
     done: Ingested,
-    documents: int,
     ingest_s: float,
     same: Sequence[Asked],
     mixed: Sequence[Asked],
@@ -329,7 +437,7 @@ def summary(
     cold, warm = medians(same)
     computed, blended = medians(mixed) if mixed else (None, None)
     return {
-        "documents": documents,
+        "documents": done.written,
         "chunks": done.chunks,
         "ingest_s": round(ingest_s, 1),
         "ingest_chunks_per_s": round(done.chunks / ingest_s, 1),
@@ -353,8 +461,9 @@ def summary(
     }
 
 
-async def converse(gateway: GatewayApiClient, console: Console) -> None:
+async def converse(asking: Asking) -> None:
     """Let the person at the terminal ask; an empty line ends it."""
+    console = asking.console
     console.print("\nAsk about the documents; an empty line ends the demo.")
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -366,7 +475,7 @@ async def converse(gateway: GatewayApiClient, console: Console) -> None:
         if not text:
             return
         try:
-            await ask_one(gateway, text, "exact", console)
+            await asking.ask(text, "exact")
         except RagCacheError as error:
             console.print(f"[red]{error}[/red]")
 

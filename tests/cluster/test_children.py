@@ -62,7 +62,7 @@ SPECS: dict[str, Object] = {
             "replication": {"enabled": False},
         },
         "telemetry": {"otlp": {"endpoint": "http://collector.monitoring:4318"}},
-        "scheduling": {
+        "podTemplate": {
             "priorityClassName": "high",
             "nodeSelector": {"pool": "rag"},
             "tolerations": [

@@ -121,6 +121,8 @@ _resources = st.sampled_from(
         {"memory": "1e9", "memoryLimit": "1.5Gi"},
         {"cpu": 2, "memory": "3G"},
         {"memoryLimit": "100Mi"},
+        {"cpuLimit": "0.05"},
+        {"cpu": "1", "cpuLimit": "1.5"},
     ]
 )
 _storage = _maybe(size=_bytes, className=_names)
@@ -161,6 +163,10 @@ _gateway = st.builds(
         replicas=st.integers(1, 5),
         autoscaling=_maybe(cpuPercent=st.just(50)).map(lambda more: {"maxReplicas": 5, **more}),
         resources=_resources,
+        service=_maybe(
+            type=st.sampled_from(["LoadBalancer", "NodePort"]), annotations=st.just({"a": "b"})
+        ),
+        podTemplate=_maybe(nodeSelector=st.just({}), labels=st.just({"size": "small"})),
     ),
 )
 _POSTGRES: Object = {"postgres": {"urlSecret": {"name": "db"}}}
@@ -227,7 +233,12 @@ _reuse = _maybe(
     quality=st.floats(0, 1),
     precompute=st.booleans(),
 )
-_scheduling = _maybe(
+_NOT_TOGETHER: Object = {
+    "requiredDuringSchedulingIgnoredDuringExecution": [
+        {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}}
+    ]
+}
+_pod_template = _maybe(
     priorityClassName=_names,
     nodeSelector=st.just({"pool": "rag"}),
     tolerations=st.just(
@@ -237,6 +248,20 @@ _scheduling = _maybe(
         ]
     ),
     imagePullSecrets=st.just([{"name": "registry"}]),
+    labels=st.just({"team": "search"}),
+    annotations=st.just({"example.com/note": "a b"}),
+    serviceAccountAnnotations=st.just({"example.com/role": "reader"}),
+    runtimeClassName=_names,
+    affinity=st.just({"podAntiAffinity": _NOT_TOGETHER}),
+    topologySpreadConstraints=st.sampled_from([[], [{"topologyKey": "rack"}]]),
+    securityContext=st.sampled_from([{}, {"runAsUser": 1001, "supplementalGroups": [5]}]),
+)
+_env = st.just(
+    [
+        {"name": "HF_ENDPOINT", "value": "https://hub.example.com"},
+        {"name": "EMPTY"},
+        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "team", "key": "token"}}},
+    ]
 )
 _network = _maybe(
     enabled=st.booleans(),
@@ -254,7 +279,10 @@ def _spec(model: st.SearchStrategy[Object]) -> st.SearchStrategy[Object]:
         engines=_engines,
         cacheStore=_store,
         reuse=_reuse,
-        scheduling=_scheduling,
+        podTemplate=_pod_template,
+        env=_env,
+        trustedCA=st.just({"configMap": "authorities"}),
+        proxy=_maybe(https=st.just("http://proxy.example.com:3128"), noProxy=st.just(["a.b"])),
         dataPolicy=st.sampled_from(["Retain", "Delete"]),
         networkPolicy=_network,
         telemetry=_maybe(otlp=st.just({"endpoint": "http://collector:4318"})),

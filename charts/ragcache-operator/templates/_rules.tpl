@@ -38,10 +38,10 @@
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
   verbs: [get, list, watch, create, patch, delete]
-# StatefulSets create claims. The operator only deletes them, with dataPolicy Delete.
+# StatefulSets create claims. The operator grows them, and deletes them with dataPolicy Delete.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
-  verbs: [get, list, watch, delete]
+  verbs: [get, list, watch, patch, delete]
 # For the cause of a failed start, and for the progress of a sync.
 - apiGroups: [""]
   resources: [pods]

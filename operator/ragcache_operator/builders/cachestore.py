@@ -47,6 +47,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         mounts=(MEMBERS.mount(cache), signing_mount(cache, placement)),
         storage=store.disk,
         service=shards_service,
+        template=store.pod_template,
     )
     meta = metadata(cache, workload)
     return [

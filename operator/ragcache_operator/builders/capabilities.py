@@ -23,12 +23,14 @@ class Capabilities:
         http_route: Whether the Gateway API v1 is served.
         custom_metrics: Whether an adapter serves custom.metrics.k8s.io, for autoscalers.
         pod_monitors: Whether the kinds of the Prometheus Operator are served.
+        assigns_ids: Whether the cluster gives pods their users and groups, as OpenShift does.
     """
 
     minor: int
     http_route: bool = False
     custom_metrics: bool = False
     pod_monitors: bool = False
+    assigns_ids: bool = False
 
     @classmethod
     def latest(cls) -> Capabilities:

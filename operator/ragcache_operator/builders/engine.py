@@ -94,7 +94,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
         # A single engine would be missing while its successor loads the model. With several, a
         # surge would need a spare device for each rollout.
         surge=engine.replicas == 1 and replica_range is None,
-        scheduling=cache.spec.scheduling.overridden_by(engine.scheduling),
+        template=engine.pod_template,
     )
     meta = metadata(cache, workload)
     children = [
@@ -171,8 +171,21 @@ def _environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": cache.spec.telemetry.log_level.upper(),
         "DO_NOT_TRACK": "1",
+        **_thread_environment(engine),
         **vllm_environment(cache),
     }
+
+
+def _thread_environment(engine: EngineSpec) -> Mapping[str, str]:
+    """Return as many threads as the CPU limit has cores.
+
+    Otherwise vLLM starts one thread for each core of the node, and the kernel stops them all when
+    they have used the limit.
+    """
+    limit = engine.resources.cpu_limit_millis
+    if limit is None:
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, limit // 1000))}
 
 
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:

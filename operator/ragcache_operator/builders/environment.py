@@ -30,6 +30,14 @@ class FromSecret:
 
 
 @dataclass(frozen=True, slots=True)
+class FromConfigMap:
+    """A value that the kubelet reads from a ConfigMap of the user."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class FromField:
     """A value that the kubelet reads from the pod itself, by a path like ``metadata.name``."""
 
@@ -46,7 +54,7 @@ class FromResource:
     name: str
 
 
-EnvValue = str | FromSecret | FromField | FromResource
+EnvValue = str | FromSecret | FromConfigMap | FromField | FromResource
 
 
 def settings_environment(
@@ -126,10 +134,14 @@ def _variable(name: str, value: EnvValue) -> Object:
     if isinstance(value, FromSecret):
         reference = {"name": value.name, "key": value.key}
         return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+    if isinstance(value, FromConfigMap):
+        reference = {"name": value.name, "key": value.key}
+        return {"name": name, "valueFrom": {"configMapKeyRef": reference}}
     if isinstance(value, FromField):
         field = {"apiVersion": "v1", "fieldPath": value.path}
         return {"name": name, "valueFrom": {"fieldRef": field}}
     if isinstance(value, FromResource):
         resource = {"resource": value.name, "divisor": "1"}
         return {"name": name, "valueFrom": {"resourceFieldRef": resource}}
-    return {"name": name, "value": value}
+    # The API server drops an empty value.
+    return {"name": name, **({"value": value} if value else {})}

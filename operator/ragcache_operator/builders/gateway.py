@@ -18,7 +18,7 @@ from ragcache_operator.builders.placement import (
     PlatformPlacement,
 )
 from ragcache_operator.builders.pod import DerivedResources, Probes, resources
-from ragcache_operator.builders.services import http_route, ingress, service
+from ragcache_operator.builders.services import external_service, http_route, ingress, service
 from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
@@ -86,6 +86,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         ),
         drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
         grace_s=_ENDPOINT_REMOVAL_S + _STOP_GRACE_S + _END_S,
+        template=gateway.pod_template,
     )
     meta = metadata(cache, workload)
     children = [
@@ -100,6 +101,9 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     if gateway.autoscaling and replica_range:
         percent = gateway.autoscaling.cpu_percent
         children.append(autoscaling.cpu_autoscaler(meta, replica_range, percent))
+    if gateway.service is not None:
+        pods = selector(cache, workload)
+        children.append(external_service(meta, pods, gateway.service, gateway.port))
     if gateway.ingress is not None:
         children.append(ingress(meta, gateway.ingress, HTTP.port))
     if gateway.http_route is not None and placement.capabilities.http_route:

@@ -20,6 +20,7 @@ from ragcache_operator.builders.metadata import (
     object_name,
 )
 from ragcache_operator.builders.placement import PORT_NUMBERS, PlatformPlacement
+from ragcache_operator.builders.shared_environment import proxy_urls
 from ragcache_operator.spec.cluster import ClientSpec
 from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
 from ragcache_operator.spec.retriever import RetrieverSpec
@@ -167,6 +168,8 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
     if component == "gateway":
         urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
         rules += [rule for url in urls for rule in _to_url(url, placement)]
+    if component != "cachestore":
+        rules += [rule for url in proxy_urls(cache) for rule in _to_url(url, placement)]
     otlp = cache.spec.telemetry.otlp
     if otlp is not None:
         rules += _to_url(otlp.endpoint, placement)

@@ -308,5 +308,8 @@ class ClusterPlacement:
         return f"{self.images}/{component}:{self.tag}"
 
     def env(self) -> Mapping[str, str]:
-        """Return home folders on the scratch volume, because the root file system is read-only."""
-        return {"HOME": "/tmp", "HF_HOME": "/tmp/huggingface"}
+        """Return home folders on the scratch volume, because the root file system is read-only.
+
+        torch asks for the user's name, and a user that the cluster chose has none in the image.
+        """
+        return {"HOME": "/tmp", "HF_HOME": "/tmp/huggingface", "USER": "ragcache"}

@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import EnvValue, container_environment
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec.cluster import SchedulingSpec
-from ragcache_operator.spec.quantity import canonical, format_bytes, parse_quantity
+from ragcache_operator.spec.pods import PodTemplateSpec, SecurityContextSpec, SpreadSpec
+from ragcache_operator.spec.quantity import (
+    canonical,
+    format_bytes,
+    parse_millis,
+    parse_quantity,
+)
+from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.values import ResourcesSpec
 
 
@@ -74,35 +81,31 @@ class DerivedResources:
 def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
     """Return the ``resources`` of a container.
 
-    There is no CPU limit, because throttling only delays answers. A given limit below the derived
-    request also lowers the request, because the API server rejects a request above the limit.
+    Without a given CPU limit there is none, because throttling only delays answers. A given limit
+    below the derived request also lowers the request, because the API server rejects a request
+    above the limit.
     """
-    limit = given.memory_limit
+    limit, cpu_limit = given.memory_limit, given.cpu_limit
     request = given.memory or format_bytes(derived.memory_bytes)
     if given.memory is None and limit is not None and parse_quantity(limit) < derived.memory_bytes:
         request = limit
     if limit is None and derived.bounded:
         limit = request
-    rendered: Object = {
-        "requests": {"cpu": canonical(given.cpu or derived.cpu), "memory": canonical(request)}
+    cpu = given.cpu or derived.cpu
+    if cpu_limit is not None and parse_millis(cpu_limit) < parse_millis(cpu):
+        cpu = cpu_limit
+    limits = {"cpu": cpu_limit, "memory": limit}
+    shown = {name: canonical(value) for name, value in limits.items() if value is not None}
+    return {
+        "requests": {"cpu": canonical(cpu), "memory": canonical(request)},
+        **({"limits": shown} if shown else {}),
     }
-    if limit is not None:
-        rendered["limits"] = {"memory": canonical(limit)}
-    return rendered
 
 
 _USER_ID: Final = 10001
-
-POD_SECURITY: Final[Object] = {
-    "runAsNonRoot": True,
-    "runAsUser": _USER_ID,
-    "runAsGroup": _USER_ID,
-    "fsGroup": _USER_ID,
-    # By default the kubelet changes the group of every file at each start.
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-"""Security context of every pod."""
+_DEFAULT_IDS: Final = SecurityContextSpec.model_validate(
+    {"runAsUser": _USER_ID, "runAsGroup": _USER_ID, "fsGroup": _USER_ID}
+)
 
 CONTAINER_SECURITY: Final[Object] = {
     "allowPrivilegeEscalation": False,
@@ -124,6 +127,12 @@ class Mount:
     path: str
     volume: Object | None
     read_only: bool = False
+
+
+def container_mount(mount: Mount) -> Object:
+    """Return a mount as part of a container."""
+    read_only = {"readOnly": True} if mount.read_only else {}
+    return {"name": mount.name, "mountPath": mount.path, **read_only}
 
 
 SCRATCH: Final = Mount("scratch", "/tmp", {"emptyDir": {}})
@@ -168,14 +177,7 @@ class Container:
             **self.probes.render(),
             **self._lifecycle(),
             "resources": self.resources,
-            "volumeMounts": [
-                {
-                    "name": mount.name,
-                    "mountPath": mount.path,
-                    **({"readOnly": True} if mount.read_only else {}),
-                }
-                for mount in self.mounts
-            ],
+            "volumeMounts": [container_mount(mount) for mount in self.mounts],
             # The last log lines of a failed process become the message of its status.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "securityContext": CONTAINER_SECURITY,
@@ -187,17 +189,33 @@ class Container:
         return {"lifecycle": {"preStop": {"exec": {"command": list(self.drain)}}}}
 
 
+def component_template(
+    cache: RagCache, own: PodTemplateSpec | None, capabilities: Capabilities
+) -> PodTemplateSpec:
+    """Return what a RagCache sets about the pods of one component.
+
+    Args:
+        own: What it sets for this component alone.
+    """
+    merged = cache.spec.pod_template.overridden_by(own)
+    if merged.security_context is not None:
+        return merged
+    ids = SecurityContextSpec() if capabilities.assigns_ids else _DEFAULT_IDS
+    return merged.model_copy(update={"security_context": ids})
+
+
 def pod_template(
     container: Container,
     labels: Mapping[str, str],
     account: str,
-    scheduling: SchedulingSpec,
+    template: PodTemplateSpec,
     spread_by: Mapping[str, str],
 ) -> Object:
     """Return the pod template of a workload.
 
     Args:
         account: Name of the ServiceAccount.
+        template: As ``component_template`` returns it.
         spread_by: Selector of the pods to spread over nodes and zones.
     """
     spec: Object = {
@@ -206,41 +224,71 @@ def pod_template(
         # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": container.grace_s,
-        "securityContext": POD_SECURITY,
         "containers": [container.render()],
         "volumes": [
             {"name": mount.name, **mount.volume}
             for mount in container.mounts
             if mount.volume is not None
         ],
-        "topologySpreadConstraints": [
-            _spread("kubernetes.io/hostname", spread_by),
-            _spread("topology.kubernetes.io/zone", spread_by),
-        ],
-        **scheduling_fields(scheduling),
+        **template_fields(template),
     }
-    return {"metadata": {"labels": dict(labels)}, "spec": spec}
+    if constraints := _spread(template, spread_by):
+        spec["topologySpreadConstraints"] = constraints
+    return {"metadata": template_metadata(template, labels), "spec": spec}
 
 
-def scheduling_fields(scheduling: SchedulingSpec) -> Object:
-    """Return the scheduling fields of a pod that the spec sets."""
+def template_metadata(template: PodTemplateSpec, labels: Mapping[str, str]) -> Object:
+    """Return the metadata of pods with these labels of the operator."""
+    found: Object = {"labels": {**template.labels, **labels}}
+    if template.annotations:
+        found["annotations"] = dict(template.annotations)
+    return found
+
+
+def template_fields(template: PodTemplateSpec) -> Object:
+    """Return the fields of a pod that a template sets, except for the spread over nodes."""
     fields: Object = {
-        "priorityClassName": scheduling.priority_class_name,
-        "nodeSelector": dict(scheduling.node_selector),
+        "securityContext": _security(template.security_context or _DEFAULT_IDS),
+        "priorityClassName": template.priority_class_name,
+        "runtimeClassName": template.runtime_class_name,
+        "nodeSelector": dict(template.node_selector),
+        "affinity": template.affinity
+        and template.affinity.model_dump(by_alias=True, exclude_defaults=True, mode="json"),
         "tolerations": [
             toleration.model_dump(by_alias=True, exclude_defaults=True, mode="json")
-            for toleration in scheduling.tolerations
+            for toleration in template.tolerations
         ],
-        "imagePullSecrets": [{"name": secret.name} for secret in scheduling.image_pull_secrets],
+        "imagePullSecrets": [{"name": secret.name} for secret in template.image_pull_secrets],
     }
     return {field: value for field, value in fields.items() if value}
 
 
-def _spread(topology: str, selector: Mapping[str, str]) -> Object:
+def _security(ids: SecurityContextSpec) -> Object:
+    """Return the security context of a pod, which its container inherits."""
     return {
-        "maxSkew": 1,
-        "topologyKey": topology,
-        # An unevenly spread pod is better than a pending one.
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": dict(selector)},
+        "runAsNonRoot": True,
+        **ids.model_dump(by_alias=True, exclude_defaults=True, mode="json"),
+        # By default the kubelet changes the group of every file at each start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+_NODES_AND_ZONES: Final = tuple(
+    SpreadSpec.model_validate({"topologyKey": key})
+    for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+)
+"""An unevenly spread pod is better than a pending one."""
+
+
+def _spread(template: PodTemplateSpec, selector: Mapping[str, str]) -> list[Object]:
+    given = template.topology_spread_constraints
+    return [
+        {
+            "maxSkew": one.max_skew,
+            "topologyKey": one.topology_key,
+            "whenUnsatisfiable": one.when_unsatisfiable,
+            "labelSelector": {"matchLabels": dict(selector)},
+        }
+        for one in (_NODES_AND_ZONES if given is None else given)
+    ]

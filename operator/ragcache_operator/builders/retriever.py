@@ -51,6 +51,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         replicas=retriever.replicas,
         mounts=[*model_mounts(model), *_search_model_mounts(retriever)],
         storage=retriever.storage,
+        template=retriever.pod_template,
     )
     meta = metadata(cache, workload)
     pods = selector(cache, workload)

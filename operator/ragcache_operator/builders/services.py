@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.spec.ragcache import HTTPRouteSpec, IngressSpec
+from ragcache_operator.spec.ragcache import GatewayServiceSpec, HTTPRouteSpec, IngressSpec
 
 Addressing = Mapping[str, str | bool]
 
@@ -40,6 +40,34 @@ def service(
                 {"name": name, "port": number, "targetPort": name, "protocol": "TCP"}
                 for name, number in ports
             ],
+        },
+    }
+
+
+def external_service(
+    metadata: Object, selector: Mapping[str, str], given: GatewayServiceSpec, port: int
+) -> Object:
+    """Return the Service that exposes the port for questions outside the cluster, and no other."""
+    exposed: Object = {"name": "http", "port": port, "targetPort": "http", "protocol": "TCP"}
+    if given.node_port is not None:
+        exposed["nodePort"] = given.node_port
+    optional = {
+        "loadBalancerClass": given.load_balancer_class,
+        "loadBalancerSourceRanges": list(given.load_balancer_source_ranges),
+    }
+    named = {**metadata, "name": f"{metadata['name']}-external"}
+    if given.annotations:
+        named["annotations"] = dict(given.annotations)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": named,
+        "spec": {
+            "type": given.type,
+            "externalTrafficPolicy": given.external_traffic_policy,
+            **{field: value for field, value in optional.items() if value},
+            "selector": dict(selector),
+            "ports": [exposed],
         },
     }
 

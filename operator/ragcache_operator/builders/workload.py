@@ -10,8 +10,16 @@ from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue
 from ragcache_operator.builders.metadata import Object, component_selector, labels, object_name
 from ragcache_operator.builders.placement import Endpoint, PlatformPlacement
-from ragcache_operator.builders.pod import SCRATCH, Container, Mount, Probes, pod_template
-from ragcache_operator.spec.cluster import SchedulingSpec
+from ragcache_operator.builders.pod import (
+    SCRATCH,
+    Container,
+    Mount,
+    Probes,
+    component_template,
+    pod_template,
+)
+from ragcache_operator.builders.shared_environment import shared_environment, shared_mounts
+from ragcache_operator.spec.pods import PodTemplateSpec
 from ragcache_operator.spec.quantity import canonical
 from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.spec.values import StorageSpec
@@ -34,7 +42,7 @@ class Workload:
         service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
         drain: Command of the preStop hook.
         surge: Whether a rolling update may run one pod more than desired.
-        scheduling: Where its pods run, if not where those of the RagCache run.
+        template: What the spec sets about its pods alone.
     """
 
     component: str
@@ -53,7 +61,7 @@ class Workload:
     grace_s: int = 30
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
-    scheduling: SchedulingSpec | None = None
+    template: PodTemplateSpec | None = None
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
@@ -76,9 +84,10 @@ def build_workload(
 ) -> list[Object]:
     """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
+    template = component_template(cache, workload.template, placement.capabilities)
     controller = _deployment if workload.storage is None else _stateful_set
     return [
-        account(meta),
+        account(meta, template.service_account_annotations),
         disruption_budget(meta, selector(cache, workload)),
         controller(cache, workload, placement),
     ]
@@ -135,7 +144,8 @@ def _stateful_set(cache: RagCache, workload: Workload, placement: PlatformPlacem
 
 
 def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
-    mounts = [SCRATCH, *workload.mounts]
+    is_cluster = placement.is_cluster
+    mounts = [SCRATCH, *workload.mounts, *shared_mounts(cache, is_cluster=is_cluster)]
     if workload.storage is not None:
         mounts.append(Mount(DATA_VOLUME, placement.data_dir(workload.name), None))
     common = {**placement.env(), "PYTHONUNBUFFERED": "1"}
@@ -144,7 +154,7 @@ def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement)
         image=placement.image(workload.component),
         command=workload.command,
         args=workload.args,
-        env={**common, **workload.env},
+        env={**common, **workload.env, **shared_environment(cache, is_cluster=is_cluster)},
         ports=[
             (port, placement.bind_address(Endpoint(workload.name, port)).port)
             for port in workload.ports
@@ -159,12 +169,12 @@ def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement)
         container,
         metadata(cache, workload)["labels"],
         object_name(cache, workload.name),
-        workload.scheduling or cache.spec.scheduling,
+        component_template(cache, workload.template, placement.capabilities),
         selector(cache, workload),
     )
 
 
-def account(metadata: Object) -> Object:
+def account(metadata: Object, annotations: Mapping[str, str]) -> Object:
     """Return a ServiceAccount without a token.
 
     Pods of the few workloads that call the API server mount a token themselves.
@@ -172,7 +182,7 @@ def account(metadata: Object) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": metadata,
+        "metadata": {**metadata, **({"annotations": dict(annotations)} if annotations else {})},
         "automountServiceAccountToken": False,
     }
 

@@ -10,8 +10,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.environment import container_environment
 from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
-from ragcache_operator.builders.pod import CONTAINER_SECURITY, POD_SECURITY, scheduling_fields
+from ragcache_operator.builders.pod import (
+    CONTAINER_SECURITY,
+    DerivedResources,
+    Mount,
+    component_template,
+    container_mount,
+    resources,
+    template_fields,
+    template_metadata,
+)
+from ragcache_operator.builders.shared_environment import shared_environment, shared_mounts
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
@@ -23,8 +35,9 @@ from ragcache_operator.spec.collection import (
     parse_duration,
     token_variable,
 )
+from ragcache_operator.spec.quantity import format_bytes
 from ragcache_operator.spec.ragcache import RagCache
-from ragcache_operator.spec.values import GROUP
+from ragcache_operator.spec.values import GROUP, ResourcesSpec
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""
@@ -45,6 +58,9 @@ _MIN_TTL_S: Final = 3600
 _SCRATCH: Final = "1Gi"
 # More than the limit of sources: git keeps files next to the pack, and archives are unpacked.
 _SCRATCH_VOLUME: Final = "2Gi"
+_SCRATCH_MOUNT: Final = Mount("scratch", "/tmp", {"emptyDir": {"sizeLimit": _SCRATCH_VOLUME}})
+_DERIVED: Final = DerivedResources("100m", 256 << 20)
+_MEMORY_LIMIT_BYTES: Final = 1 << 30
 _RESULT: Final = "/dev/termination-log"
 
 
@@ -80,6 +96,7 @@ class SyncTarget:
     Args:
         uid: Uid of the RagCollection.
         image: Image of the Jobs.
+        capabilities: Capabilities of the API server.
         key_variable: Environment variable with the API key; None if the gateway needs none.
     """
 
@@ -88,6 +105,7 @@ class SyncTarget:
     cache: RagCache
     image: str
     gateway_url: str
+    capabilities: Capabilities
     key_variable: Object | None = None
 
 
@@ -216,6 +234,8 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
         **labels(cache.metadata.name, SYNC_COMPONENT),
         COLLECTION_LABEL: collection.metadata.name,
     }
+    template = component_template(cache, cache.spec.sync_jobs.pod_template, target.capabilities)
+    mounts = [_SCRATCH_MOUNT, *shared_mounts(cache, is_cluster=True)]
     arguments = ("--object", json.dumps(manifest), "--gateway", target.gateway_url)
     container = {
         "name": CONTAINER,
@@ -227,13 +247,10 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
             {"name": "HOME", "value": "/tmp"},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
             *([] if key_variable is None else [key_variable]),
+            *container_environment(shared_environment(cache, is_cluster=True)),
         ],
-        # Sources are not trusted, so a limit protects the node's memory.
-        "resources": {
-            "requests": {"cpu": "100m", "memory": "256Mi"},
-            "limits": {"memory": "1Gi"},
-        },
-        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+        "resources": _resources(cache.spec.sync_jobs.resources),
+        "volumeMounts": [container_mount(mount) for mount in mounts],
         "terminationMessagePath": _RESULT,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": CONTAINER_SECURITY,
@@ -243,10 +260,9 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 10,
-        "securityContext": POD_SECURITY,
         "containers": [container],
-        "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": _SCRATCH_VOLUME}}],
-        **scheduling_fields(cache.spec.scheduling),
+        "volumes": [{"name": mount.name, **(mount.volume or {})} for mount in mounts],
+        **template_fields(template),
     }
     return {
         "apiVersion": "batch/v1",
@@ -260,9 +276,17 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
             # The operator decides about retries.
             "backoffLimit": 0,
             "activeDeadlineSeconds": timeout_s,
-            "template": {"metadata": {"labels": pod_labels}, "spec": pod},
+            "template": {"metadata": template_metadata(template, pod_labels), "spec": pod},
         },
     }
+
+
+def _resources(given: ResourcesSpec) -> Object:
+    """Return the resources of a Job. Sources are not trusted, so it always has a memory limit."""
+    limit = given.memory_limit
+    if limit is None:
+        limit = format_bytes(max(_MEMORY_LIMIT_BYTES, given.memory_bytes or 0))
+    return resources(_DERIVED, given.model_copy(update={"memory_limit": limit}))
 
 
 def _volume(source: SourceSpec) -> Object | None:

@@ -308,7 +308,8 @@ class CollectionReconciler:
         if uses_keys(cache, placement):
             key_variable = sync_variable(cache, placement, self._installation.keys)
         image, url = placement.image(_IMAGE), placement.admin_url
-        return SyncTarget(collection, body["metadata"]["uid"], cache, image, url, key_variable)
+        uid, capabilities = body["metadata"]["uid"], self._installation.capabilities
+        return SyncTarget(collection, uid, cache, image, url, capabilities, key_variable)
 
     async def _ensure_key(self, placement: ClusterPlacement) -> None:
         """Create the Secret with the key of syncs, unless there is one or none is needed."""

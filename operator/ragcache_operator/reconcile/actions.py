@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ragcache_operator.builders.metadata import SPEC_HASH, WORKLOADS
 from ragcache_operator.kube.drift import difference, forbidden_addition
 from ragcache_operator.kube.resources import Object, identity
+from ragcache_operator.reconcile.volumes import has_other_claim_sizes
 
 _NEVER_PRUNED = frozenset({"Pod", "PersistentVolumeClaim", "Job"})
 """Kinds that other controllers create: pods and claims of workloads, and Jobs of collections."""
@@ -42,6 +43,16 @@ class CorrectDrift:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceChild:
+    """Delete a StatefulSet without its pods, because its volumes have another size.
+
+    A later pass creates it, and the new one adopts the pods.
+    """
+
+    obj: Object
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteChild:
     """Delete an object that the spec no longer needs."""
 
@@ -55,7 +66,7 @@ class NameConflict:
     obj: Object
 
 
-Action = CreateChild | UpdateChild | CorrectDrift | DeleteChild | NameConflict
+Action = CreateChild | UpdateChild | CorrectDrift | ReplaceChild | DeleteChild | NameConflict
 
 
 def plan_actions(
@@ -128,14 +139,15 @@ def _action_for(obj: Object, found: Object | None, uid: str) -> Action | None:
         return CreateChild(obj)
     if not is_owned(found, uid):
         return NameConflict(obj)
+    if has_other_claim_sizes(obj, found):
+        return ReplaceChild(obj)
     # A different hash means that the desired content changed, so this is no drift.
     if _hash(obj) != _hash(found):
         return UpdateChild(obj)
     if (path := difference(obj, found)) is not None:
         return CorrectDrift(obj, path)
-    if (path := forbidden_addition(obj, found)) is not None:
-        return CorrectDrift(obj, path, added=True)
-    return None
+    added = forbidden_addition(obj, found)
+    return None if added is None else CorrectDrift(obj, added, added=True)
 
 
 def _hash(obj: Object) -> str | None:

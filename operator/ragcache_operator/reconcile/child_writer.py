@@ -27,13 +27,20 @@ from ragcache_operator.reconcile.actions import (
     CreateChild,
     DeleteChild,
     NameConflict,
+    ReplaceChild,
     UpdateChild,
     is_owned,
     may_be_missing,
     plan_actions,
 )
 from ragcache_operator.reconcile.children import Children, owner_key
-from ragcache_operator.reconcile.state import DriftCorrection, ReconcileState, backoff_s
+from ragcache_operator.reconcile.state import (
+    ClaimRefusal,
+    DriftCorrection,
+    ReconcileState,
+    backoff_s,
+)
+from ragcache_operator.reconcile.volumes import ClaimGrowth, claim_growths
 from ragcache_operator.status.conditions import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
@@ -43,6 +50,9 @@ SECRET_RETRY_S: Final = 60.0
 """Wait before the operator creates the Secret again for pods that do not start.
 
 The pods may wait for another reason, such as an image."""
+
+CLAIM_RETRY_S: Final = 300.0
+"""Wait before the operator tries again to grow a claim that the API server refused to grow."""
 
 CORRECTION_BACKOFF_S: Final = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Waits between corrections of one object, which another client changes repeatedly."""
@@ -133,6 +143,8 @@ class ChildWriter:
                         await self._apply(obj)
                     case CorrectDrift():
                         await self._correct(action, state, post_event)
+                    case ReplaceChild(obj):
+                        await self._replace(obj, post_event)
                     case DeleteChild(obj):
                         await self.delete(obj)
                     case NameConflict(obj):
@@ -141,6 +153,56 @@ class ChildWriter:
                 self._log_failure(body, error)
                 errors.append(error)
         return errors
+
+    async def grow_claims(
+        self, body: Object, desired: Sequence[Object], state: ReconcileState
+    ) -> tuple[list[RagCacheError], float | None]:
+        """Raise the requests of claims that are smaller than the spec.
+
+        A refusal is no error of the spec: the other children are written, and a condition reports
+        it.
+
+        Returns:
+            The errors of calls that may succeed later, and the seconds until a refused claim is
+            tried again; None without one.
+        """
+        errors: list[RagCacheError] = []
+        growths = claim_growths(desired, self._children.list_for(owner_key(body), CLAIMS.kind))
+        known, state.claim_refusals = state.claim_refusals, {}
+        for growth in growths:
+            refusal = known.get(growth.name)
+            if refusal and refusal.size == growth.size and time.monotonic() < refusal.retry_s:
+                state.claim_refusals[growth.name] = refusal
+                continue
+            try:
+                await self._grow(growth)
+            except ApiError as error:
+                if not error.is_permanent:
+                    errors.append(error)
+                    continue
+                self._log_failure(body, error)
+                retry_s = time.monotonic() + CLAIM_RETRY_S
+                refusal = ClaimRefusal(growth.size, error.message, retry_s)
+                state.claim_refusals[growth.name] = refusal
+        retries_s = [one.retry_s - time.monotonic() for one in state.claim_refusals.values()]
+        return errors, max(0.0, min(retries_s)) if retries_s else None
+
+    async def _grow(self, growth: ClaimGrowth) -> None:
+        meta = growth.claim["metadata"]
+        patch = {"spec": {"resources": {"requests": {"storage": growth.size}}}}
+        response = await self._api.merge(CLAIMS, meta["name"], meta["namespace"], patch)
+        if response is not None:
+            self._children.record_write({**response, "kind": CLAIMS.kind})
+        self._metrics.count_apply(CLAIMS.kind)
+
+    async def _replace(self, obj: Object, post_event: PostEvent) -> None:
+        """Delete a StatefulSet without its pods, unless it is already being deleted."""
+        meta, live = obj["metadata"], self._children.get(obj)
+        if live is None or "deletionTimestamp" in live["metadata"]:
+            return
+        message = f"StatefulSet {meta['name']} is replaced for volumes of another size; pods stay"
+        post_event(ObjectEvent("Normal", "VolumesGrow", message))
+        await self._api.delete(resource_of(obj), meta["name"], meta["namespace"], "Orphan")
 
     async def delete(self, obj: Object) -> None:
         """Delete a child or a volume claim, unless it is already being deleted."""

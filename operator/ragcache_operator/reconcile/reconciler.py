@@ -74,11 +74,14 @@ class CacheReconciler:
             return None
         self._report_unsupported(cache, state, post_event)
         errors, key_wait_s = await self._writer.ensure_secrets(body, placement, desired, state)
+        found, claims_wait_s = await self._writer.grow_claims(body, desired, state)
+        errors += found
         errors += await self._writer.apply(body, desired, state, post_event)
         accepted, retry_s = _acceptance_after(errors, state)
         waits_s = [
             retry_s,
             key_wait_s,
+            claims_wait_s,
             _seconds_until_correction(state),
             await self._reporter.report(body, placement, desired, accepted, state, post_event),
         ]

@@ -16,6 +16,15 @@ class DriftCorrection:
     not_before_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimRefusal:
+    """Why the API server refused to grow a claim to a size, and when to try again."""
+
+    size: str
+    message: str
+    retry_s: float
+
+
 @dataclass(slots=True)
 class ReconcileState:
     """State between passes. After a restart the operator starts with an empty state.
@@ -33,11 +42,15 @@ class ReconcileState:
     next_usage_s: float = 0.0
     retriever: RetrieverState = field(default_factory=RetrieverState)
     next_retriever_s: float = 0.0
+    slow_types: dict[str, str] = field(default_factory=dict)
+    """The data type that each engine computes slowly, by uid of its pod. Empty if it is fast."""
     next_secret_s: dict[str, float] = field(default_factory=dict)
     reported: frozenset[str] = frozenset()
     """Messages of unsupported features that an Event has reported."""
     reported_resets: frozenset[ShardReset] = frozenset()
     """Resets of shards that an Event has reported."""
+    claim_refusals: dict[str, ClaimRefusal] = field(default_factory=dict)
+    """By name of the claim."""
     corrections: dict[tuple[str, str, str], DriftCorrection] = field(default_factory=dict)
 
 

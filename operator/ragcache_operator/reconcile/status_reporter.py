@@ -12,13 +12,16 @@ from ragcache_operator.builders.keys import OPERATOR, ComponentKeys, uses_keys
 from ragcache_operator.builders.metadata import component_of
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, write_status
-from ragcache_operator.kube.resources import Object
+from ragcache_operator.kube.resources import CLAIMS, Object
 from ragcache_operator.reconcile.actions import is_owned
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
+from ragcache_operator.reconcile.volumes import VOLUMES_RESIZED, volume_condition
 from ragcache_operator.spec.ragcache import RagCache
 from ragcache_operator.status.component import component_states, is_ready, workload_states
 from ragcache_operator.status.conditions import (
+    BLEND_VERIFIED,
+    DATA_TYPE_SUPPORTED,
     Condition,
     ConditionState,
     Observation,
@@ -26,6 +29,7 @@ from ragcache_operator.status.conditions import (
     SelfTest,
     blend_verification,
     current_test,
+    data_type_support,
     events_for,
     is_test_due,
     make_conditions,
@@ -83,6 +87,7 @@ class StatusReporter:
         pods = self._children.list_for(owner_key(body), "Pod")
         progress = await self._startup_progress(owner_key(body), pods)
         retriever, ask_again_s = await self._retriever_state(owner_key(body), pods, state)
+        slow = await self._slow_engines(pods, state)
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
@@ -93,7 +98,15 @@ class StatusReporter:
         async def write(test: SelfTest) -> None:
             before = _conditions(body)
             blend = _blend_verification(cache, state, before)
-            found = Observation(generation, components, test, accepted, blend)
+            refusals = {name: one.message for name, one in state.claim_refusals.items()}
+            claims = self._children.list_for(owner_key(body), CLAIMS.kind)
+            volumes = volume_condition(desired, claims, refusals, before)
+            more = {
+                BLEND_VERIFIED: blend,
+                VOLUMES_RESIZED: volumes,
+                DATA_TYPE_SUPPORTED: data_type_support(slow, before),
+            }
+            found = Observation(generation, components, test, accepted, more)
             conditions = make_conditions(found, before, _now())
             workloads = workload_states(desired, self._children.get)
             status = accepted_status(
@@ -175,6 +188,28 @@ class StatusReporter:
         if state.retriever.is_settled and all(map(is_ready, own)):
             return state.retriever, USAGE_POLL_S
         return state.retriever, max(0.0, state.next_retriever_s - time.monotonic())
+
+    async def _slow_engines(self, pods: Sequence[Object], state: ReconcileState) -> dict[str, str]:
+        """Return the data type of engines that compute it slowly, by pod name.
+
+        Each ready engine is asked until it has answered once, because a pod keeps its processor.
+        """
+        engines = [pod for pod in pods if component_of(pod) == "engine" and is_ready(pod)]
+        by_uid = {pod["metadata"]["uid"]: pod for pod in engines}
+        state.slow_types = {uid: one for uid, one in state.slow_types.items() if uid in by_uid}
+        unknown = {
+            uid: address
+            for uid, pod in by_uid.items()
+            if uid not in state.slow_types and (address := port_address(pod, "http")) is not None
+        }
+        answers = await asyncio.gather(
+            *map(self._gateway_client.slow_number_type, unknown.values())
+        )
+        for uid, answer in zip(unknown, answers, strict=True):
+            if answer is not None:
+                state.slow_types[uid] = answer
+        found = {by_uid[uid]["metadata"]["name"]: one for uid, one in state.slow_types.items()}
+        return {name: one for name, one in found.items() if one}
 
     def _stateful_pods(self, owner: Owner, pods: Sequence[Object]) -> list[Object]:
         """Return the pods of our own StatefulSets.

@@ -1,4 +1,4 @@
-"""How the platform's pods run in a cluster: scheduling, network access and telemetry."""
+"""Who may connect to the platform's pods in a cluster, and where they send telemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field
 
 from ragcache_operator.spec.values import (
     HTTP_URL,
-    ForeignName,
     LabelKey,
     Labels,
     LabelValue,
@@ -18,49 +17,6 @@ from ragcache_operator.spec.values import (
     ServerSchema,
     StringPattern,
 )
-
-
-class TolerationSpec(ManifestModel):
-    """TolerationSpec lets pods run on nodes with a matching taint."""
-
-    key: LabelKey | None = None
-    """Key of the taint. If unset, operator must be Exists, and the toleration matches every
-    taint."""
-    operator: Literal["Equal", "Exists"] = "Equal"
-    """Equal matches a taint by key and value. Exists matches it by key."""
-    value: LabelValue | None = None
-    """Value of the taint. Only operator Equal uses it."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint. If unset, the toleration matches every effect."""
-    toleration_seconds: Annotated[int, Field(ge=0)] | None = None
-    """Seconds that a pod stays on a node with a NoExecute taint. If unset, it stays for ever."""
-
-
-class PullSecret(ManifestModel):
-    """PullSecret names a Secret with the credentials of an image registry."""
-
-    name: ForeignName
-    """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
-
-
-class SchedulingSpec(ManifestModel):
-    """SchedulingSpec sets where pods run and how they start."""
-
-    priority_class_name: ForeignName | None = None
-    """Priority class of each pod. If unset, the cluster's default applies."""
-    node_selector: Labels = Field(default_factory=dict)
-    """Labels that a node must have to run the pods."""
-    tolerations: Annotated[tuple[TolerationSpec, ...], ServerList(32)] = ()
-    """Tolerations of each pod."""
-    image_pull_secrets: Annotated[tuple[PullSecret, ...], ServerList(16, kind="map")] = ()
-    """Secrets with the credentials of the image registry."""
-
-    def overridden_by(self, other: SchedulingSpec | None) -> SchedulingSpec:
-        """Return a copy with the fields that the other value gives, even if they are empty."""
-        if other is None:
-            return self
-        given = {name: getattr(other, name) for name in other.model_fields_set}
-        return self.model_copy(update=given)
 
 
 class LabelRequirement(ManifestModel):

@@ -8,16 +8,21 @@ from typing import Final
 from ragcache_operator.spec.cluster import (
     ClientSpec,
     LabelRequirement,
-    SchedulingSpec,
-    TolerationSpec,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
+from ragcache_operator.spec.pods import (
+    EnvVarSpec,
+    PodTemplateSpec,
+    TolerationSpec,
+    ValueSource,
+)
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
     CacheStoreSpec,
     EngineSpec,
     GatewayAuthSpec,
+    GatewayServiceSpec,
     GatewaySpec,
     HTTPRouteSpec,
     ModelSpec,
@@ -45,6 +50,16 @@ MAX_INTERVAL_S = 24 * 3600
 MIN_STORE_MEMORY_BYTES = 64 << 20
 
 
+def _cpu_limit_at_least_request(resources: ResourcesSpec) -> Violation | None:
+    request, limit = resources.cpu_millis, resources.cpu_limit_millis
+    if request is None or limit is None or limit >= request:
+        return None
+    return Violation(
+        f"{resources.cpu_limit} is below the CPU request, {resources.cpu}",
+        f"use {resources.cpu} or more",
+    )
+
+
 def _memory_limit_at_least_request(resources: ResourcesSpec) -> Violation | None:
     request, limit = resources.memory_bytes, resources.memory_limit_bytes
     if request is None or limit is None or limit >= request:
@@ -60,12 +75,26 @@ def _engine_names_differ(spec: RagCacheSpec) -> Violation | None:
     return _first_duplicate(names, "name")
 
 
-def _pull_secrets_differ(scheduling: SchedulingSpec) -> Violation | None:
-    return _first_duplicate([secret.name for secret in scheduling.image_pull_secrets], "name")
+def _pull_secrets_differ(template: PodTemplateSpec) -> Violation | None:
+    return _first_duplicate([secret.name for secret in template.image_pull_secrets], "name")
+
+
+def _variables_differ(spec: RagCacheSpec) -> Violation | None:
+    return _first_duplicate([variable.name for variable in spec.env], "name")
+
+
+def _is_one_value_source(source: ValueSource) -> Violation | None:
+    if (source.secret_key_ref is None) != (source.config_map_key_ref is None):
+        return None
+    return Violation("does not name one source", "set secretKeyRef or configMapKeyRef")
 
 
 def _hostnames_differ(route: HTTPRouteSpec) -> Violation | None:
     return _first_duplicate(route.hostnames)
+
+
+def _ranges_differ(service: GatewayServiceSpec) -> Violation | None:
+    return _first_duplicate(service.load_balancer_source_ranges)
 
 
 def _memory_holds_transfers(store: CacheStoreSpec) -> Violation | None:
@@ -124,7 +153,7 @@ _CONDITIONS: Final = {
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
-    "scheduling": "!has(self.scheduling)",
+    "podTemplate": "!has(self.podTemplate)",
     "autoscaling": "!has(self.autoscaling)",
 }
 """In CEL: the field has its default. The API server adds defaults before it evaluates a rule."""
@@ -278,6 +307,7 @@ CONSISTENCY: tuple[Rule, ...] = (
     _max_replicas(EngineSpec),
     *EXTERNAL_ENGINE_RULES,
     *RETRIEVER_RULES,
+    Rule(ResourcesSpec, "cpuLimit", _cpu_limit_at_least_request, NO_CEL_FOR_QUANTITIES),
     Rule(
         ResourcesSpec,
         "memoryLimit",
@@ -298,13 +328,45 @@ CONSISTENCY: tuple[Rule, ...] = (
         NO_CEL_FOR_QUANTITIES,
     ),
     Rule(RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
-    Rule(
-        SchedulingSpec,
-        "imagePullSecrets",
-        _pull_secrets_differ,
-        ENFORCED_BY_SCHEMA,
+    Rule(PodTemplateSpec, "imagePullSecrets", _pull_secrets_differ, ENFORCED_BY_SCHEMA),
+    Rule(RagCacheSpec, "env", _variables_differ, ENFORCED_BY_SCHEMA),
+    Rule(ValueSource, "", _is_one_value_source, ENFORCED_BY_SCHEMA),
+    cel_rule(
+        EnvVarSpec,
+        "name",
+        "!self.name.startsWith('RAGCACHE_') && self.name != 'POD_NAME'",
+        "is set by other fields of the RagCache",
+        "use those fields, or another name",
+    ),
+    cel_rule(
+        EnvVarSpec,
+        "valueFrom",
+        "!has(self.valueFrom) || !has(self.value)",
+        "is set together with value",
+        "leave one of them out",
+    ),
+    cel_rule(
+        GatewayServiceSpec,
+        "loadBalancerClass",
+        "self.type == 'LoadBalancer' || !has(self.loadBalancerClass)",
+        "is set, and type is not LoadBalancer",
+        "leave it out, or use type LoadBalancer",
+    ),
+    cel_rule(
+        GatewayServiceSpec,
+        "loadBalancerSourceRanges",
+        "self.type == 'LoadBalancer' || !has(self.loadBalancerSourceRanges) || "
+        "size(self.loadBalancerSourceRanges) == 0",
+        "is set, and type is not LoadBalancer",
+        "leave it out and set spec.networkPolicy.clients, or use type LoadBalancer",
     ),
     Rule(HTTPRouteSpec, "hostnames", _hostnames_differ, ENFORCED_BY_SCHEMA),
+    Rule(
+        GatewayServiceSpec,
+        "loadBalancerSourceRanges",
+        _ranges_differ,
+        ENFORCED_BY_SCHEMA,
+    ),
     cel_rule(
         LabelRequirement,
         "values",

@@ -250,6 +250,7 @@ _KEPT = (
     *("minItems", "maxItems", "minProperties", "maxProperties", "required"),
     *("x-kubernetes-int-or-string", "x-kubernetes-list-type"),
     *("x-kubernetes-list-map-keys", "x-kubernetes-map-type"),
+    "x-kubernetes-preserve-unknown-fields",
 )
 
 

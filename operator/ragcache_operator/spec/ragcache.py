@@ -14,19 +14,29 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from ragcache_core.eviction import PolicyName
-from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, TelemetrySpec
+from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec
+from ragcache_operator.spec.pods import (
+    EnvVarSpec,
+    PodTemplateSpec,
+    ProxySpec,
+    SyncJobsSpec,
+    TrustedCASpec,
+)
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
     HUB_NAME,
     LOCAL_FOLDER,
+    Annotations,
     ByteQuantity,
     EngineName,
     EngineUrl,
     ForeignName,
     HostName,
     HostPattern,
+    IpBlock,
+    LabelKey,
     ManifestModel,
     Namespace,
     ObjectMeta,
@@ -232,6 +242,24 @@ class HTTPRouteSpec(ManifestModel):
     all host names of the Gateway object, and allowedHosts has to name those that clients use."""
 
 
+class GatewayServiceSpec(ManifestModel):
+    """GatewayServiceSpec exposes the gateway's port for questions outside the cluster through a
+    Service of its own. The adminPort stays inside."""
+
+    type: Literal["LoadBalancer", "NodePort"] = "LoadBalancer"
+    """Type of the Service."""
+    annotations: Annotations = Field(default_factory=dict)
+    """Annotations of the Service, which controllers of load balancers read."""
+    load_balancer_class: LabelKey | None = None
+    """Class of the load balancer. If unset, the cluster's default applies. It is immutable."""
+    load_balancer_source_ranges: Annotated[tuple[IpBlock, ...], ServerList(64, kind="set")] = ()
+    """Addresses that may connect to the load balancer, like 10.0.0.0/8. If empty, all may."""
+    external_traffic_policy: Literal["Cluster", "Local"] = "Cluster"
+    """Local keeps the client's address, and sends requests to nodes with a gateway only."""
+    node_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on every node. If unset, Kubernetes chooses one."""
+
+
 class GatewayLimitsSpec(ManifestModel):
     """GatewayLimitsSpec sets the limits of each gateway replica. The gateway answers a request
     above a limit with 429 and Retry-After. Requests about its own state have no limit. A change
@@ -336,6 +364,11 @@ class GatewaySpec(ManifestModel):
     """Exposes the gateway through an Ingress. It cannot be combined with httpRoute."""
     http_route: HTTPRouteSpec | None = None
     """Exposes the gateway through an HTTPRoute. It cannot be combined with ingress."""
+    service: GatewayServiceSpec | None = None
+    """Exposes the gateway through a Service with the name NAME-gateway-external. Clients that use a
+    host name need it in allowedHosts."""
+    pod_template: PodTemplateSpec | None = None
+    """Additions to the gateway's pods, which override those of spec.podTemplate."""
 
 
 class EngineSpec(ManifestModel):
@@ -369,9 +402,9 @@ class EngineSpec(ManifestModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each engine pod. By default they follow from the model's
     weights, kvMemory and hostTier."""
-    scheduling: SchedulingSpec | None = None
-    """Where the pods of this group run and how they start, such as the labels of nodes with much
-    memory. Each field that is given, even an empty one, replaces that of spec.scheduling."""
+    pod_template: PodTemplateSpec | None = None
+    """Additions to the pods of this group, such as the labels of nodes with much memory. They
+    override those of spec.podTemplate."""
     autoscaling: EngineAutoscalingSpec | None = None
     """Scales the engines between replicas and maxReplicas by queue length. It needs a custom
     metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""
@@ -420,7 +453,7 @@ class CacheStoreSpec(ManifestModel):
     memory: ByteQuantity = "1Gi"
     """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
-    """The volume of each shard's disk tier. This field is immutable."""
+    """The volume of each shard's disk tier. Its size can grow, and its class is immutable."""
     policy: PolicyName = "score"
     """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
     per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of
@@ -438,6 +471,8 @@ class CacheStoreSpec(ManifestModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each shard's pod. By default they follow from memory and
     disk."""
+    pod_template: PodTemplateSpec | None = None
+    """Additions to the pods of the shards, which override those of spec.podTemplate."""
 
     @property
     def memory_bytes(self) -> int:
@@ -490,9 +525,20 @@ class RagCacheSpec(ManifestModel):
     """The cache store, which holds variants in a memory tier and a disk tier."""
     reuse: ReuseSpec = ReuseSpec()
     """How engines reuse stored KV."""
-    scheduling: SchedulingSpec = SchedulingSpec()
-    """Where the pods of all components run and how they start. A group of engines can override
-    it."""
+    sync_jobs: SyncJobsSpec = SyncJobsSpec()
+    """The Jobs that sync the RagCollections of this RagCache."""
+    pod_template: PodTemplateSpec = PodTemplateSpec()
+    """Additions to the pods of all components and Jobs: labels, scheduling, security. Each
+    component can override it: labels and annotations are merged, and every other field that a
+    component gives, even an empty one, replaces the one here."""
+    env: Annotated[tuple[EnvVarSpec, ...], ServerList(64, kind="map")] = ()
+    """Environment variables of the pods of all components and Jobs, like HF_ENDPOINT for a mirror
+    of the hub. They override variables that RagCache sets, and RagCache does not check them."""
+    trusted_ca: Annotated[TrustedCASpec | None, Field(alias="trustedCA")] = None
+    """Certificate authorities that all pods and Jobs trust, in place of those of the images. The
+    bundle must also have the public ones that they need."""
+    proxy: ProxySpec | None = None
+    """Proxy of all pods and Jobs for hosts outside the cluster."""
     data_policy: Literal["Retain", "Delete"] = "Retain"
     """Whether deletion of this object keeps the volumes with documents and variants. With Retain
     the claims stay, and a new object of the same name uses them. Delete deletes them."""

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 from typing_extensions import override
 
+from ragcache_operator.spec.pods import PodTemplateSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
     HTTP_URL,
@@ -223,7 +224,10 @@ class RetrieverSpec(ManifestModel):
     backend: BackendSpec = BackendSpec()
     """Where documents and vectors are stored. This field is immutable."""
     storage: StorageSpec = StorageSpec()
-    """The volume of each pod with documents and vectors. This field is immutable."""
+    """The volume of each pod with documents and vectors. Its size can grow, and its class is
+    immutable."""
     resources: ResourcesSpec = ResourcesSpec()
     """Resource requests and limits of each retriever pod. By default the memory follows from
     index."""
+    pod_template: PodTemplateSpec | None = None
+    """Additions to the retriever's pods, which override those of spec.podTemplate."""

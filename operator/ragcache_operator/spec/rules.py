@@ -13,7 +13,12 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec.collection import CacheRef, RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
 from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
-from ragcache_operator.spec.ragcache import CacheStoreSpec, EngineSpec, ModelSpec
+from ragcache_operator.spec.ragcache import (
+    CacheStoreSpec,
+    EngineSpec,
+    GatewayServiceSpec,
+    ModelSpec,
+)
 from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.validation import (
     NO_CEL_FOR_QUANTITIES,
@@ -97,10 +102,27 @@ CLUSTER_RULES: tuple[Rule, ...] = (
 UPDATE_RULES: tuple[Rule, ...] = (
     update_rule(
         StorageSpec,
-        "",
-        "self == oldSelf",
-        "is immutable: Kubernetes does not change the claims of a StatefulSet",
+        "size",
+        "quantity(string(self.size)).compareTo(quantity(string(oldSelf.size))) >= 0",
+        "is below the present size, and no volume can shrink",
+        "keep it or use more, or create another RagCache",
+    ),
+    update_rule(
+        StorageSpec,
+        "className",
+        "has(self.className) == has(oldSelf.className) && "
+        "(!has(self.className) || self.className == oldSelf.className)",
+        "is immutable: a volume does not move to another class",
         "keep it, or create another RagCache",
+    ),
+    update_rule(
+        GatewayServiceSpec,
+        "loadBalancerClass",
+        "self.type != oldSelf.type || "
+        "(has(self.loadBalancerClass) == has(oldSelf.loadBalancerClass) && "
+        "(!has(self.loadBalancerClass) || self.loadBalancerClass == oldSelf.loadBalancerClass))",
+        "is immutable: Kubernetes does not change the class of a load balancer",
+        "keep it, or remove spec.gateway.service first",
     ),
     update_rule(
         RetrieverSpec,

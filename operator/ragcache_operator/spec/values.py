@@ -225,10 +225,29 @@ LabelValue = Annotated[
         "use letters, digits, '-', '_' and '.', with a letter or digit at both ends",
     ),
 ]
+AnnotationKey = Annotated[
+    str,
+    Field(max_length=317),
+    StringPattern(
+        rf"({SUBDOMAIN}/)?{_LABEL_TEXT}",
+        "key of an annotation",
+        "write it like team or example.com/team",
+    ),
+]
 Labels = Annotated[
     Mapping[LabelKey, LabelValue],
     Field(max_length=32),
     ServerSchema({"x-kubernetes-map-type": "atomic"}),
+]
+Annotations = Annotated[
+    Mapping[AnnotationKey, Annotated[str, Field(max_length=8192)]],
+    Field(max_length=32),
+    ServerSchema({"x-kubernetes-map-type": "atomic"}),
+]
+IpBlock = Annotated[
+    str,
+    Field(max_length=43),
+    StringPattern(r"[0-9a-fA-F.:]+/[0-9]{1,3}", "block of addresses", "write it like 10.0.0.0/8"),
 ]
 RelativePath = Annotated[
     str,
@@ -301,11 +320,24 @@ class ResourcesSpec(ManifestModel):
 
     cpu: CpuQuantity | None = None
     """CPU request in cores, like 250m or 2. If unset, the component's default applies."""
+    cpu_limit: CpuQuantity | None = None
+    """CPU limit in cores. If unset, there is none, because a limit only delays answers. A namespace
+    whose ResourceQuota has limits.cpu needs one for every component and for syncJobs."""
     memory: ByteQuantity | None = None
     """Memory request, like 4Gi. If unset, the operator derives it; see docs/sizing.md."""
     memory_limit: ByteQuantity | None = None
     """Memory limit. If unset, a component that bounds its own memory gets its request as the
     limit. Other components get no limit."""
+
+    @property
+    def cpu_millis(self) -> int | None:
+        """CPU request in thousandths of a core, if given."""
+        return None if self.cpu is None else parse_millis(self.cpu)
+
+    @property
+    def cpu_limit_millis(self) -> int | None:
+        """CPU limit in thousandths of a core, if given."""
+        return None if self.cpu_limit is None else parse_millis(self.cpu_limit)
 
     @property
     def memory_bytes(self) -> int | None:

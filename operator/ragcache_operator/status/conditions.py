@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ragcache_operator.status.component import CONDITION_OF, ComponentState
@@ -29,6 +29,7 @@ READY = "Ready"
 ACCEPTED = "Accepted"
 SELF_TEST = "SelfTestPassed"
 BLEND_VERIFIED = "BlendVerified"
+DATA_TYPE_SUPPORTED = "DataTypeSupported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,32 @@ def blend_verification(
     return ConditionState("Unknown", "Waiting", "waiting for the gateway")
 
 
+def data_type_support(
+    slow: Mapping[str, str], before: Sequence[Condition]
+) -> ConditionState | None:
+    """Return whether the processors of the engines compute the model's data type fast.
+
+    Args:
+        slow: The data type of each engine that computes it slowly, by name of its pod.
+        before: The conditions so far.
+
+    Returns:
+        The condition; None if no engine was slow so far.
+    """
+    if slow:
+        types = " and ".join(sorted(set(slow.values())))
+        message = (
+            f"the processors of {', '.join(sorted(slow))} have no instructions for {types}, and "
+            "compute it several times slower than float32; set spec.model.dtype: float32, which "
+            "needs more memory, or select nodes with AVX-512 by spec.podTemplate.nodeSelector"
+        )
+        return ConditionState("False", "SlowDataType", message)
+    if find(before, DATA_TYPE_SUPPORTED) is None:
+        return None
+    message = "the processors of the engines compute the model's data type fast"
+    return ConditionState("True", "Supported", message)
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What the operator has observed of an accepted RagCache.
@@ -92,14 +119,14 @@ class Observation:
     Args:
         components: State of each component, in the order of CONDITION_OF.
         accepted: Whether the operator could apply the spec completely.
-        blend: The last report about the quality of blends; None if it does not blend.
+        more: Further conditions by type; None for one that does not apply.
     """
 
     generation: int
     components: Sequence[ComponentState]
     test: SelfTest
     accepted: ConditionState = VALID
-    blend: ConditionState | None = None
+    more: Mapping[str, ConditionState | None] = field(default_factory=dict)
 
 
 def make_conditions(found: Observation, before: Sequence[Condition], now: str) -> list[Condition]:
@@ -116,8 +143,7 @@ def make_conditions(found: Observation, before: Sequence[Condition], now: str) -
         truth: Truth = "True" if state.available else "False"
         made[CONDITION_OF[state.component]] = ConditionState(truth, state.reason, state.message)
     made[SELF_TEST] = ConditionState(tested, test.reason, test.message)
-    if found.blend is not None:
-        made[BLEND_VERIFIED] = found.blend
+    made |= {name: state for name, state in found.more.items() if state is not None}
     waiting = next((state for state in found.components if not state.available), None)
     if waiting is not None:
         message = f"{waiting.component}: {waiting.message}"
@@ -260,6 +286,7 @@ _WARNINGS = frozenset(
         *("ImagePullFailed", "ConfigError", "CrashLooping", "OutOfMemory", "Unschedulable"),
         *("PodsRefused", "Invalid", "ApplyFailed", "ObjectTaken", "SelfTestFailed"),
         *("NotServed", "NotMeasured", "MeasurementFailed", "InsufficientMemory"),
+        *("ExpansionRefused", "SlowDataType"),
     }
 )
 """Reasons that need a user's action. The others resolve without one."""

@@ -146,6 +146,27 @@ class GatewayClient:
             return None
         return str(progress)[:200] if progress else None
 
+    async def slow_number_type(self, address: str) -> str | None:
+        """Return the number type that an engine's processor computes slowly.
+
+        Args:
+            address: "host:port" of the engine's HTTP port.
+
+        Returns:
+            The type; empty if it is fast; None if the engine does not answer.
+        """
+        try:
+            async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
+                status, body = await self._send(
+                    GatewayAccess(f"http://{address}"), "GET", "/ragcache/processor", None
+                )
+            if status != httpx.codes.OK:
+                return None
+            found = json.loads(body)
+            return str(found["number_type"])[:20] if found["is_slow"] else ""
+        except _NO_ANSWER:
+            return None
+
     async def _collection(self, gateway: GatewayAccess) -> str:
         listed = await self._json(gateway, "GET", "/v1/collections")
         filled = [c for c in listed["data"] if c["documents"]]

@@ -370,7 +370,7 @@ def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
     for child in children:
         needed = {"get", "list", "watch", "create", "patch", "delete"}
         assert allowed[child.group, child.plural] == needed
-    assert allowed["", "persistentvolumeclaims"] == {"get", "list", "watch", "delete"}
+    assert allowed["", "persistentvolumeclaims"] == {"get", "list", "watch", "patch", "delete"}
     assert allowed["", "pods"] == {"get", "list", "watch"}
 
 

@@ -1,5 +1,7 @@
 """Answers vLLM's ``/health`` with 503 while the engine has requests and no step ends.
 
+It also answers ``/ragcache/processor``, with which the operator finds engines on slow processors.
+
 vLLM's own ``/health`` fails when the engine process has ended. It stays healthy while a step hangs,
 for example in a device or a kernel: for five minutes with worker processes, and for ever without.
 vLLM's API server makes a ``HealthMiddleware`` for its option ``--middleware``. A ``StepLogger`` in
@@ -14,12 +16,14 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ragcache_engine.telemetry.processor import describe_processor
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 
 log = logging.getLogger("vllm.ragcache")
 
 _PATH = "/health"
+_PROCESSOR_PATH = "/ragcache/processor"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -66,19 +70,22 @@ class HealthMiddleware:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request of the server."""
-        if scope["type"] != "http" or scope["path"] != _PATH:
+        path = scope["path"] if scope["type"] == "http" else ""
+        client = _engine_client(scope) if path in (_PATH, _PROCESSOR_PATH) else None
+        if path == _PROCESSOR_PATH and client is not None:
+            await _send_json(send, 200, describe_processor(client.vllm_config))
+            return
+        if path != _PATH:
             await self._app(scope, receive, send)
             return
-        num_unfinished = _num_unfinished(scope)
+        num_unfinished = client.get_num_unfinished_requests() if client is not None else 0
         waited_s = self._measure_wait_s(num_unfinished)
         self._update(waited_s > self._limit_s, num_unfinished)
         if not self._hangs:
             await self._app(scope, receive, send)
             return
         body = {"error": f"{num_unfinished} requests, and no step has ended for {waited_s:.0f} s"}
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+        await _send_json(send, 503, body)
 
     def _measure_wait_s(self, num_unfinished: int) -> float:
         """Return for how long requests have waited for a step to end.
@@ -105,7 +112,12 @@ class HealthMiddleware:
         self._hangs = hangs
 
 
-def _num_unfinished(scope: Message) -> int:
-    """Return how many requests the engine has not finished. 0 for a server without an engine."""
-    client = getattr(scope["app"].state, "engine_client", None)
-    return client.get_num_unfinished_requests() if client is not None else 0
+def _engine_client(scope: Message) -> Any:
+    """Return vLLM's client of the engine, or None for a server without one."""
+    return getattr(scope["app"].state, "engine_client", None)
+
+
+async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

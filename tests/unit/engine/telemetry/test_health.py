@@ -129,6 +129,21 @@ def test_a_dead_engine_is_reported_by_vllm(server: Server) -> None:
     assert server.asked == ["/health"]
 
 
+def test_the_engine_tells_its_number_type_and_processor(server: Server) -> None:
+    server.state.engine_client.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype="torch.float32"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    status, body = server.ask("/ragcache/processor")
+    assert (status, json.loads(body)) == (200, {"number_type": "float32", "is_slow": False})
+    assert server.asked == []
+
+
+def test_a_server_without_an_engine_has_no_processor(server: Server) -> None:
+    server.state, server.status = SimpleNamespace(), 404
+    assert server.ask("/ragcache/processor")[0] == 404
+
+
 def test_a_server_without_an_engine_has_no_requests(server: Server) -> None:
     server.state = SimpleNamespace()
     server.now_s += 10 * LIMIT_S

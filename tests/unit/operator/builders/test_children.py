@@ -22,7 +22,7 @@ from ragcache_operator.builders.metadata import (
     selector_text,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec.quantity import canonical, parse_quantity
+from ragcache_operator.spec.quantity import canonical, parse_millis, parse_quantity
 from ragcache_operator.spec.ragcache import COMPONENTS
 from tests.kit.operator import (
     NAMESPACE,
@@ -278,7 +278,9 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
         assert ("ServiceAccount", pod["serviceAccountName"]) in made
         for volume in pod["volumes"]:
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in made
+                users = spec.get("trustedCA", {}).get("configMap")
+                name = volume["configMap"]["name"]
+                assert ("ConfigMap", name) in made or name == users
             if "secret" in volume:
                 # The operator creates this Secret, because builders have no key.
                 site = ClusterPlacement(cache, tag="1", owner=UID)
@@ -317,7 +319,8 @@ def _users_secrets(spec: Object) -> set[str]:
     embedder = spec.get("retriever", {}).get("embedder", {})
     given = (spec.get("model", {}).get("tokenSecret"), embedder.get("keySecret"))
     database = spec.get("retriever", {}).get("backend", {}).get("postgres", {}).get("urlSecret")
-    return {reference["name"] for reference in (*given, database) if reference}
+    team = ({"name": "team"},) if "env" in spec else ()
+    return {reference["name"] for reference in (*given, database, *team) if reference}
 
 
 @given(specs)
@@ -390,9 +393,9 @@ def test_every_probe_uses_http_on_a_port_of_its_container(spec: Object) -> None:
 def test_no_request_is_above_its_limit(spec: Object) -> None:
     for workload in workloads_of(build(**spec)):
         [container] = workload["spec"]["template"]["spec"]["containers"]
-        request = parse_quantity(container["resources"]["requests"]["memory"])
-        for limit in container["resources"].get("limits", {}).values():
-            assert request <= parse_quantity(limit)
+        requests = container["resources"]["requests"]
+        for name, limit in container["resources"].get("limits", {}).items():
+            assert parse_millis(requests[name]) <= parse_millis(limit)
 
 
 def test_memory_of_a_gateway_holds_its_knowledge_tree() -> None:

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.collections.job import (
     COLLECTION_LABEL,
     OUTCOME,
@@ -28,6 +29,7 @@ from ragcache_operator.collections.revision import Revision, revision_of
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec.collection import RagCollection
 from ragcache_operator.spec.manifest import parse_collection
+from ragcache_operator.spec.ragcache import RagCache
 from tests.kit.operator import make_cache
 
 EVERY_KIND: list[Object] = [
@@ -58,6 +60,11 @@ def collection(*sources: Object, **spec: Any) -> RagCollection:
     )
 
 
+def target_of(given: RagCollection, cache: RagCache) -> SyncTarget:
+    image, served = "example.com/tools:1", Capabilities.latest()
+    return SyncTarget(given, "uid-1", cache, image, "http://gateway", served)
+
+
 def job(
     given: RagCollection | None = None,
     *,
@@ -66,16 +73,12 @@ def job(
     claims: tuple[str, ...] = ("manuals",),
     **cache_spec: Any,
 ) -> Object:
-    target = SyncTarget(
-        given or collection(), "uid-1", make_cache(**cache_spec), "example.com/tools:1", "http://g"
-    )
+    target = target_of(given or collection(), make_cache(**cache_spec))
     return sync_job(target, Revision("aaaa", "bbbb"), attempt, after, 1_800_000_000.25, claims)
 
 
 def removal() -> Object:
-    return removal_job(
-        SyncTarget(collection(), "uid-1", make_cache(), "example.com/tools:1", "http://gateway")
-    )
+    return removal_job(target_of(collection(), make_cache()))
 
 
 def container(made: Object) -> Object:
@@ -137,11 +140,60 @@ def test_tokens_are_references_and_never_values() -> None:
     assert reference == {"name": "git", "key": "token", "optional": True}
 
 
-def test_pods_follow_the_scheduling_of_the_cache() -> None:
-    scheduling = {"nodeSelector": {"pool": "rag"}, "imagePullSecrets": [{"name": "registry"}]}
-    pod = job(scheduling=scheduling)["spec"]["template"]["spec"]
+def test_pods_follow_the_template_of_the_cache() -> None:
+    template = {"nodeSelector": {"pool": "rag"}, "imagePullSecrets": [{"name": "registry"}]}
+    pod = job(podTemplate=template)["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"pool": "rag"}
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_pods_have_the_environment_and_authorities_of_the_cache() -> None:
+    made = job(
+        env=[{"name": "GIT_TRACE", "value": "1"}],
+        trustedCA={"configMap": "authorities"},
+        proxy={"https": "http://proxy.example.com:3128"},
+    )
+    variables = {v["name"]: v.get("value") for v in container(made)["env"]}
+    assert variables["GIT_TRACE"] == "1"
+    assert variables["https_proxy"] == "http://proxy.example.com:3128"
+    assert ".svc" in str(variables["no_proxy"]).split(",")
+    assert variables["GIT_SSL_CAINFO"] == "/etc/ragcache/trusted-ca/ca.crt"
+    mounts = {m["name"]: m for m in container(made)["volumeMounts"]}
+    assert mounts["trusted-ca"]["mountPath"] == "/etc/ragcache/trusted-ca"
+    volumes = {v["name"]: v for v in made["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["trusted-ca"]["configMap"]["name"] == "authorities"
+    kubernetes_validate.validate(made, "1.37", strict=True)
+
+
+def test_the_template_of_jobs_overrides_that_of_all_pods() -> None:
+    made = job(
+        podTemplate={"labels": {"team": "a"}, "nodeSelector": {"pool": "rag"}},
+        syncJobs={"podTemplate": {"labels": {"of": "jobs"}, "nodeSelector": {}}},
+    )
+    template = made["spec"]["template"]
+    assert {"team": "a", "of": "jobs"}.items() <= template["metadata"]["labels"].items()
+    assert "nodeSelector" not in template["spec"]
+
+
+@pytest.mark.parametrize(
+    ("given", "requests", "limits"),
+    [
+        ({}, {"cpu": "100m", "memory": "256Mi"}, {"memory": "1Gi"}),
+        (
+            {"cpuLimit": "500m"},
+            {"cpu": "100m", "memory": "256Mi"},
+            {"cpu": "500m", "memory": "1Gi"},
+        ),
+        ({"cpuLimit": "50m"}, {"cpu": "50m", "memory": "256Mi"}, {"cpu": "50m", "memory": "1Gi"}),
+        ({"memory": "2Gi"}, {"cpu": "100m", "memory": "2Gi"}, {"memory": "2Gi"}),
+        ({"memoryLimit": "128Mi"}, {"cpu": "100m", "memory": "128Mi"}, {"memory": "128Mi"}),
+    ],
+)
+def test_resources_of_jobs_follow_the_cache(
+    given: Object, requests: Object, limits: Object
+) -> None:
+    found = container(job(syncJobs={"resources": given}))["resources"]
+    assert found == {"requests": requests, "limits": limits}
 
 
 def test_every_sync_has_a_unique_and_repeatable_name() -> None:

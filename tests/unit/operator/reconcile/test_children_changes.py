@@ -129,10 +129,6 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.resources.cpu": ("2", ENGINE, ""),
     "engines.resources.memory": ("4Gi", ENGINE, ""),
     "engines.resources.memoryLimit": ("8Gi", ENGINE, ""),
-    "engines.scheduling.priorityClassName": ("two", ENGINE, ""),
-    "engines.scheduling.nodeSelector": ({"a": "b"}, ENGINE, ""),
-    "engines.scheduling.tolerations": ([{"operator": "Exists"}], ENGINE, ""),
-    "engines.scheduling.imagePullSecrets": ([{"name": "two"}], ENGINE, ""),
     "engines.autoscaling.maxReplicas": (5, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.autoscaling.queueDepth": (5, "", ENGINE_SCALER),
     "cacheStore.shards": (2, "", f"{STORE} ConfigMap/members"),
@@ -151,10 +147,12 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "reuse.maxRecomputeShare": (0.5, GATEWAY, ""),
     "reuse.quality": (0.95, GATEWAY, ""),
     "reuse.precompute": (True, GATEWAY, ""),
-    "scheduling.priorityClassName": ("two", WORKLOADS, ""),
-    "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),
-    "scheduling.tolerations": ([{"operator": "Exists"}], WORKLOADS, ""),
-    "scheduling.imagePullSecrets": ([{"name": "two"}], WORKLOADS, ""),
+    "env": ([{"name": "A", "value": "b"}], WORKLOADS, ""),
+    "trustedCA.configMap": ("authorities", WORKLOADS, ""),
+    "trustedCA.key": ("two", WORKLOADS, ""),
+    "proxy.http": ("http://two.example.com:3128", WORKLOADS, HUB_POLICIES),
+    "proxy.https": ("http://two.example.com:3128", WORKLOADS, HUB_POLICIES),
+    "proxy.noProxy": ([".two.example.com"], WORKLOADS, ""),
     "dataPolicy": ("Delete", "", ""),
     "networkPolicy.enabled": (False, "", POLICIES),
     "networkPolicy.clients": ([{"podSelector": {}}], "", "NetworkPolicy/gateway"),
@@ -173,6 +171,55 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", WORKLOADS, PART_POLICIES),
     "telemetry.otlp.sampleRatio": (0.1, GATEWAY, ""),
 }
+# Field of a pod template: its new value.
+TEMPLATE: dict[str, Any] = {
+    "labels": {"team": "two"},
+    "annotations": {"note": "two"},
+    "serviceAccountAnnotations": {"role": "two"},
+    "nodeSelector": {"a": "b"},
+    "affinity.nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]},
+    "affinity.podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]},
+    "affinity.podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]
+    },
+    "tolerations": [{"operator": "Exists"}],
+    "topologySpreadConstraints": [],
+    "priorityClassName": "two",
+    "runtimeClassName": "two",
+    "imagePullSecrets": [{"name": "two"}],
+    "securityContext.runAsUser": 2,
+    "securityContext.runAsGroup": 2,
+    "securityContext.fsGroup": 2,
+    "securityContext.supplementalGroups": [2],
+    "securityContext.seLinuxOptions.level": "s0",
+    "securityContext.seLinuxOptions.type": "container_t",
+}
+PARTS = {
+    "gateway.": GATEWAY,
+    "retriever.": RETRIEVER,
+    "engines.": ENGINE,
+    "cacheStore.": STORE,
+    # No child: the template of Jobs, which RagCollections start.
+    "syncJobs.": "",
+    "": WORKLOADS,
+}
+for part, rolled in PARTS.items():
+    for field, value in TEMPLATE.items():
+        accounts = " ".join(f"ServiceAccount/{one.partition('/')[2]}" for one in rolled.split())
+        of_account = field == "serviceAccountAnnotations"
+        path = f"{part}podTemplate.{field}"
+        CHANGES[path] = (value, "", accounts) if of_account else (value, rolled, "")
+    for field in ("cpu", "cpuLimit", "memory", "memoryLimit") if part else ():
+        CHANGES.setdefault(f"{part}resources.{field}", ("3Gi", rolled, ""))
+for field, value in {
+    "type": "NodePort",
+    "annotations": {"a": "b"},
+    "loadBalancerClass": "two",
+    "loadBalancerSourceRanges": ["10.0.0.0/8"],
+    "externalTrafficPolicy": "Local",
+    "nodePort": 30080,
+}.items():
+    CHANGES[f"gateway.service.{field}"] = (value, "", "Service/gateway-external")
 ONLY_ONE_VALUE = {"engines.device"}
 
 
@@ -181,6 +228,12 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path.startswith("gateway.service"):
+        spec["gateway"]["service"] = {}
+    if path == "trustedCA.key":
+        spec["trustedCA"] = {"configMap": "one"}
+    if path == "proxy.noProxy":
+        spec["proxy"] = {"https": "http://one.example.com:3128"}
     if path == "engines.url":
         spec["engines"] = [{"name": "main", "url": "http://one.obs.svc:8000"}]
     if path.startswith("gateway.auth.secretRef"):
@@ -253,8 +306,9 @@ _SELECTORS = tuple(f"networkPolicy.{name}." for name in ("clients", "adminClient
 def test_every_field_is_covered() -> None:
     known = CHANGES.keys() | ONLY_ONE_VALUE
     for path in leaves(RagCacheSpec):
-        # A list of scalars counts as one field.
-        assert path in known or path.rsplit(".", 1)[0] in known or path.startswith(_SELECTORS), path
+        # A list counts as one field.
+        above = {".".join(path.split(".")[:n]) for n in range(1, path.count(".") + 2)}
+        assert known & above or path.startswith(_SELECTORS), path
 
 
 def test_an_engine_that_gets_a_url_is_no_longer_run() -> None:

@@ -11,13 +11,14 @@ import celpy
 import pytest
 import re2
 from celpy.adapter import json_to_cel
-from celpy.celtypes import BoolType
+from celpy.celtypes import BoolType, IntType
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_operator.spec.cel import compile_cel
 from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
 from ragcache_operator.spec.engine_arguments import ALLOWED_FLAGS, ENGINE_ARGUMENT_RULES
+from ragcache_operator.spec.quantity import parse_millis
 from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
 from ragcache_operator.spec.validation import CelRule
 from tests.kit.manifests import (
@@ -51,6 +52,7 @@ TEXTS = (
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
     *(
         "http://e:80",
+        *("A", "RAGCACHE_A", "10.0.0.0/8"),
         "none",
         "bundled",
         "cross-encoder",
@@ -69,8 +71,13 @@ IN_PYTHON = {
 }
 UPDATE_CEL = [rule.cel for rule in UPDATE_RULES if isinstance(rule.cel, CelRule)]
 ENVIRONMENT = celpy.Environment()
+# The API server's library of quantities.
+FUNCTIONS: dict[str, Any] = {
+    "quantity": lambda text: IntType(parse_millis(str(text))),
+    "compareTo": lambda one, other: IntType((one > other) - (one < other)),
+}
 PROGRAMS = {
-    rule["rule"]: ENVIRONMENT.program(ENVIRONMENT.compile(rule["rule"]))
+    rule["rule"]: ENVIRONMENT.program(ENVIRONMENT.compile(rule["rule"]), functions=FUNCTIONS)
     for schema in SCHEMAS.values()
     for _, node in nodes(schema)
     for rule in node.get("x-kubernetes-validations", ())
@@ -89,11 +96,11 @@ GOOD: list[tuple[Object, Object | None]] = [
     (cache(model={"source": "pvc:models/llama", "maxLength": 8192}), None),
     (cache(engines=[{"args": ["--max-num-seqs=8"], "unsafeArgs": ["--hostess=x--port"]}]), None),
     (external(name="theirs", args=[], replicas=1), None),
-    (cache(scheduling={"tolerations": [{"operator": "Exists"}]}), None),
-    (cache(scheduling={"tolerations": [{"key": "a", "effect": "NoExecute"}]}), None),
+    (cache(podTemplate={"tolerations": [{"operator": "Exists"}]}), None),
+    (cache(podTemplate={"tolerations": [{"key": "a", "effect": "NoExecute"}]}), None),
     (
         cache(
-            scheduling={
+            podTemplate={
                 "tolerations": [{"key": "a", "effect": "NoExecute", "tolerationSeconds": 5}]
             },
             networkPolicy={
@@ -316,12 +323,15 @@ def test_the_server_and_the_parser_allow_the_same_arguments(argument: str) -> No
     assert bool(cel_problems(given_argument)) == bool(find_problems(given_argument))
 
 
-def test_storage_is_immutable() -> None:
-    bigger = {"size": "99Gi"}
-    new = cache(retriever={"storage": bigger}, cacheStore={"disk": {"className": "fast"}})
-    assert [path for path, _ in cel_problems(new, cache())] == [
-        "spec.retriever.storage",
-        "spec.cacheStore.disk",
+@pytest.mark.parametrize("bigger", ["99Gi", "10240Mi", 10737418241])
+def test_storage_can_grow_in_any_notation(bigger: str | int) -> None:
+    size = {"size": bigger}
+    new = cache(retriever={"storage": size}, cacheStore={"disk": size})
+    assert cel_problems(new, cache()) == []
+    smaller = cache(retriever={"storage": {"size": 1}}, cacheStore={"disk": {"size": "9.5Gi"}})
+    assert [path for path, _ in cel_problems(smaller, new)] == [
+        "spec.retriever.storage.size",
+        "spec.cacheStore.disk.size",
     ]
 
 
@@ -494,9 +504,9 @@ def worst_cost(expression: str, schema: Schema) -> int:
         at = schema
         for name in read[1:]:
             at = known(at, name)
-        if at["type"] == "array":
+        if at.get("type") == "array":
             items, item = at["maxItems"], at["items"]
-        elif at["type"] == "string":
+        elif at.get("type") == "string" or "x-kubernetes-int-or-string" in at:
             cost += most_bytes(at) // 10 + 1
     for pattern in re.findall(r"\.matches\('([^']*)'\)", expression):
         cost += (most_bytes(item) // 10 + 1) * (len(pattern) // 4 + 1)

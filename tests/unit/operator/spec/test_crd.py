@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[4]
 Schema = dict[str, Any]
 
 # The keywords of JSON schema and OpenAPI that structural schemas may use.
+FREE = "x-kubernetes-preserve-unknown-fields"
+"""The API server keeps whatever a mapping has."""
 KEYWORDS = {
+    FREE,
     *("type", "format", "description", "default", "enum", "pattern", "required"),
     *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "properties", "items", "additionalProperties"),
@@ -75,7 +78,8 @@ def test_every_schema_is_structural(kind: ResourceKind) -> None:
         assert not ("properties" in schema and "additionalProperties" in schema), path
         if schema.get("type") == "object":
             # A server drops unknown fields, so a mapping without properties would stay empty.
-            assert schema.get("properties") or "additionalProperties" in schema, path
+            kept = "additionalProperties" in schema or schema.get(FREE)
+            assert schema.get("properties") or kept, path
         for name in schema.get("required", ()):
             assert name in schema["properties"], path
 
@@ -181,7 +185,7 @@ DEFAULTED = [
             "embedder": {"source": "http://e/v1", "model": "m", "keySecret": {"name": "k"}},
         },
         engines=[{"name": "a", "autoscaling": {"maxReplicas": 2}}, {"name": "b"}],
-        scheduling={"tolerations": [{"key": "a"}]},
+        podTemplate={"tolerations": [{"key": "a"}]},
         networkPolicy={"clients": [{"podSelector": {}}]},
     ),
     cache(reuse={"mode": "blend"}),

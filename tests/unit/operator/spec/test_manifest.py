@@ -119,7 +119,9 @@ BAD_SPECS = {
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
     "autoscaling, resources, limits, order, maxDisplacement, speculation, rewrite, "
-    "console, allowedHosts, allowedOrigins, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "console, allowedHosts, allowedOrigins, ingress, httpRoute, service, podTemplate": {
+        "gateway": {"zebra": True}
+    },
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },
@@ -127,11 +129,11 @@ BAD_SPECS = {
     "did you mean matchLabels?": {
         "networkPolicy": {"clients": [{"podSelector": {"matchLabel": {}}}]}
     },
-    "spec.scheduling.nodeSelector: [] is not a mapping; write a mapping": {
-        "scheduling": {"nodeSelector": []}
+    "spec.podTemplate.nodeSelector: [] is not a mapping; write a mapping": {
+        "podTemplate": {"nodeSelector": []}
     },
-    "spec.scheduling.nodeSelector.disk: 1 is not a string; write a string": {
-        "scheduling": {"nodeSelector": {"disk": 1}}
+    "spec.podTemplate.nodeSelector.disk: 1 is not a string; write a string": {
+        "podTemplate": {"nodeSelector": {"disk": 1}}
     },
     "spec.gateway.port: True is not an integer; write an integer, without quotes": {
         "gateway": {"port": True}

@@ -22,6 +22,7 @@ from ragcache_operator.status.component import (
 )
 from ragcache_operator.status.conditions import (
     BLEND_VERIFIED,
+    DATA_TYPE_SUPPORTED,
     NOT_TESTED,
     Condition,
     ConditionState,
@@ -29,6 +30,7 @@ from ragcache_operator.status.conditions import (
     SelfTest,
     blend_verification,
     current_test,
+    data_type_support,
     events_for,
     find,
     is_test_due,
@@ -59,7 +61,7 @@ def conditions_of(
     generation: int,
     before: Sequence[Condition],
     now: str,
-    **found: ConditionState,
+    **found: Any,
 ) -> list[Condition]:
     return make_conditions(Observation(generation, components, test, **found), before, now)
 
@@ -369,7 +371,7 @@ def test_a_blend_without_a_passing_measurement_warns(
     verdict: str | None, status: str, reason: str
 ) -> None:
     blend = blend_verification(verdict, (), has_target=False)
-    made = conditions_of(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    made = conditions_of(all_ready(), PASSED, 1, (), NOW, more={BLEND_VERIFIED: blend})
     found = find(made, BLEND_VERIFIED)
     assert found is not None
     assert (found["status"], found["reason"]) == (status, reason)
@@ -389,8 +391,32 @@ def test_the_warning_tells_what_happens_to_questions() -> None:
 
 def test_after_a_restart_of_the_operator_the_last_verdict_stays() -> None:
     blend = blend_verification("passed", (), has_target=True)
-    before = conditions_of(all_ready(), PASSED, 1, (), NOW, blend=blend)
+    before = conditions_of(all_ready(), PASSED, 1, (), NOW, more={BLEND_VERIFIED: blend})
     assert blend_verification(None, before, has_target=True) == blend
+
+
+def test_a_slow_data_type_names_the_pods_and_the_field() -> None:
+    state = data_type_support(
+        {"docs-engine-main-b": "bfloat16", "docs-engine-main-a": "bfloat16"}, ()
+    )
+    made = conditions_of(all_ready(), PASSED, 1, (), NOW, more={DATA_TYPE_SUPPORTED: state})
+    found = find(made, DATA_TYPE_SUPPORTED)
+    assert found is not None
+    assert (found["status"], found["reason"]) == ("False", "SlowDataType")
+    assert (
+        "docs-engine-main-a, docs-engine-main-b have no instructions for bfloat16"
+        in found["message"]
+    )
+    assert "spec.model.dtype: float32" in found["message"]
+    assert phase_of(made, Observation(1, all_ready(), PASSED)) == "Ready"
+    assert [e.reason for e in events_for((), made) if e.kind == "Warning"] == ["SlowDataType"]
+    after = data_type_support({}, made)
+    assert after is not None
+    assert after.status == "True"
+
+
+def test_fast_engines_need_no_condition() -> None:
+    assert data_type_support({}, ()) is None
 
 
 def test_without_blends_there_is_no_such_condition() -> None:
