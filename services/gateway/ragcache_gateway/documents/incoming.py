@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ragcache_core.documents.formats import DocumentFormat
@@ -53,7 +54,7 @@ class IncomingDocument:
             text=read.text,
             content_type=pb.CONTENT_TYPE_MARKDOWN if read.markdown else pb.CONTENT_TYPE_TEXT,
             # The client knows better than the document.
-            metadata={**read.metadata, **fields.metadata},
+            metadata=json.dumps({**read.metadata, **fields.metadata}, ensure_ascii=False),
         )
 
 

@@ -17,6 +17,7 @@ from python_multipart.multipart import MultipartParser
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
+from ragcache_core.retrieval.metadata import name_of
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.schema import DocumentFields
 from ragcache_gateway.http.upload import file_document, json_document, json_object
@@ -97,8 +98,7 @@ class JsonLinesParser:
             fields = json_object(line)
             return json_document({"collection": self._collection, **fields})
         except InvalidInput as error:
-            named = fields.get("id")
-            return RefusedDocument(named if isinstance(named, str) else "", error)
+            return RefusedDocument(name_of(fields.get("id")) or "", error)
 
 
 @dataclass(slots=True)
