@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema
 
 from ragcache_core.retrieval.metadata import MAX_LIST_VALUES, SCALARS, MetadataValue, name_of
-from ragcache_wire.rest_fields.fields import Text, union_by
+from ragcache_wire.rest_fields.fields import Text, union_by, validation_error
 
-_Whole: TypeAlias = Annotated[int, Field(strict=True), Tag("~whole")]
-_Decimal: TypeAlias = Annotated[float, Field(allow_inf_nan=False, strict=True), Tag("~decimal")]
+
+def _finite(value: int | float) -> int | float:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise validation_error("is not a finite number", f"send {SCALARS}")
+    return value
+
+
+_Number: TypeAlias = Annotated[
+    Any, AfterValidator(_finite), WithJsonSchema({"type": "number"}), Tag("~number")
+]
+"""An integer or a float, which stays what it is."""
 
 
 def _scalar_tag(value: object) -> str | None:
     match value:
         case bool():
             return "~bool"
-        case int():
-            return "~whole"
-        case float():
-            return "~decimal"
+        case int() | float():
+            return "~number"
         case str():
             return "~text"
     return None
@@ -31,15 +39,14 @@ def _value_tag(value: object) -> str | None:
 
 
 ScalarIn: TypeAlias = Annotated[
-    Annotated[bool, Tag("~bool")] | _Whole | _Decimal | Annotated[Text, Tag("~text")],
+    Annotated[bool, Tag("~bool")] | _Number | Annotated[Text, Tag("~text")],
     union_by(_scalar_tag, SCALARS),
 ]
 """A text, a number or a truth value."""
 
 _ValueIn: TypeAlias = Annotated[
     Annotated[bool, Tag("~bool")]
-    | _Whole
-    | _Decimal
+    | _Number
     | Annotated[Text, Tag("~text")]
     | Annotated[list[ScalarIn | None], Field(max_length=MAX_LIST_VALUES), Tag("~list")],
     union_by(

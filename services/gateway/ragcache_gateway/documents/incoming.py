@@ -22,12 +22,14 @@ class IncomingDocument:
 
     Args:
         field: Names the content in errors: ``file`` or ``text``.
+        line: Of a file of JSON lines, from 1.
     """
 
     fields: DocumentFields
     kind: DocumentFormat
     content: bytes
     field: str
+    line: int | None = None
 
     @property
     def num_bytes(self) -> int:

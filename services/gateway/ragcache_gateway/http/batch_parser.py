@@ -8,7 +8,7 @@ of the batch; what is wrong with the body ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import Message
 from typing import Any, Protocol
 
@@ -30,10 +30,16 @@ _MAX_HEADER_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RefusedDocument:
-    """A document that cannot be read from the body. ``id`` is empty if it is unknown."""
+    """A document that cannot be read from the body.
+
+    Args:
+        id: Empty if it is unknown.
+        line: Of a file of JSON lines, from 1.
+    """
 
     id: str
     error: RagCacheError
+    line: int | None = None
 
 
 BatchItem = IncomingDocument | RefusedDocument
@@ -63,6 +69,7 @@ class JsonLinesParser:
         self._collection = collection
         self._max_bytes = max_bytes
         self._line = bytearray()
+        self._number = 1
         self._is_too_long = False
 
     def feed(self, data: bytes) -> Iterator[BatchItem]:
@@ -86,10 +93,11 @@ class JsonLinesParser:
 
     def _end_line(self) -> Iterator[BatchItem]:
         if self._is_too_long:
-            yield RefusedDocument("", _too_large("line", self._max_bytes))
+            yield RefusedDocument("", _too_large("line", self._max_bytes), self._number)
         elif self._line.strip():
-            yield self._document(bytes(self._line))
+            yield replace(self._document(bytes(self._line)), line=self._number)
         self._line.clear()
+        self._number += 1
         self._is_too_long = False
 
     def _document(self, line: bytes) -> BatchItem:

@@ -27,7 +27,7 @@ from ragcache_core.retrieval.filters import (
     matches,
     simplified,
 )
-from ragcache_core.retrieval.metadata import MetadataValue, instant_of, texts_of
+from ragcache_core.retrieval.metadata import MetadataValue, Scalar, instant_of, texts_of
 
 Fields: TypeAlias = dict[str, MetadataValue]
 
@@ -35,7 +35,7 @@ names = st.sampled_from(["team", "year", "path"])
 values = st.sampled_from(
     ["", "a", "ab", "b", "7", "-1.5", "1e3", "nan", "inf", "ten", "true", "2024-02-20"]
 )
-scalars: st.SearchStrategy[MetadataValue] = values | st.sampled_from([7, -1.5, True, False])
+scalars: st.SearchStrategy[Scalar] = values | st.sampled_from([7, -1.5, True, False])
 documents: st.SearchStrategy[Fields] = st.dictionaries(
     names, scalars | st.lists(scalars, max_size=3)
 )
