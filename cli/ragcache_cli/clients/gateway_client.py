@@ -82,7 +82,7 @@ class CollectionDocument:
     """A document of the collection, without its text."""
 
     id: str
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, Any]
     chunks: int
 
 

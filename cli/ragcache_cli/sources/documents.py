@@ -11,6 +11,7 @@ from typing import Any
 
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat, suffix_of
 from ragcache_core.errors import InvalidInput, TooLarge
+from ragcache_core.retrieval.metadata import name_of
 
 LARGEST_BYTES = 8 << 20
 """The gateway's limit for one document."""
@@ -155,9 +156,10 @@ def read_fields(file: DocumentFile) -> dict[str, Any]:
         fields = json.loads(read_content(file))
     except (ValueError, RecursionError) as error:
         raise InvalidInput(file.where, "is no JSON", "write one JSON object per line") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("id"), str):
+    name = name_of(fields.get("id")) if isinstance(fields, dict) else None
+    if name is None:
         raise InvalidInput(file.where, "has no id", 'write {"id": ..., "text": ...} on each line')
-    return fields
+    return {**fields, "id": name}
 
 
 def _lines(path: Path) -> Iterator[LineSpan]:

@@ -1,17 +1,18 @@
 """The language of metadata filters: conditions on the fields of a document.
 
 A filter is a tree of And, Or and Not over tests of single fields. Each backend turns it into its
-own query language. ``matches`` is the meaning that all of them have to agree with.
+own query language. ``matches`` is the meaning that all of them have to agree with. A field with a
+list passes a test if one of its values does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.metadata import MetadataValue, instant_of, number_of, texts_of
 
 MAX_DEPTH = 8
 MAX_NODES = 256
@@ -58,8 +59,20 @@ class InRange:
 
 
 @dataclass(frozen=True, slots=True)
+class InPeriod:
+    """True if the document has the field and its value is an ISO date within the bounds.
+
+    Bounds are Unix microseconds, the end excluded. None: no bound.
+    """
+
+    field: str
+    start_us: int | None = None
+    end_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Exists:
-    """True if the document has the field."""
+    """True if the document has the field, with at least one value."""
 
     field: str
 
@@ -72,19 +85,11 @@ class Prefix:
     prefix: str
 
 
-Filter: TypeAlias = And | Or | Not | In | InRange | Exists | Prefix
+FieldTest: TypeAlias = In | InRange | InPeriod | Exists | Prefix
+Filter: TypeAlias = And | Or | Not | FieldTest
 
 
-def number_of(value: str) -> float | None:
-    """Return the number that a metadata value spells, or None. NaN is not a number here."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return None if math.isnan(number) else number
-
-
-def matches(wanted: Filter, fields: Mapping[str, str]) -> bool:
+def matches(wanted: Filter, fields: Mapping[str, MetadataValue]) -> bool:
     """Return whether a document with these fields passes the filter."""
     match wanted:
         case And(filters):
@@ -94,7 +99,8 @@ def matches(wanted: Filter, fields: Mapping[str, str]) -> bool:
         case Not(inner):
             return not matches(inner, fields)
         case _:
-            return wanted.field in fields and _passes(wanted, fields[wanted.field])
+            values = texts_of(fields.get(wanted.field, []))
+            return any(_passes(wanted, value) for value in values)
 
 
 def simplified(wanted: Filter) -> Filter:
@@ -145,7 +151,7 @@ def _count(wanted: Filter, depth: int) -> int:
             return 1
 
 
-def _passes(test: In | InRange | Exists | Prefix, value: str) -> bool:
+def _passes(test: FieldTest, value: str) -> bool:
     match test:
         case In(_, values):
             return value in values
@@ -153,6 +159,8 @@ def _passes(test: In | InRange | Exists | Prefix, value: str) -> bool:
             return value.startswith(prefix)
         case InRange():
             return _in_range(test, value)
+        case InPeriod():
+            return _in_period(test, value)
         case Exists():
             return True
 
@@ -166,4 +174,13 @@ def _in_range(wanted: InRange, value: str) -> bool:
         and (wanted.gte is None or number >= wanted.gte)
         and (wanted.lt is None or number < wanted.lt)
         and (wanted.lte is None or number <= wanted.lte)
+    )
+
+
+def _in_period(wanted: InPeriod, value: str) -> bool:
+    instant_us = instant_of(value)
+    if instant_us is None:
+        return False
+    return (wanted.start_us is None or instant_us >= wanted.start_us) and (
+        wanted.end_us is None or instant_us < wanted.end_us
     )

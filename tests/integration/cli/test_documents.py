@@ -48,7 +48,7 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
     stored = platform.retriever.documents
     assert sorted(stored) == ["a", "guides/billing.html", 'odd "ä".txt', 'q"ä', "report.pdf"]
     assert stored["report.pdf"].title == "Report"
-    assert dict(stored["a"].metadata) == {"team": "core"}
+    assert json.loads(stored["a"].metadata) == {"team": "core"}
     again = await ragcache("ingest", tmp_path)
     assert again.stdout == "0 written, 5 unchanged, 2 skipped in collection 'default'\n"
 

@@ -67,7 +67,7 @@ async def platform(tiny_model: Path, tmp_path: Path) -> AsyncGenerator[Platform,
         yield await start(stack, tmp_path / "retriever", tiny_model)
 
 
-def document(name: str, **metadata: str) -> dict[str, Any]:
+def document(name: str | int, **metadata: Any) -> dict[str, Any]:
     return {"id": name, "text": f"Billing of {name} runs in eu-north.", "metadata": metadata}
 
 
@@ -144,6 +144,44 @@ async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None
     }
     assert await platform.search("billing", filter=missing) == ["a", "d"]
     assert await platform.search("billing", filter={"must_not": [core]}) == ["d"]
+
+
+async def test_metadata_keeps_its_types_and_filters_find_them(platform: Platform) -> None:
+    events = await platform.batch(
+        document(1001, year=2024, critical=True, tags=["pump", "hall C"], seen=None),
+        document("b", year="2024", critical=False, tags=["valve"], date="2024-02-20"),
+        document("c", year=2025.5, tags=[3, "pump"], date="2024-09-01T10:00:00Z"),
+    )
+    assert events[-1]["written"] == 3
+    listed = (await platform.world.client.get("/v1/documents")).json()["data"]
+    assert [one["metadata"] for one in listed] == [
+        {"year": 2024, "critical": True, "tags": ["pump", "hall C"]},
+        {"year": "2024", "critical": False, "tags": ["valve"], "date": "2024-02-20"},
+        {"year": 2025.5, "tags": [3, "pump"], "date": "2024-09-01T10:00:00Z"},
+    ]
+
+    async def found(**condition: Any) -> list[str]:
+        return await platform.search("billing", filter={"must": [condition]})
+
+    assert await found(key="id", match={"value": 1001}) == ["1001"]
+    assert await found(key="year", match={"value": 2024}) == ["1001", "b"]
+    assert await found(key="year", match={"value": 2025.5}) == ["c"]
+    assert await found(key="year", range={"gt": 2024}) == ["c"]
+    assert await found(key="critical", match={"value": True}) == ["1001"]
+    assert await found(key="tags", match={"any": ["pump", "none"]}) == ["1001", "c"]
+    assert await found(key="tags", match={"value": 3}) == ["c"]
+    assert await found(key="tags", prefix="hall") == ["1001"]
+    assert await found(key="date", range={"gte": "2024-01-01"}) == ["b", "c"]
+    assert await found(key="date", range={"lt": "2024-02-21"}) == ["b"]
+    assert await found(key="date", range={"lte": "2024-09-01"}) == ["b", "c"]
+
+
+async def test_another_type_is_another_content(platform: Platform) -> None:
+    await platform.batch(document("a", year=2024))
+    *_, summary = await platform.batch(document("a", year="2024"))
+    assert summary["written"] == 1
+    *_, summary = await platform.batch(document("a", year="2024"))
+    assert summary["unchanged"] == 1
 
 
 async def test_a_hit_names_the_version_that_it_is_from(platform: Platform) -> None:

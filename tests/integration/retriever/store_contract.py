@@ -17,6 +17,7 @@ from ragcache_core.retrieval.filters import (
     Exists,
     Filter,
     In,
+    InPeriod,
     InRange,
     Not,
     Or,
@@ -25,6 +26,7 @@ from ragcache_core.retrieval.filters import (
 )
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.lexical import word_choice
+from ragcache_core.retrieval.metadata import MetadataValue, instant_of
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import CLAIM_MS
@@ -62,12 +64,19 @@ values = st.sampled_from(
         "7",
         "a\0",
         "x" * 70,
+        "true",
+        "2.5",
+        "2024-02-20",
     ]
 )
 bounds = st.none() | st.sampled_from([-1000.0, 6.5, 7.0, 2020.0, 2021.0, math.inf])
+instants = st.none() | st.sampled_from(
+    [instant_of(text) for text in ("0001-01-01", "2024-02-20", "2024-02-21", "9999-12-31")]
+)
 tests_of_fields: st.SearchStrategy[Filter] = st.one_of(
     st.builds(In, names, st.lists(values, max_size=3).map(tuple)),
     st.builds(InRange, names, bounds, bounds, bounds, bounds),
+    st.builds(InPeriod, names, instants, instants),
     st.builds(Exists, names),
     st.builds(Prefix, names, values),
 )
@@ -80,7 +89,7 @@ filters: st.SearchStrategy[Filter] = st.recursive(
     ),
     max_leaves=6,
 )
-FILTERED: tuple[tuple[str, str, dict[str, str]], ...] = (
+FILTERED: tuple[tuple[str, str, dict[str, MetadataValue]], ...] = (
     ("d0", "a", {"team": "a", "year": "2020", "id": "hidden"}),
     ("d1", "ab", {"team": "ab", "year": "2021"}),
     ("d2", "7", {"team": "b", "year": "-1e3"}),
@@ -90,6 +99,10 @@ FILTERED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("7", "x", {"team": "\U0010ffff\U0010ffff"}),
     ("long", "x", {"team": "x" * 5000}),
     ("almost", "x", {"team": "x" * 69}),
+    ("types", "2024-02-20", {"team": ["a", True, 7], "year": 2020}),
+    ("2024-02-21", "x", {"team": [], "year": [2021.0, 2.5, -1000]}),
+    ("dates", "x", {"team": "2024-02-20", "year": ["2024-02-20T23:00:00-01:00", "b"]}),
+    ("far", "x", {"team": "9999-12-31T23:59:59-12:00", "year": "0001-01-01T00:00:00+14:00"}),
 )
 """Documents by id, title and metadata. A field of metadata cannot hide one of the document."""
 
@@ -147,7 +160,13 @@ class DocumentsContract:
     """Documents, generations, quotas and deletes. The fixture ``store`` has collection c."""
 
     def test_what_was_put_is_read_back(self, store: DocumentStore) -> None:
-        document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
+        document = a_document(
+            "d",
+            "body",
+            title="T",
+            content_type=2,
+            metadata={"k": "v", "ü": "", "n": [1, 2.5, True, "x"]},
+        )
         with store.database.transaction():
             chunks = {serving(store): chunks_of(["body"])}
             store.documents.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ async def put(
     **metadata: str,
 ) -> pb.UpsertDocumentReply:
     return await client.upsert_document(
-        pb.Document(collection=collection, id=document_id, text=text, metadata=metadata)
+        pb.Document(collection=collection, id=document_id, text=text, metadata=json.dumps(metadata))
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import AsyncIterator
@@ -86,7 +87,7 @@ async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> 
     assert again.document == first.document
     assert not again.deletes
     retitled = await client.upsert_document(
-        document("d", service_page("d", "north"), title="Other", metadata={"k": "v"})
+        document("d", service_page("d", "north"), title="Other", metadata='{"k": "v"}')
     )
     assert retitled.changed
     assert retitled.document.content_hash != first.document.content_hash
@@ -193,9 +194,9 @@ async def test_a_document_that_takes_too_long_to_split_is_refused_and_others_are
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:
     text = service_page("x", "north")
     for i in range(5):
-        await client.upsert_document(document(f"d{i}", text, metadata={"n": str(i)}))
+        await client.upsert_document(document(f"d{i}", text, metadata=json.dumps({"n": i})))
     stored = await client.get_document("default", "d3")
-    assert (stored.text, dict(stored.metadata)) == (text, {"n": "3"})
+    assert (stored.text, json.loads(stored.metadata)) == (text, {"n": 3})
     assert stored.updated_unix_ms == 1_700_000_000_000
     seen = []
     token = ""
@@ -298,8 +299,13 @@ async def test_collections_do_not_see_each_other(client: RetrieverClient) -> Non
         ({"title": "x" * 1025}, InvalidInput, "document.title"),
         ({"title": "a\0"}, InvalidInput, "document.title"),
         ({"content_type": 9}, InvalidInput, "document.content_type"),
-        ({"metadata": {"k": "x" * 20_000}}, TooLarge, "document.metadata"),
-        ({"metadata": {"k": "\0"}}, InvalidInput, "document.metadata"),
+        ({"metadata": json.dumps({"k": "x" * 20_000})}, TooLarge, "document.metadata"),
+        ({"metadata": json.dumps({"k": ["\0"]})}, InvalidInput, "document.metadata"),
+        ({"metadata": '{"k": "\\ud800"}'}, InvalidInput, "document.metadata"),
+        ({"metadata": '{"k": {"a": 1}}'}, InvalidInput, "document.metadata.k"),
+        ({"metadata": '{"k": NaN}'}, InvalidInput, "document.metadata.k"),
+        ({"metadata": "["}, InvalidInput, "document.metadata"),
+        ({"metadata": "[]"}, InvalidInput, "document.metadata"),
     ],
 )
 async def test_documents_that_are_refused(

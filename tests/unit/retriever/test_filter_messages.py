@@ -16,6 +16,7 @@ from ragcache_core.retrieval.filters import (
     Exists,
     Filter,
     In,
+    InPeriod,
     InRange,
     Not,
     Or,
@@ -72,6 +73,7 @@ def test_a_bound_of_zero_is_a_bound() -> None:
             ' filters { field { name: "b" range {} } } }',
             "filter.all[1].field.range",
         ),
+        ('field { name: "a" period {} }', "filter.field.period"),
         ('none { any { filters { field { name: "a" } } } }', "filter.none.any[0].field"),
     ],
 )
@@ -109,11 +111,13 @@ def test_depth_and_size_are_bounded() -> None:
 
 names = st.text(min_size=1, max_size=8)
 numbers = st.floats(allow_nan=False)
+instants = st.integers(-(2**63), 2**63 - 1)
 wanted_filters: st.SearchStrategy[Filter] = st.recursive(
     st.builds(In, names, st.lists(st.text(max_size=4), min_size=1, max_size=3).map(tuple))
     | st.builds(Exists, names)
     | st.builds(Prefix, names, st.text(max_size=4))
-    | st.builds(InRange, names, numbers, st.none() | numbers, st.none() | numbers),
+    | st.builds(InRange, names, numbers, st.none() | numbers, st.none() | numbers)
+    | st.builds(InPeriod, names, instants, st.none() | instants),
     lambda inner: (
         st.builds(And, st.lists(inner, min_size=1, max_size=3).map(tuple))
         | st.builds(Or, st.lists(inner, min_size=1, max_size=3).map(tuple))
@@ -141,6 +145,8 @@ def message_of(wanted: Filter) -> pb.Filter:
             test.prefix = prefix
         case InRange(_, gt, gte, lt, lte):
             test.range.CopyFrom(pb.Range(gt=gt, gte=gte, lt=lt, lte=lte))
+        case InPeriod(_, start_us, end_us):
+            test.period.CopyFrom(pb.Period(start_us=start_us, end_us=end_us))
     return pb.Filter(field=test)
 
 

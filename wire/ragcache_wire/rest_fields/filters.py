@@ -26,50 +26,33 @@ from ragcache_core.retrieval.filters import (
     MAX_DEPTH,
     And,
     Exists,
+    FieldTest,
     Filter,
     In,
+    InPeriod,
     InRange,
     Not,
     Or,
     Prefix,
     check_size,
 )
+from ragcache_core.retrieval.metadata import end_of, instant_of, text_of
 from ragcache_wire.rest_fields.fields import (
-    INTEGRAL,
     Text,
     WholeText,
     at_least_one,
     exactly_one,
-    to_integer,
     union_by,
     validation_error,
 )
+from ragcache_wire.rest_fields.metadata import ScalarIn
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_FIELD_CHARS = 256
 _BOUNDS = ("gt", "gte", "lt", "lte")
 _TESTS = ("match", "range", "prefix", "exists")
 _LISTS = ("must", "should", "must_not")
-
-
-def _value_tag(value: object) -> str | None:
-    match to_integer(value):
-        case bool():
-            return "~bool"
-        case int():
-            return "~int"
-        case str():
-            return "~text"
-    return None
-
-
-Value: TypeAlias = Annotated[
-    Annotated[bool, Tag("~bool")]
-    | Annotated[int, INTEGRAL, Tag("~int")]
-    | Annotated[Text, Tag("~text")],
-    union_by(_value_tag, "a text, a whole number, true or false"),
-]
-"""Metadata values are texts: a number or a boolean means its JSON form."""
+_UPDATED = "updated_unix_ms"
 
 
 class MatchIn(BaseModel):
@@ -79,8 +62,10 @@ class MatchIn(BaseModel):
         extra="forbid", strict=True, json_schema_extra=exactly_one("value", "any")
     )
 
-    value: Value | None = Field(default=None, description="The only value.")
-    any: list[Value] | None = Field(default=None, min_length=1, description="One of these values.")
+    value: ScalarIn | None = Field(default=None, description="The only value.")
+    any: list[ScalarIn] | None = Field(
+        default=None, min_length=1, description="One of these values."
+    )
 
     @model_validator(mode="after")
     def _check_one(self) -> MatchIn:
@@ -91,24 +76,71 @@ class MatchIn(BaseModel):
     def values(self) -> tuple[str, ...]:
         """Return the accepted values as metadata has them."""
         wanted = self.any if self.any is not None else [self.value]
-        return tuple(_text(one) for one in wanted if one is not None)
+        return tuple(text_of(one) for one in wanted if one is not None)
+
+
+def _bound_tag(value: object) -> str | None:
+    match value:
+        case bool():
+            return None
+        case int() | float():
+            return "~number"
+        case str() if instant_of(value) is not None:
+            return "~date"
+    return None
+
+
+Bound: TypeAlias = Annotated[
+    Annotated[float, Field(allow_inf_nan=False, strict=True), Tag("~number")]
+    | Annotated[str, Field(examples=["2024-02-20", "2024-02-20T10:00:00Z"]), Tag("~date")],
+    union_by(_bound_tag, "a number, or an ISO date such as 2024-02-20 or 2024-02-20T10:00:00Z"),
+]
 
 
 class RangeIn(BaseModel):
-    """Bounds of a value that is read as a number. Other values are outside."""
+    """Bounds of a value that is a number or an ISO date. Other values are outside.
 
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=at_least_one(*_BOUNDS))
+    A date without a time is its whole day: gte begins with it, gt after it, lt ends before it, and
+    lte with it. A time without a zone is in UTC.
+    """
 
-    gt: float | None = Field(default=None, allow_inf_nan=False)
-    gte: float | None = Field(default=None, allow_inf_nan=False)
-    lt: float | None = Field(default=None, allow_inf_nan=False)
-    lte: float | None = Field(default=None, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=at_least_one(*_BOUNDS))
+
+    gt: Bound | None = None
+    gte: Bound | None = None
+    lt: Bound | None = None
+    lte: Bound | None = None
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RangeIn:
-        if all(getattr(self, bound) is None for bound in _BOUNDS):
+        kinds = {isinstance(bound, str) for bound in self._bounds().values()}
+        if not kinds:
             raise validation_error("has no bound", "set gt, gte, lt or lte")
+        if len(kinds) == 2:
+            raise validation_error("has a number and a date", "set bounds of one kind")
         return self
+
+    def _bounds(self) -> dict[str, float | str]:
+        return self.model_dump(exclude_none=True)
+
+    def to_filter(self, field: str) -> Filter:
+        """Convert to a test of a field."""
+        bounds = self._bounds()
+        numbers = {name: one for name, one in bounds.items() if not isinstance(one, str)}
+        if numbers:
+            return InRange(field, **numbers)
+        dates = {name: one for name, one in bounds.items() if isinstance(one, str)}
+        starts = [instant_of(dates.get("gte", "")), end_of(dates.get("gt", ""))]
+        ends = [instant_of(dates.get("lt", "")), end_of(dates.get("lte", ""))]
+        start_us = max((one for one in starts if one is not None), default=None)
+        end_us = min((one for one in ends if one is not None), default=None)
+        if field == _UPDATED:
+            return InRange(field, gte=_milliseconds(start_us), lt=_milliseconds(end_us))
+        return InPeriod(field, start_us, end_us)
+
+
+def _milliseconds(instant_us: int | None) -> float | None:
+    return None if instant_us is None else instant_us / 1000
 
 
 class ConditionIn(BaseModel):
@@ -137,7 +169,7 @@ class ConditionIn(BaseModel):
         if self.match is not None:
             return In(self.key, self.match.values())
         if self.range is not None:
-            return InRange(self.key, **self.range.model_dump())
+            return self.range.to_filter(self.key)
         if self.prefix is not None:
             return Prefix(self.key, self.prefix)
         return Exists(self.key) if self.exists else Not(Exists(self.key))
@@ -168,6 +200,7 @@ class FilterIn(BaseModel):
                     "must": [
                         {"key": "team", "match": {"any": ["core", "billing"]}},
                         {"key": "year", "range": {"gte": 2024}},
+                        {"key": "date", "range": {"gte": "2024-01-01"}},
                     ],
                     "must_not": [{"key": "id", "prefix": "drafts/"}],
                 }
@@ -256,12 +289,15 @@ def filter_message(wanted: Filter) -> pb.Filter:
             return pb.Filter(field=_field_message(wanted))
 
 
-def _field_message(test: In | InRange | Exists | Prefix) -> pb.FieldFilter:
+def _field_message(test: FieldTest) -> pb.FieldFilter:
     match test:
         case In(name, values):
             return pb.FieldFilter(name=name, one_of=pb.TextList(values=values))
         case InRange(name, gt, gte, lt, lte):
             return pb.FieldFilter(name=name, range=pb.Range(gt=gt, gte=gte, lt=lt, lte=lte))
+        case InPeriod(name, start_us, end_us):
+            period = pb.Period(start_us=start_us, end_us=end_us)
+            return pb.FieldFilter(name=name, period=period)
         case Exists(name):
             return pb.FieldFilter(name=name, exists=True)
         case Prefix(name, prefix):
@@ -276,9 +312,3 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
-
-
-def _text(value: bool | int | str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)

@@ -345,26 +345,6 @@ Global___ListCollectionsReply: _TypeAlias = ListCollectionsReply  # noqa: Y015
 class Document(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class MetadataEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     COLLECTION_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     TITLE_FIELD_NUMBER: _builtins.int
@@ -381,14 +361,14 @@ class Document(_message.Message):
     text: _builtins.str
     """empty in listings"""
     content_type: Global___ContentType.ValueType
+    metadata: _builtins.str
+    """JSON object of texts, numbers, truth values and lists of these. Empty: no metadata."""
     num_chunks: _builtins.int
     """output only"""
     content_hash: _builtins.str
     """output only"""
     updated_unix_ms: _builtins.int
     """output only"""
-    @_builtins.property
-    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -397,7 +377,7 @@ class Document(_message.Message):
         title: _builtins.str = ...,
         text: _builtins.str = ...,
         content_type: Global___ContentType.ValueType = ...,
-        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        metadata: _builtins.str = ...,
         num_chunks: _builtins.int = ...,
         content_hash: _builtins.str = ...,
         updated_unix_ms: _builtins.int = ...,
@@ -930,6 +910,7 @@ class FieldFilter(_message.Message):
     RANGE_FIELD_NUMBER: _builtins.int
     EXISTS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     exists: _builtins.bool
     prefix: _builtins.str
@@ -937,6 +918,8 @@ class FieldFilter(_message.Message):
     def one_of(self) -> Global___TextList: ...
     @_builtins.property
     def range(self) -> Global___Range: ...
+    @_builtins.property
+    def period(self) -> Global___Period: ...
     def __init__(
         self,
         *,
@@ -945,12 +928,13 @@ class FieldFilter(_message.Message):
         range: Global___Range | None = ...,
         exists: _builtins.bool = ...,
         prefix: _builtins.str = ...,
+        period: Global___Period | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "one_of", b"one_of", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "one_of", b"one_of", "period", b"period", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "name", b"name", "one_of", b"one_of", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "name", b"name", "one_of", b"one_of", "period", b"period", "prefix", b"prefix", "range", b"range", "test", b"test"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_test: _TypeAlias = _typing.Literal["one_of", "range", "exists", "prefix"]  # noqa: Y015
+    _WhichOneofReturnType_test: _TypeAlias = _typing.Literal["one_of", "range", "exists", "prefix", "period"]  # noqa: Y015
     _WhichOneofArgType_test: _TypeAlias = _typing.Literal["test", b"test"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_test) -> _WhichOneofReturnType_test | None: ...
 
@@ -975,6 +959,38 @@ class TextList(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TextList: _TypeAlias = TextList  # noqa: Y015
+
+@_typing.final
+class Period(_message.Message):
+    """Bounds of a metadata value that is an ISO date, in Unix microseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_US_FIELD_NUMBER: _builtins.int
+    END_US_FIELD_NUMBER: _builtins.int
+    start_us: _builtins.int
+    end_us: _builtins.int
+    """excluded"""
+    def __init__(
+        self,
+        *,
+        start_us: _builtins.int | None = ...,
+        end_us: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_end_us", b"_end_us", "_start_us", b"_start_us", "end_us", b"end_us", "start_us", b"start_us"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_us", b"_end_us", "_start_us", b"_start_us", "end_us", b"end_us", "start_us", b"start_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__end_us: _TypeAlias = _typing.Literal["end_us"]  # noqa: Y015
+    _WhichOneofArgType__end_us: _TypeAlias = _typing.Literal["_end_us", b"_end_us"]  # noqa: Y015
+    _WhichOneofReturnType__start_us: _TypeAlias = _typing.Literal["start_us"]  # noqa: Y015
+    _WhichOneofArgType__start_us: _TypeAlias = _typing.Literal["_start_us", b"_start_us"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__end_us) -> _WhichOneofReturnType__end_us | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_us) -> _WhichOneofReturnType__start_us | None: ...
+
+Global___Period: _TypeAlias = Period  # noqa: Y015
 
 @_typing.final
 class Range(_message.Message):

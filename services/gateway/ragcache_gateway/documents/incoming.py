@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ragcache_core.documents.formats import DocumentFormat
@@ -21,12 +22,14 @@ class IncomingDocument:
 
     Args:
         field: Names the content in errors: ``file`` or ``text``.
+        line: Of a file of JSON lines, from 1.
     """
 
     fields: DocumentFields
     kind: DocumentFormat
     content: bytes
     field: str
+    line: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +56,7 @@ class IncomingDocument:
             text=read.text,
             content_type=pb.CONTENT_TYPE_MARKDOWN if read.markdown else pb.CONTENT_TYPE_TEXT,
             # The client knows better than the document.
-            metadata={**read.metadata, **fields.metadata},
+            metadata=json.dumps({**read.metadata, **fields.metadata}, ensure_ascii=False),
         )
 
 

@@ -6,12 +6,14 @@ messages cannot carry.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
 from ragcache_wire.rest_fields.fields import INTEGRAL, Text, validation_error
+from ragcache_wire.rest_fields.metadata import MetadataIn, MetadataOut, Name
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000
@@ -67,8 +69,8 @@ class DocumentFields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     collection: Text = "default"
-    id: Text
-    title: Text = Field(
+    id: Name
+    title: Name = Field(
         default="", description="Empty: the document's own title, its first heading, else the id."
     )
     content_type: Annotated[str, AfterValidator(_known_type)] | None = Field(
@@ -76,7 +78,10 @@ class DocumentFields(BaseModel):
         description="text, markdown, html or a media type. Left out: by the suffix of the id.",
         examples=["markdown", "text/html"],
     )
-    metadata: dict[Text, Text] = Field(default_factory=dict)
+    metadata: MetadataIn = Field(
+        default_factory=dict,
+        description="Texts, numbers, truth values and lists of these. Nulls are left out.",
+    )
 
     def format(self) -> DocumentFormat:
         """Return the format that the client names, or else the one of the id."""
@@ -105,7 +110,7 @@ class DocumentInfo(BaseModel):
     id: str
     title: str
     content_type: Literal["text", "markdown"]
-    metadata: dict[str, str]
+    metadata: MetadataOut
     chunks: int
     content_hash: str
     updated_unix_ms: int
@@ -247,7 +252,7 @@ def document_info(document: pb.Document) -> DocumentInfo:
         id=document.id,
         title=document.title,
         content_type=_CONTENT_TYPES.get(document.content_type, "text"),
-        metadata=dict(document.metadata),
+        metadata=json.loads(document.metadata or "{}"),
         chunks=document.num_chunks,
         content_hash=document.content_hash,
         updated_unix_ms=document.updated_unix_ms,

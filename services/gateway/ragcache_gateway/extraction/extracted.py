@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ragcache_core.retrieval.metadata import MetadataValue
+
 MAX_METADATA_CHARS = 256
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
 
@@ -38,7 +40,7 @@ class ExtractedText:
     text: str
     markdown: bool
     title: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 

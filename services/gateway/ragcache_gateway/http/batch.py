@@ -49,6 +49,7 @@ class BatchEvent(BaseModel):
     object: Literal["batch.document"] = "batch.document"
     index: int = Field(description="Position in the batch, from 0.")
     id: str = Field(description="Empty if the document has no id that can be read.")
+    line: int | None = Field(default=None, description="Of a file of JSON lines, from 1.")
     state: Literal["accepted", "done", "failed"]
     changed: bool | None = Field(
         default=None, description="With done; false: the same document was stored already."
@@ -201,12 +202,12 @@ class DocumentBatch:
         index = self._summary.documents
         self._summary.documents += 1
         if isinstance(item, RefusedDocument):
-            await self._fail(index, item.id, item.error)
+            await self._fail(index, item, item.error)
             return
         try:
             self._caller.check_collection(item.fields.collection)
         except NotAllowed as error:
-            await self._fail(index, item.fields.id, error)
+            await self._fail(index, item, error)
             return
         await self._slots.acquire()
         size = item.num_bytes
@@ -217,7 +218,7 @@ class DocumentBatch:
                 )
             )
             self._bytes_in_work += size
-        await self._report(index, item.fields.id, "accepted")
+        await self._report(index, item, "accepted")
         key = item.fields.collection, item.fields.id
         earlier = self._in_work.get(key)
         self._in_work[key] = group.create_task(self._write(index, item, key, earlier))
@@ -229,7 +230,6 @@ class DocumentBatch:
         key: tuple[str, str],
         earlier: asyncio.Task[None] | None,
     ) -> None:
-        name = item.fields.id
         try:
             if earlier is not None:
                 # Of two documents with one id the later one stays.
@@ -242,12 +242,12 @@ class DocumentBatch:
                 self._summary.chunks += chunks
             else:
                 self._summary.unchanged += 1
-            await self._report(index, name, "done", changed=reply.changed, chunks=chunks)
+            await self._report(index, item, "done", changed=reply.changed, chunks=chunks)
         except RagCacheError as error:
-            await self._fail(index, name, to_rest_error(error))
+            await self._fail(index, item, to_rest_error(error))
         except Exception:
-            log.exception("batch: document not written id=%s", name)
-            await self._fail(index, name, None)
+            log.exception("batch: document not written id=%s", item.fields.id)
+            await self._fail(index, item, None)
         finally:
             if self._in_work.get(key) is asyncio.current_task():
                 del self._in_work[key]
@@ -256,14 +256,20 @@ class DocumentBatch:
                 self._bytes_in_work -= item.num_bytes
                 self._has_room.notify_all()
 
-    async def _fail(self, index: int, name: str, error: RagCacheError | None) -> None:
+    async def _fail(self, index: int, item: BatchItem, error: RagCacheError | None) -> None:
         self._summary.failed += 1
-        await self._report(index, name, "failed", error=_detail(error))
+        await self._report(index, item, "failed", error=_detail(error))
 
     async def _report(
-        self, index: int, name: str, state: Literal["accepted", "done", "failed"], **fields: Any
+        self,
+        index: int,
+        item: BatchItem,
+        state: Literal["accepted", "done", "failed"],
+        **fields: Any,
     ) -> None:
-        await self._events.put(BatchEvent(index=index, id=name, state=state, **fields))
+        name = item.id if isinstance(item, RefusedDocument) else item.fields.id
+        event = BatchEvent(index=index, id=name, line=item.line, state=state, **fields)
+        await self._events.put(event)
 
 
 def _detail(error: RagCacheError | None) -> ErrorDetail:

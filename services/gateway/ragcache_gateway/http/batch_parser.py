@@ -8,7 +8,7 @@ of the batch; what is wrong with the body ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import Message
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from python_multipart.multipart import MultipartParser
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
+from ragcache_core.retrieval.metadata import name_of
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.schema import DocumentFields
 from ragcache_gateway.http.upload import file_document, json_document, json_object
@@ -29,10 +30,16 @@ _MAX_HEADER_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RefusedDocument:
-    """A document that cannot be read from the body. ``id`` is empty if it is unknown."""
+    """A document that cannot be read from the body.
+
+    Args:
+        id: Empty if it is unknown.
+        line: Of a file of JSON lines, from 1.
+    """
 
     id: str
     error: RagCacheError
+    line: int | None = None
 
 
 BatchItem = IncomingDocument | RefusedDocument
@@ -62,6 +69,7 @@ class JsonLinesParser:
         self._collection = collection
         self._max_bytes = max_bytes
         self._line = bytearray()
+        self._number = 1
         self._is_too_long = False
 
     def feed(self, data: bytes) -> Iterator[BatchItem]:
@@ -85,10 +93,11 @@ class JsonLinesParser:
 
     def _end_line(self) -> Iterator[BatchItem]:
         if self._is_too_long:
-            yield RefusedDocument("", _too_large("line", self._max_bytes))
+            yield RefusedDocument("", _too_large("line", self._max_bytes), self._number)
         elif self._line.strip():
-            yield self._document(bytes(self._line))
+            yield replace(self._document(bytes(self._line)), line=self._number)
         self._line.clear()
+        self._number += 1
         self._is_too_long = False
 
     def _document(self, line: bytes) -> BatchItem:
@@ -97,8 +106,7 @@ class JsonLinesParser:
             fields = json_object(line)
             return json_document({"collection": self._collection, **fields})
         except InvalidInput as error:
-            named = fields.get("id")
-            return RefusedDocument(named if isinstance(named, str) else "", error)
+            return RefusedDocument(name_of(fields.get("id")) or "", error)
 
 
 @dataclass(slots=True)

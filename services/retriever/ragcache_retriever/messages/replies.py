@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ def document_message(collection: str, stored: StoredDocument, *, with_text: bool
         title=document.title,
         text=document.text if with_text else "",
         content_type=pb.ContentType.ValueType(document.content_type),
-        metadata=document.metadata,
+        metadata=json.dumps(document.metadata, ensure_ascii=False),
         num_chunks=stored.num_chunks,
         content_hash=stored.content_hash,
         updated_unix_ms=stored.updated_unix_ms,

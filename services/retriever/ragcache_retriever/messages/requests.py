@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import unicodedata
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from ragcache_core.retrieval.filters import (
     Exists,
     Filter,
     In,
+    InPeriod,
     InRange,
     Not,
     Or,
@@ -22,6 +24,7 @@ from ragcache_core.retrieval.filters import (
     check_size,
 )
 from ragcache_core.retrieval.fusion import DEFAULT_LEXICAL_WEIGHT
+from ragcache_core.retrieval.metadata import MetadataValue, checked_metadata, texts_of
 from ragcache_retriever.documents.chunking import first_heading
 from ragcache_retriever.documents.collection import (
     CollectionSettings,
@@ -51,6 +54,7 @@ _MODES = {
     pb.SEARCH_MODE_HYBRID: SearchMode.HYBRID,
 }
 MAX_FIELD_CHARS = 256
+_ONE_TEST = "set one of one_of, range, period, exists and prefix"
 
 
 def settings_of(message: pb.Collection) -> CollectionSettings:
@@ -173,17 +177,25 @@ def _title(message: pb.Document, content_type: int, document_id: str) -> str:
     return title or document_id
 
 
-def _metadata(message: pb.Document) -> dict[str, str]:
-    metadata = dict(message.metadata)
-    num_bytes = sum(len(k.encode()) + len(v.encode()) for k, v in metadata.items())
+def _metadata(message: pb.Document) -> dict[str, MetadataValue]:
+    field = "document.metadata"
+    num_bytes = len(message.metadata.encode())
     if num_bytes > MAX_METADATA_BYTES:
         raise TooLarge(
-            "document.metadata",
+            field,
             f"{num_bytes} bytes are more than {MAX_METADATA_BYTES}",
             "keep only what names the document",
         )
-    for key, value in metadata.items():
-        _refuse_nul("document.metadata", key + value)
+    try:
+        found = json.loads(message.metadata or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(field, "is not valid JSON", "send a JSON object") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(field, "is not a JSON object", "send a JSON object")
+    metadata = checked_metadata(field, found)
+    for name, value in metadata.items():
+        for text in (name, *texts_of(value)):
+            _refuse_unstorable(field, text)
     return metadata
 
 
@@ -233,6 +245,16 @@ def _refuse_nul(field: str, text: str) -> None:
     # The gateway's prompt placeholder contains one, and no text needs it.
     if "\0" in text:
         raise InvalidInput(field, "holds a NUL character", "send text, not a binary file")
+
+
+def _refuse_unstorable(field: str, text: str) -> None:
+    """Refuse what JSON can escape and no database stores."""
+    _refuse_nul(field, text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = "holds half of a surrogate pair"
+        raise InvalidInput(field, problem, "send whole characters") from error
 
 
 def after_of(page_token: str) -> str:
@@ -296,12 +318,14 @@ def _test(message: pb.FieldFilter, path: str) -> Filter:
             return In(name, tuple(message.one_of.values))
         case "range":
             return _range(name, message.range, f"{path}.range")
+        case "period":
+            return _period(name, message.period, f"{path}.period")
         case "exists":
             return Exists(name) if message.exists else Not(Exists(name))
         case "prefix":
             return Prefix(name, message.prefix)
         case _:
-            raise InvalidInput(path, "has no test", "set one of one_of, range, exists and prefix")
+            raise InvalidInput(path, "has no test", _ONE_TEST)
 
 
 def _range(name: str, message: pb.Range, path: str) -> InRange:
@@ -314,3 +338,10 @@ def _range(name: str, message: pb.Range, path: str) -> InRange:
         if math.isnan(value):
             raise InvalidInput(f"{path}.{bound}", "is not a number", "send a number")
     return InRange(name, **bounds)
+
+
+def _period(name: str, message: pb.Period, path: str) -> InPeriod:
+    bounds = {descriptor.name: value for descriptor, value in message.ListFields()}
+    if not bounds:
+        raise InvalidInput(path, "has no bound", "set start_us or end_us")
+    return InPeriod(name, **bounds)

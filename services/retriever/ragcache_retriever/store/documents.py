@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, bindparam, cast, delete, func, insert, select
 from sqlalchemy.dialects.postgresql import insert as upsert  # SQLite has the same clause
 
 from ragcache_core.errors import TooLarge, Unavailable
-from ragcache_core.retrieval.filters import number_of
+from ragcache_core.retrieval.metadata import instant_of, number_of, texts_of
 from ragcache_retriever.store.collections import Collections
 from ragcache_retriever.store.database import Database
 from ragcache_retriever.store.generation_tables import (
@@ -75,13 +75,14 @@ _WITH_ID = documents.c.id == bindparam("document_id")
 _CONTENT = (
     "title",
     "title_number",
+    "title_instant",
     "content_type",
     "metadata",
     "content_hash",
     "text_bytes",
     "updated_unix_ms",
 )
-_FIELDS = ("document", "collection", "name", "value", "number")
+_FIELDS = ("document", "collection", "name", "item", "value", "number", "instant")
 _CHUNK = (
     "row",
     "generation",
@@ -95,7 +96,7 @@ _CHUNK = (
 
 
 def _put_document() -> Statement:
-    names = ("collection", "id", "id_number", *_CONTENT)
+    names = ("collection", "id", "id_number", "id_instant", *_CONTENT)
     inserted = upsert(documents).values({name: bindparam(name) for name in names})
     changed = {name: inserted.excluded[name] for name in _CONTENT}
     put = inserted.on_conflict_do_update(index_elements=["collection", "id"], set_=changed)
@@ -386,8 +387,10 @@ class Documents:
             "collection": home,
             "id": document.id,
             "id_number": number_of(document.id),
+            "id_instant": instant_of(document.id),
             "title": document.title,
             "title_number": number_of(document.title),
+            "title_instant": instant_of(document.title),
             "content_type": document.content_type,
             "metadata": json.dumps(metadata, ensure_ascii=False),
             "content_hash": version.content_hash,
@@ -397,7 +400,11 @@ class Documents:
         [(row,)] = self._database.query(_PUT_DOCUMENT, put)
         self._database.execute(_PUT_TEXT, {"document": row, "text": document.text})
         self._database.execute(_REMOVE_FIELDS, {"document": row})
-        fields = [(row, home, name, value, number_of(value)) for name, value in metadata.items()]
+        fields = [
+            (row, home, name, i, text, number_of(text), instant_of(text))
+            for name, value in metadata.items()
+            for i, text in enumerate(texts_of(value))
+        ]
         self._database.insert(document_fields, _FIELDS, fields)
         return int(row)
 

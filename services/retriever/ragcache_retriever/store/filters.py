@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TypeAlias
 
-from sqlalchemy import ColumnElement, and_, bindparam, cast, false, func, or_, select, true
+from sqlalchemy import ColumnElement, and_, bindparam, cast, false, func, null, or_, select, true
 from sqlalchemy.types import Double
 
 from ragcache_core.retrieval.filters import (
     And,
     Exists,
+    FieldTest,
     Filter,
     In,
+    InPeriod,
     InRange,
     Not,
     Or,
     Prefix,
 )
 from ragcache_retriever.store.statements import INDEXED_CHARACTERS, Indexed
-from ragcache_retriever.store.tables import PLAIN_TEXT, document_fields, documents
+from ragcache_retriever.store.tables import NUMBER, PLAIN_TEXT, document_fields, documents
 
-_OWN_FIELDS: dict[str, tuple[ColumnElement[str], ColumnElement[float]]] = {
-    "id": (documents.c.id, documents.c.id_number),
-    "title": (documents.c.title, documents.c.title_number),
+_Columns: TypeAlias = tuple[ColumnElement[str], ColumnElement[float], ColumnElement[int]]
+"""Of the text, the number and the instant of a value."""
+
+_OWN_FIELDS: dict[str, _Columns] = {
+    "id": (documents.c.id, documents.c.id_number, documents.c.id_instant),
+    "title": (documents.c.title, documents.c.title_number, documents.c.title_instant),
     "updated_unix_ms": (
         cast(documents.c.updated_unix_ms, PLAIN_TEXT),
         cast(documents.c.updated_unix_ms, Double),
+        cast(null(), NUMBER),
     ),
 }
-"""Fields of the document itself, which no metadata can hide: their values and numbers."""
+"""Fields of the document itself, which no metadata can hide."""
 
 _FIRST_SURROGATE, _AFTER_SURROGATES = 0xD800, 0xE000
 
@@ -46,15 +53,15 @@ def condition_of(wanted: Filter) -> ColumnElement[bool]:
             return or_(false(), *map(condition_of, filters))
         case Not(inner):
             return ~condition_of(inner)
-        case In() | InRange() | Exists() | Prefix():
+        case _:
             return _test_of_field(wanted)
 
 
-def _test_of_field(wanted: In | InRange | Exists | Prefix) -> ColumnElement[bool]:
+def _test_of_field(wanted: FieldTest) -> ColumnElement[bool]:
     own = _OWN_FIELDS.get(wanted.field)
     if own is not None:
         # Never NULL, so that NOT inverts it.
-        return func.coalesce(_test(wanted, *own), false())
+        return func.coalesce(_test(wanted, own), false())
     if not _is_storable(wanted.field):
         return false()
     fields = document_fields.c
@@ -62,12 +69,12 @@ def _test_of_field(wanted: In | InRange | Exists | Prefix) -> ColumnElement[bool
         fields.collection == bindparam("home"),
         fields.name == wanted.field,
         _indexed(wanted),
-        _test(wanted, fields.value, fields.number),
+        _test(wanted, (fields.value, fields.number, fields.instant)),
     )
     return documents.c.row.in_(found)
 
 
-def _indexed(wanted: In | InRange | Exists | Prefix) -> ColumnElement[bool]:
+def _indexed(wanted: FieldTest) -> ColumnElement[bool]:
     """Return a condition on the index of values that every wanted one passes."""
     part = Indexed(document_fields.c.value)
     match wanted:
@@ -81,9 +88,8 @@ def _indexed(wanted: In | InRange | Exists | Prefix) -> ColumnElement[bool]:
             return true()
 
 
-def _test(
-    wanted: In | InRange | Exists | Prefix, value: ColumnElement[str], number: ColumnElement[float]
-) -> ColumnElement[bool]:
+def _test(wanted: FieldTest, columns: _Columns) -> ColumnElement[bool]:
+    value, number, instant = columns
     match wanted:
         case Exists():
             return true()
@@ -93,6 +99,8 @@ def _test(
             return _begins(value, prefix)
         case InRange():
             return _in_range(wanted, number)
+        case InPeriod():
+            return _in_period(wanted, instant)
 
 
 def _begins(value: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
@@ -112,6 +120,15 @@ def _in_range(wanted: InRange, number: ColumnElement[float]) -> ColumnElement[bo
         tests.append(number < float(wanted.lt))
     if wanted.lte is not None:
         tests.append(number <= float(wanted.lte))
+    return and_(*tests)
+
+
+def _in_period(wanted: InPeriod, instant: ColumnElement[int]) -> ColumnElement[bool]:
+    tests: list[ColumnElement[bool]] = [instant.is_not(None)]
+    if wanted.start_us is not None:
+        tests.append(instant >= wanted.start_us)
+    if wanted.end_us is not None:
+        tests.append(instant < wanted.end_us)
     return and_(*tests)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ragcache_core.retrieval.metadata import MetadataValue
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 
@@ -28,7 +29,7 @@ class Document:
     title: str
     text: str
     content_type: int
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, MetadataValue]
 
     def content_hash(self) -> str:
         """Return a hash that is equal for documents with equal content."""

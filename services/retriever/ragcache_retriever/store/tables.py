@@ -95,10 +95,12 @@ documents = Table(
     Column("collection", ForeignKey(collections.c.row), nullable=False),
     Column("id", PLAIN_TEXT, nullable=False),
     Column("id_number", Double),  # NULL: it spells no number
+    Column("id_instant", NUMBER),  # Unix microseconds; NULL: it is no ISO date
     Column("title", PLAIN_TEXT, nullable=False),
     Column("title_number", Double),
+    Column("title_instant", NUMBER),
     Column("content_type", Integer, nullable=False),
-    Column("metadata", Text, nullable=False),  # JSON object of strings
+    Column("metadata", Text, nullable=False),  # JSON object
     Column("content_hash", Text, nullable=False),
     Column("text_bytes", NUMBER, nullable=False),
     Column("updated_unix_ms", NUMBER, nullable=False),
@@ -125,25 +127,27 @@ document_fields = Table(
     _document(is_key=True),
     Column("collection", NUMBER, nullable=False),
     Column("name", PLAIN_TEXT, primary_key=True),
+    Column("item", Integer, primary_key=True),  # index in a list, else 0
     Column("value", PLAIN_TEXT, nullable=False),
     Column("number", Double),  # NULL: the value spells no number
+    Column("instant", NUMBER),  # Unix microseconds; NULL: the value is no ISO date
     sqlite_with_rowid=False,
 )
-_HAS_NUMBER = document_fields.c.number.is_not(None)
 Index(
     "fields_by_value",
     document_fields.c.collection,
     document_fields.c.name,
     Indexed(document_fields.c.value),
 )
-Index(
-    "fields_by_number",
-    document_fields.c.collection,
-    document_fields.c.name,
-    document_fields.c.number,
-    sqlite_where=_HAS_NUMBER,
-    postgresql_where=_HAS_NUMBER,
-)
+for _column in (document_fields.c.number, document_fields.c.instant):
+    Index(
+        f"fields_by_{_column.name}",
+        document_fields.c.collection,
+        document_fields.c.name,
+        _column,
+        sqlite_where=_column.is_not(None),
+        postgresql_where=_column.is_not(None),
+    )
 
 prepared = Table(  # documents that have their chunks in a generation
     "prepared",

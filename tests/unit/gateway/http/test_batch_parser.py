@@ -104,6 +104,7 @@ def test_lines_of_json_are_documents(sizes: list[int]) -> None:
     assert found[0] == ("docs", "a", "text", "Ä".encode())
     assert found[1] == ("other", "b", "html", b"<p>x</p>")
     assert [len(one) for one in found] == [4, 4, 2, 2, 4]
+    assert [one.line for one in items] == [1, 3, 4, 5, 6]
     assert str(found[3][1]).startswith("line: is over")
 
 
@@ -118,6 +119,14 @@ def test_a_form_that_ends_early_is_refused() -> None:
 def test_another_body_is_refused(kind: str) -> None:
     with pytest.raises(InvalidInput, match="Content-Type"):
         batch_parser(kind, "docs", MAX_BYTES)
+
+
+def test_a_line_may_have_a_number_as_id() -> None:
+    good, bad = parse("application/jsonl", b'{"id": 7, "text": "x"}\n{"id": 8.5}')
+    assert isinstance(good, IncomingDocument)
+    assert good.fields.id == "7"
+    assert isinstance(bad, RefusedDocument)
+    assert bad.id == "8.5"
 
 
 def test_a_document_of_a_line_has_its_own_format() -> None:

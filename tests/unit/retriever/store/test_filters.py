@@ -12,6 +12,7 @@ from sqlalchemy import select
 from ragcache_core.retrieval.filters import (
     Filter,
     In,
+    InPeriod,
     InRange,
     Prefix,
 )
@@ -41,7 +42,12 @@ def test_texts_with_a_prefix_lie_between_it_and_its_end(prefix: str, text: str) 
 
 
 def test_a_selective_condition_uses_the_index(database: MemoryDatabase) -> None:
-    for wanted in (In("team", ("a",)), Prefix("team", "a"), InRange("year", gte=2000.0)):
+    for wanted in (
+        In("team", ("a",)),
+        Prefix("team", "a"),
+        InRange("year", gte=2000.0),
+        InPeriod("date", 0),
+    ):
         sql, parameters = documents_that_pass(wanted).on(SQLITE, {"home": 1})
         plan = database.query(f"EXPLAIN QUERY PLAN {sql}", parameters)
         assert any("INDEX fields_by" in str(step[3]) for step in plan), plan

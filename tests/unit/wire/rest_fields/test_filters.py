@@ -93,6 +93,63 @@ def test_a_number_or_a_boolean_matches_the_text_of_its_json_form() -> None:
     assert matches(wanted, {"draft": "true"})
     wanted = parsed({"must": [{"key": "year", "match": {"value": 2024.0}}]}).to_filter()
     assert matches(wanted, {"year": "2024"})
+    wanted = parsed({"must": [{"key": "version", "match": {"value": 1.5}}]}).to_filter()
+    assert matches(wanted, {"version": [1.5]})
+
+
+def documents_in(bounds: dict[str, Any], key: str = "date") -> str:
+    """Return which of four documents are within bounds."""
+    fields = {
+        "a": "2023-11-02",
+        "b": "2024-02-20",
+        "c": "2024-02-20T10:00:00Z",
+        "d": "2024-02-21T00:30:00+01:00",
+        "e": "soon",
+    }
+    wanted = parsed({"must": [{"key": key, "range": bounds}]}).to_filter()
+    return "".join(name for name, value in fields.items() if matches(wanted, {"date": value}))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "found"),
+    [
+        ({"gte": "2024-02-20"}, "bcd"),
+        ({"gt": "2024-02-20"}, ""),
+        ({"lt": "2024-02-20"}, "a"),
+        ({"lte": "2024-02-20"}, "abcd"),
+        ({"gt": "2024-02-19", "lt": "2024-02-21"}, "bcd"),
+        ({"gt": "2024-02-20T00:00:00Z"}, "cd"),
+        ({"lte": "2024-02-20T10:00"}, "abc"),
+        ({"gte": "2024-02-20T11:00:00+01:00", "lt": "2024-02-20 23:30"}, "c"),
+        ({"gte": "2024-02-20", "gt": "2023-01-01"}, "bcd"),
+    ],
+)
+def test_bounds_may_be_dates(bounds: dict[str, str], found: str) -> None:
+    assert documents_in(bounds) == found
+
+
+def test_dates_bound_the_time_of_the_last_change() -> None:
+    condition = {"key": "updated_unix_ms", "range": {"gte": "1970-01-02", "lte": "1970-01-02"}}
+    wanted = parsed({"must": [condition]}).to_filter()
+    day_ms = 86_400_000
+    found = [ms for ms in (day_ms - 1, day_ms, 2 * day_ms - 1, 2 * day_ms)
+             if matches(wanted, {"updated_unix_ms": ms})]  # fmt: skip
+    assert found == [day_ms, 2 * day_ms - 1]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "field", "problem"),
+    [
+        ({"gte": "2024"}, "must[0].range.gte", "send a number, or an ISO date such as"),
+        ({"lt": "yesterday"}, "must[0].range.lt", "send a number, or an ISO date such as"),
+        ({"lt": "2024-02-30"}, "must[0].range.lt", "send a number, or an ISO date such as"),
+        ({"gte": 2024, "lt": "2025-01-01"}, "must[0].range", "a number and a date"),
+    ],
+)
+def test_other_bounds_are_refused(bounds: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=problem) as raised:
+        documents_in(bounds)
+    assert raised.value.field == field
 
 
 def test_a_filter_becomes_the_retrievers_message() -> None:
@@ -123,7 +180,9 @@ WRONG: tuple[tuple[Any, str], ...] = (
     ({"must": [{"key": "a", "range": {}}]}, "must[0].range"),
     ({"must": [{"key": "a", "range": {"gt": float("nan")}}]}, "must[0].range.gt"),
     ({"must": [{"should": [{"key": "a"}]}]}, "must[0].should[0]"),
-    ({"must": [{"key": "a", "match": {"value": 1.5}}]}, "must[0].match.value"),
+    ({"must": [{"key": "a", "match": {"value": float("nan")}}]}, "must[0].match.value"),
+    ({"must": [{"key": "a", "match": {"value": ["b"]}}]}, "must[0].match.value"),
+    ({"must": [{"key": "a", "range": {"gt": True}}]}, "must[0].range.gt"),
     ({"must": [{"key": "a", "match": {"any": ["b", "\0"]}}]}, "must[0].match.any[1]"),
     ({"must": [{"key": "a", "match": {"value": 1, "any": [1]}}]}, "must[0].match"),
     ({"and": []}, "and"),

@@ -48,7 +48,10 @@ _FORM: dict[str, Any] = {
             "description": f"One of {', '.join(DocumentFormat)} or a media type. Left out: by the "
             "file's name.",
         },
-        "metadata": {"type": "string", "description": "A JSON object of texts."},
+        "metadata": {
+            "type": "string",
+            "description": "A JSON object of texts, numbers, truth values and lists of these.",
+        },
     },
 }
 
