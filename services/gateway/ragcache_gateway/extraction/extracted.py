@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_METADATA_CHARS = 256
+MAX_WARNINGS = 10
+MAX_WARNING_CHARS = 240
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
 
 
@@ -32,12 +34,14 @@ class ExtractedText:
         markdown: Whether the text is Markdown.
         title: The document's own title; empty if it names none.
         metadata: What the document says of itself, such as its author.
+        warnings: What of the document was not read, and what was assumed.
     """
 
     text: str
     markdown: bool
     title: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def cleaned(text: str) -> str:
@@ -57,3 +61,32 @@ def metadata_of(**values: str | None) -> dict[str, str]:
     """Return the values that are not empty, each as one short line."""
     short = {name: short_line(value) for name, value in values.items()}
     return {name: value for name, value in short.items() if value}
+
+
+def bounded_warnings(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Return the first MAX_WARNINGS as short lines, and how many more there are."""
+    shown = tuple(_shortened(one) for one in warnings[:MAX_WARNINGS])
+    more = len(warnings) - len(shown)
+    return (*shown, f"{more} more warnings") if more else shown
+
+
+def _shortened(warning: str) -> str:
+    line = " ".join(cleaned(warning).split())
+    return line if len(line) <= MAX_WARNING_CHARS else f"{line[: MAX_WARNING_CHARS - 1]}…"
+
+
+def numbered(name: str, numbers: Sequence[int]) -> str:
+    """Return a name with numbers from 1, such as ``pages 1-3, 7``.
+
+    Args:
+        name: Of one, such as ``page``.
+        numbers: At least one, in order.
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
