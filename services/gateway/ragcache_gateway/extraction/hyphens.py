@@ -86,7 +86,7 @@ class HyphenChoice:
         return f"{before}{self._joint(before, last[0], first[0])}{after}"
 
     def _joint(self, before: str, left: str, right: str) -> str:
-        token = before.rsplit(None, 1)[-1] if before else ""
+        token = (before.split() or [""])[-1]
         if _keeps_its_hyphen(token, left, right):
             return "-"
         low_left, low_right = left.casefold(), right.casefold()

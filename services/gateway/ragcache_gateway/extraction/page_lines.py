@@ -37,9 +37,6 @@ _PAGE_NUMBER = re.compile(
     rf"\W*{_PAGE}?\s*\d+(?:\s*(?:of|/|von|de|di|sur|из)\s*\d+)?\W*", re.IGNORECASE
 )
 _NAMED_PAGE = re.compile(rf"\b{_PAGE}\s*\d", re.IGNORECASE)
-_NUMBER_AT_END = re.compile(r"\d+\b.*\D|.*\D\d+", re.DOTALL)
-_MIN_GAP: Final = 2.0
-"""Distance of parts of a line, in heights of the line, over which they do not belong together."""
 
 _BLANK = re.compile(r"[_.…\s]{3,}")
 
@@ -66,14 +63,12 @@ class Line:
     Args:
         is_broken: A hyphen at its end was taken off; the next line continues its last word.
         lefts: Left edge of each character; empty if nothing needs them.
-        is_spread: Its parts are far from each other, such as a title and a page number.
     """
 
     text: str
     box: Box
     is_broken: bool = False
     lefts: tuple[float, ...] = ()
-    is_spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +78,6 @@ class FieldValue:
     name: str
     text: str
     box: Box
-
-
-def is_spread(box: Box, runs: Sequence[Box]) -> bool:
-    """Whether there is a wide gap between runs of text in the box of a line."""
-    inside = [one for one in runs if box.bottom <= one.middle <= box.top]
-    least = _MIN_GAP * (box.top - box.bottom)
-    inside.sort(key=lambda one: one.left)
-    return any(after.left - before.right > least for before, after in itertools.pairwise(inside))
-
-
-def is_at_edge(box: Box, height: float) -> bool:
-    """Whether a line is where headers and footers of a page are."""
-    return _edge_distance(box, height)[1] <= _EDGE_SHARE * height
 
 
 def has_gutter(runs: Sequence[Box]) -> bool:
@@ -304,7 +286,7 @@ def _edge_lines(lines: Sequence[Line], height: float) -> dict[int, tuple[str, in
     found = {}
     for i in sorted(range(len(lines)), key=lambda i: _edge_distance(lines[i].box, height)[1]):
         is_top, distance = _edge_distance(lines[i].box, height)
-        if is_at_edge(lines[i].box, height):
+        if distance <= _EDGE_SHARE * height:
             position = round(distance / _POSITION_STEP)
             found[i] = _NUMBER.sub("#", lines[i].text), -position - 1 if is_top else position
     return found
@@ -337,7 +319,6 @@ def _is_running(found: Sequence[tuple[int, Line]], num_pages: int) -> bool:
     line = found[0][1]
     is_plain = _PAGE_NUMBER.fullmatch(line.text) is not None
     may_count = is_plain or _NAMED_PAGE.search(line.text) is not None
-    may_count = may_count or (line.is_spread and _NUMBER_AT_END.fullmatch(line.text) is not None)
     return all(
         len(set(column)) == 1
         or (may_count and _counts_pages([page for page, _ in found], column, is_plain=is_plain))

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Final
 
@@ -34,8 +34,6 @@ from ragcache_gateway.extraction.page_lines import (
     Line,
     has_gutter,
     in_columns,
-    is_at_edge,
-    is_spread,
     with_fields,
     without_running_lines,
 )
@@ -174,10 +172,6 @@ def _read_page(
     runs = [Box(*text_page.get_rect(i)) for i in range(text_page.count_rects())]
     may_have_columns = has_gutter(runs)
     lines = list(_lines(text_page, text, with_lefts=may_have_columns or bool(values)))
-    lines = [
-        replace(one, is_spread=is_at_edge(one.box, height) and is_spread(one.box, runs))
-        for one in lines
-    ]
     if may_have_columns:
         lines = in_columns(lines, runs)
     if values:

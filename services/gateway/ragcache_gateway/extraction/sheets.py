@@ -245,11 +245,14 @@ def _parts(block: list[Row]) -> tuple[list[Row], list[Row], list[Row]]:
     width = max(counts)
     if width == 1:
         return block, [], []
-    first = next(
-        i for i, count in enumerate(counts) if count > 1 and count >= _HEADER_SHARE * width
-    )
+    first = next(i for i, row in enumerate(block) if _may_be_header(row, counts[i], width))
     last = max(i for i, count in enumerate(counts) if count > 1)
     return block[:first], block[first : last + 1], block[last + 1 :]
+
+
+def _may_be_header(row: Row, count: int, width: int) -> bool:
+    is_label = width > count == 2 and _texts(row)[0].endswith(":")
+    return count > 1 and count >= _HEADER_SHARE * width and not is_label
 
 
 def _columns(body: Iterable[Row]) -> list[int]:
