@@ -118,6 +118,8 @@ def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
         tokenizer_identity=tokenizer,
         content_hash=chunk.content_hash,
         updated_unix_ms=chunk.updated_unix_ms,
+        page=chunk.page,
+        page_end=chunk.page_end,
     )
 
 

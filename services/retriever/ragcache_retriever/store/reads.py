@@ -164,6 +164,8 @@ def _around() -> Statement:
             prepared.c.tokenizer,
             documents.c.content_hash,
             documents.c.updated_unix_ms,
+            chunks.c.page,
+            chunks.c.page_end,
         )
         .select_from(middle)
         .join(chunks, is_near)
@@ -296,7 +298,7 @@ class DocumentReads:
 
 def _stored_chunk(row: Row) -> StoredChunk:
     chunk_row, document_id, title, ordinal, text, heading_path = row[:6]
-    token_ids, tokenizer, content_hash, updated_unix_ms = row[6:]
+    token_ids, tokenizer, content_hash, updated_unix_ms, page, page_end = row[6:]
     return StoredChunk(
         chunk_row,
         document_id,
@@ -308,6 +310,8 @@ def _stored_chunk(row: Row) -> StoredChunk:
         tokenizer,
         content_hash,
         updated_unix_ms,
+        page,
+        page_end,
     )
 
 

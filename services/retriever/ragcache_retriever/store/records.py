@@ -161,7 +161,7 @@ class ChunkSet:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk of a document. ``ordinal`` is its index in the document."""
+    """A chunk of a document. ``ordinal`` is its index in the document, pages count from 1."""
 
     row: int
     document_id: str
@@ -173,6 +173,8 @@ class StoredChunk:
     tokenizer: str = ""
     content_hash: str = ""
     updated_unix_ms: int = 0
+    page: int = 0
+    page_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,12 +50,12 @@ def test_zeros_between_letters_are_wide_characters(text: str, encoding: str) -> 
     [
         ("Käse und Brötchen kosten 5 €.", "cp1252"),
         ("El niño come mañana", "cp1252"),
-        ("The café’s menu – naïve", "cp1252"),
+        ("Det är en ö, à la carte €", "cp1252"),
         ("Zażółć gęślą jaźń, proszę o fakturę za usługę.", "cp1250"),
         ("Договор поставки оборудования, сегодня хорошая погода", "cp1251"),
         ("Привет, как дела? Сегодня хорошая погода.", "koi8_r"),
         ("これは日本語のテキストです。会議は三階で行われます。", "cp932"),
-        ("这是一个中文文本。会议在三楼举行，请准时参加。", "gb18030"),
+        ("这是一个中文文本。会议在三楼举行。", "gb18030"),
         ("이것은 한국어 텍스트입니다. 회의는 삼층에서 열립니다.", "cp949"),
     ],
 )

@@ -9,7 +9,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.store.statements import SQLITE
 from ragcache_retriever.store.tables import creation
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 APPLICATION_ID = 0x52414743  # "RAGC"
 FILE_NAME = "documents.sqlite3"
 WORD_TOKENIZER = "porter unicode61 remove_diacritics 2"
