@@ -29,6 +29,10 @@ _UNSAFE: Final = frozenset(
 )
 """Codecs that are no encodings of files, or that take quadratic time."""
 
+_BINARY: Final = (
+    "is binary (it contains NUL bytes)",
+    "send text, or name its encoding or format",
+)
 _MAX_GUESSED_BYTES: Final = 1 << 16
 _SAMPLE_BYTES: Final = 1 << 12
 _MIN_ZEROS: Final = 0.3
@@ -87,7 +91,10 @@ def decode_guessed(content: bytes) -> tuple[str, str]:
     Raises:
         UnreadableDocument: It is no text.
     """
-    encoding = _wide_encoding(content) if b"\0" in content else _narrow_encoding(content)
+    is_wide = b"\0" in content
+    encoding = _wide_encoding(content) if is_wide else _narrow_encoding(content)
+    if encoding is None and is_wide:
+        raise UnreadableDocument(*_BINARY)
     if encoding is None:
         raise UnreadableDocument("is no text in a known encoding", "name its encoding or format")
     return decode_named(content, encoding), encoding
@@ -96,9 +103,7 @@ def decode_guessed(content: bytes) -> tuple[str, str]:
 def checked(text: str) -> str:
     """Return text that is not empty and not binary. Raises UnreadableDocument for other text."""
     if "\0" in text:
-        raise UnreadableDocument(
-            "is binary (it contains NUL bytes)", "send text, or name the format of the file"
-        )
+        raise UnreadableDocument(*_BINARY)
     if not text.strip():
         raise UnreadableDocument("is empty", "send a document with text")
     return text
