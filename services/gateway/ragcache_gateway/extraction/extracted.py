@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 MAX_METADATA_CHARS = 256
 MAX_WARNINGS = 10
 MAX_WARNING_CHARS = 240
+_GENERATED = re.compile(r"\S+\.\w{3,4}|(?:Picture|Image|Grafik|Bild) ?\d+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ufffe\uffff]")
 
 
@@ -55,6 +56,12 @@ def cleaned(text: str) -> str:
 def short_line(text: str | None) -> str:
     """Return a value for a title or for metadata: one line of bounded length."""
     return " ".join(cleaned(text or "").split())[:MAX_METADATA_CHARS]
+
+
+def description(text: str | None) -> str:
+    """Return what an author says of an image, if it is no name that a program gave."""
+    line = short_line(text)
+    return "" if _GENERATED.fullmatch(line) else line
 
 
 def metadata_of(**values: str | None) -> dict[str, str]:

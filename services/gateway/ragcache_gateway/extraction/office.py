@@ -13,6 +13,7 @@ from ragcache_gateway.extraction.extracted import (
     ExtractedText,
     UnreadableDocument,
     cleaned,
+    description,
     metadata_of,
     short_line,
 )
@@ -25,6 +26,7 @@ _CORE_PROPERTIES: Final = "docProps/core.xml"
 _MAX_PROPERTIES_BYTES: Final = 1 << 16
 _DUBLIN_CORE: Final = "{http://purl.org/dc/elements/1.1/}"
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(data:[^)]*\)")
+_EMPTY_HEADER = re.compile(r"^\|(?: +\|)+\n(\|(?: --- \|)+)\n(\|.*\|)$", re.MULTILINE)
 _FEW_CHARS: Final = 200
 
 
@@ -70,8 +72,9 @@ def _read_word(content: bytes) -> tuple[str, list[str]]:
     from markitdown import StreamInfo, converters  # noqa: PLC0415  in an optional extra
 
     result = converters.DocxConverter().convert(io.BytesIO(content), StreamInfo(extension=".docx"))
-    text, num_images = _IMAGE.subn(r"\1", result.markdown)
-    text = cleaned(text)
+    text, num_images = _IMAGE.subn(lambda match: description(match[1]), result.markdown)
+    # Word marks no header row; the first row nearly always is one.
+    text = cleaned(_EMPTY_HEADER.sub(r"\2\n\1", text))
     warnings = []
     if num_images and len(text) < _FEW_CHARS:
         several = "s" if num_images > 1 else ""

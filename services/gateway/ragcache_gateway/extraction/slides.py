@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ragcache_gateway.extraction.extracted import cleaned, numbered
-
-_GENERATED = re.compile(r"\S+\.\w{3,4}|(?:Picture|Grafik|Image) \d+")
-"""Descriptions of pictures that nobody wrote: names of files and numbers."""
+from ragcache_gateway.extraction.extracted import cleaned, description, numbered
 
 
 def read_slides(content: bytes) -> tuple[str, list[str]]:
@@ -108,8 +104,7 @@ def _description(shape: Any) -> str:
     """Return what the author says of a picture for readers who do not see it."""
     for element in shape.element.iter():
         if element.tag.endswith("}cNvPr"):
-            text = " ".join(cleaned(element.get("descr") or "").split())
-            return "" if _GENERATED.fullmatch(text) else text
+            return description(element.get("descr"))
     return ""
 
 
