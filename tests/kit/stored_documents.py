@@ -47,7 +47,7 @@ def chunks_of(
 ) -> ChunkSet:
     return ChunkSet(
         tokenizer,
-        [Chunk(text, ("A", "B")) for text in texts],
+        [Chunk(text, ("A", "B"), i + 1, i + 2) for i, text in enumerate(texts)],
         [digest_of_text(text) for text in texts],
         [np.arange(len(text), dtype="<u4").tobytes() for text in texts],
         np.array([vector_of(text) for text in texts], np.float32).reshape(len(texts), 4)

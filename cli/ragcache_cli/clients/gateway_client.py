@@ -62,6 +62,7 @@ class BatchFile:
     id: str
     content_type: str
     content: bytes
+    encoding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,8 @@ class GatewayApiClient:
             if file.id:
                 form.append(("id", (None, file.id)))
             form.append(("content_type", (None, file.content_type)))
+            if file.encoding:
+                form.append(("encoding", (None, file.encoding)))
             form.append(("file", ("file", file.content)))
         request = self._http.build_request("POST", path, files=form)
         async for event in self._events(request):
@@ -293,8 +296,8 @@ class GatewayApiClient:
         document_id: str,
         content: DocumentContent,
         metadata: Mapping[str, str],
-    ) -> int:
-        """Insert or replace a document and return the number of its chunks.
+    ) -> dict[str, Any]:
+        """Insert or replace a document and return it without its text, with its warnings.
 
         Args:
             metadata: Of the caller. It goes before that of the document.
@@ -307,7 +310,7 @@ class GatewayApiClient:
         }
         if content.file is not None:
             fields["metadata"] = json.dumps(fields["metadata"])
-        return int((await self._call("POST", _DOCUMENTS, fields, content.file))["chunks"])
+        return await self._call("POST", _DOCUMENTS, fields, content.file)
 
     async def delete_document(self, collection: str, document_id: str) -> None:
         """Delete a document if it exists."""

@@ -242,10 +242,18 @@ def render_citations(reply: Reply) -> Table | None:
             Text(f"[{number}]", style="dim"),
             Text(f"{float(citation.get('score', 0.0)):.2f}"),
             Text(printable(chunk), style="cyan"),
-            Text(printable(str(citation.get("title", "")))),
+            Text(printable(str(citation.get("title", "")) + _pages(citation))),
             Text(printable(preview), style="dim", overflow="ellipsis", no_wrap=True),
         )
     return table
+
+
+def _pages(part: Mapping[str, Any]) -> str:
+    """Return the pages of a citation or of a part of a prompt; empty if it has none."""
+    if not part.get("page"):
+        return ""
+    first, last = part["page"], part.get("page_end")
+    return f", pages {first}-{last}" if last else f", page {first}"
 
 
 def render_timing(reply: Reply) -> Table | None:
@@ -298,6 +306,7 @@ def render_explanation(explanation: Mapping[str, Any]) -> Group:
 
 def _row(part: Mapping[str, Any], *, is_first: bool) -> tuple[str, ...]:
     name = part["chunk"] or ("template" if is_first or part["start"] == 0 else "question")
+    name += _pages(part)
     computed = part["computed_tokens"] + part["recomputed_tokens"]
     return (
         name,

@@ -18,7 +18,7 @@ from rich.text import Text
 from ragcache_cli.clients.gateway_client import BatchFile, GatewayApiClient, GatewayTarget, TryLater
 from ragcache_cli.commands.options import FAILED, CollectionOption, GatewayOptions, grouped
 from ragcache_cli.commands.progress import IngestProgress
-from ragcache_cli.output.console import make_console
+from ragcache_cli.output.console import make_console, printable
 from ragcache_cli.sources.documents import (
     DocumentFile,
     Selection,
@@ -54,12 +54,14 @@ class DocumentResult:
         error: Why it was refused; None: it is in the collection.
         changed: False: the same document was stored already.
         chunks: Chunks of the document.
+        warnings: What of it was not read, and what was assumed.
     """
 
     id: str
     error: RagCacheError | None = None
     changed: bool = False
     chunks: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def new_chunks(self) -> int:
@@ -77,12 +79,16 @@ class Ingested:
     chunks: int
     """Chunks of the written documents."""
 
+    warnings: tuple[str, ...] = ()
+    """Of documents that are in the collection, each after the id of its document."""
+
 
 async def ingest(
     gateway: GatewayApiClient,
     collection: str,
     files: Sequence[DocumentFile],
     on_done: Callable[[DocumentResult], None],
+    encoding: str = "",
 ) -> Ingested:
     """Write files into the collection, and create it if it does not exist.
 
@@ -90,6 +96,7 @@ async def ingest(
 
     Args:
         on_done: Called after each document.
+        encoding: Of text, Markdown and HTML. Empty: the gateway finds it out.
 
     Raises:
         Unavailable: The gateway stopped answering.
@@ -109,7 +116,7 @@ async def ingest(
     async def work() -> None:
         # All workers share one iterator, so that no list of tasks grows with the files.
         for batch in waiting:
-            await _FileBatch(gateway, collection, add).write(batch)
+            await _FileBatch(gateway, collection, add, encoding).write(batch)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -124,6 +131,7 @@ async def ingest(
         unchanged=len(results) - len(written) - len(refused),
         refused=refused,
         chunks=sum(one.chunks for one in written),
+        warnings=tuple(f"{one.id}: {said}" for one in results for said in one.warnings),
     )
 
 
@@ -135,7 +143,9 @@ class _FileBatch:
         gateway: GatewayApiClient,
         collection: str,
         on_done: Callable[[DocumentResult], None],
+        encoding: str,
     ) -> None:
+        self._encoding = encoding
         self._gateway = gateway
         self._collection = collection
         self._on_done = on_done
@@ -143,7 +153,7 @@ class _FileBatch:
 
     async def write(self, files: Sequence[DocumentFile]) -> None:
         """Write the documents of a batch. Raises TryLater or another error of the gateway."""
-        waiting, unreadable = await asyncio.to_thread(_read, files)
+        waiting, unreadable = await asyncio.to_thread(_read, files, self._encoding)
         for result in unreadable:
             self._on_done(result)
         for attempt in range(_ATTEMPTS):
@@ -182,7 +192,7 @@ class _FileBatch:
 
 
 def _read(
-    files: Sequence[DocumentFile],
+    files: Sequence[DocumentFile], encoding: str
 ) -> tuple[list[tuple[DocumentFile, BatchFile]], list[DocumentResult]]:
     """Read files; return those with their content, and the results of unreadable ones."""
     found, unreadable = [], []
@@ -192,8 +202,10 @@ def _read(
         except InvalidInput as error:
             unreadable.append(DocumentResult(file.id, error))
         else:
-            name = "" if file.kind is DocumentFormat.JSON_LINES else file.id
-            found.append((file, BatchFile(name, file.kind.media_type, content)))
+            kind = file.kind
+            name = "" if kind is DocumentFormat.JSON_LINES else file.id
+            named = encoding if kind.is_plain or kind is DocumentFormat.HTML else ""
+            found.append((file, BatchFile(name, kind.media_type, content, named)))
     return found, unreadable
 
 
@@ -201,7 +213,8 @@ def _result(file: DocumentFile, event: dict[str, Any]) -> DocumentResult:
     name = event["id"] or file.where
     if event["state"] == "failed":
         return DocumentResult(name, RagCacheError(f"{file.where}: {event['error']['message']}"))
-    return DocumentResult(name, None, bool(event["changed"]), int(event["chunks"]))
+    warnings = tuple(event.get("warnings", ()))
+    return DocumentResult(name, None, bool(event["changed"]), int(event["chunks"]), warnings)
 
 
 def _batches(files: Iterator[DocumentFile]) -> Iterator[list[DocumentFile]]:
@@ -237,6 +250,9 @@ def ingest_command(
         Literal["text", "json"],
         typer.Option("--output", "-o", help="json: a line per document, and then the counts."),
     ] = "text",
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of text, Markdown and HTML, such as cp1252.")
+    ] = "",
 ) -> None:
     """Ingest documents into a collection; unchanged ones are skipped.
 
@@ -249,7 +265,8 @@ def ingest_command(
     console = make_console(stderr=True)
     begun = time.monotonic()
     as_json = output == "json"
-    done = asyncio.run(_ingest(options.target, collection, selection, console, as_json=as_json))
+    work = _ingest(options.target, collection, selection, console, encoding, as_json=as_json)
+    done = asyncio.run(work)
     refused = (*selection.refused, *done.refused)
     if as_json:
         _print_json(selection, done, collection)
@@ -257,6 +274,8 @@ def ingest_command(
         if done.chunks and console.is_terminal:
             rate = done.chunks / (time.monotonic() - begun)
             console.print(f"{done.chunks:,} chunks, {rate:.0f} chunks/s")
+        for warning in done.warnings:
+            console.print(Text(f"warning {printable(warning)}", style="yellow"))
         for error in refused:
             console.print(Text(f"skipped {error}", style="yellow"))
         print(
@@ -268,7 +287,13 @@ def ingest_command(
 
 
 async def _ingest(
-    url: GatewayTarget, collection: str, selection: Selection, console: Console, *, as_json: bool
+    url: GatewayTarget,
+    collection: str,
+    selection: Selection,
+    console: Console,
+    encoding: str,
+    *,
+    as_json: bool,
 ) -> Ingested:
     total = await asyncio.to_thread(num_documents, selection.files)
     async with GatewayApiClient(url) as client:
@@ -277,25 +302,27 @@ async def _ingest(
             def show(result: DocumentResult) -> None:
                 progress.advance(result.new_chunks)
                 if as_json:
-                    print(_line(result.id, result.error, result.changed, result.chunks), flush=True)
+                    print(_line(result), flush=True)
 
-            return await ingest(client, collection, selection.files, show)
+            return await ingest(client, collection, selection.files, show, encoding)
 
 
 def _print_json(selection: Selection, done: Ingested, collection: str) -> None:
     for error in selection.refused:
-        print(_line(error.field, error, changed=False, chunks=0))
+        print(_line(DocumentResult(error.field, error)))
     counts = {
         "collection": collection,
         "written": done.written,
         "unchanged": done.unchanged,
         "skipped": len(selection.refused) + len(done.refused),
         "chunks": done.chunks,
+        "warnings": len(done.warnings),
     }
     print(json.dumps(counts))
 
 
-def _line(name: str, error: RagCacheError | None, changed: bool, chunks: int) -> str:
-    if error is not None:
-        return json.dumps({"id": name, "state": "failed", "error": str(error)})
-    return json.dumps({"id": name, "state": "done", "changed": changed, "chunks": chunks})
+def _line(result: DocumentResult) -> str:
+    if result.error is not None:
+        return json.dumps({"id": result.id, "state": "failed", "error": str(result.error)})
+    done = {"id": result.id, "state": "done", "changed": result.changed, "chunks": result.chunks}
+    return json.dumps(done | ({"warnings": result.warnings} if result.warnings else {}))

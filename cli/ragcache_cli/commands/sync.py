@@ -131,7 +131,7 @@ class Sync:
                 self._unchanged += 1
                 return
             metadata = {OWNER: self._owner, ORIGIN: document.origin, DIGEST: digest}
-            chunks = await self._client.put_document(
+            written = await self._client.put_document(
                 self._collection, document.id, content, metadata
             )
         except TryLater:
@@ -140,7 +140,10 @@ class Sync:
             problem = said(error)
             self._failures.append(Failure(document.origin, document.id, problem))
         else:
-            self._held[document.id] = OwnedDocument(self._owner, document.origin, digest, chunks)
+            warnings = "\n".join(written["warnings"])
+            self._held[document.id] = OwnedDocument(
+                self._owner, document.origin, digest, int(written["chunks"]), warnings
+            )
             self._written += 1
 
     async def _delete(self, ids: Collection[str]) -> None:
@@ -150,16 +153,21 @@ class Sync:
             self._deleted += 1
 
     def _result(self, *, finished: bool, revision: str = "") -> Result:
-        mine = [one for one in self._held.values() if one.owner == self._owner]
+        mine = {key: one for key, one in self._held.items() if one.owner == self._owner}
         return Result(
             finished=finished,
             documents=len(mine),
-            chunks=sum(one.chunks for one in mine),
+            chunks=sum(one.chunks for one in mine.values()),
             written=self._written,
             unchanged=self._unchanged,
             deleted=self._deleted,
             revision=revision,
             failures=tuple(self._failures),
+            warnings=tuple(
+                Failure(one.origin, key, one.warnings.replace("\n", "; "))
+                for key, one in sorted(mine.items())
+                if one.warnings
+            ),
         )
 
 

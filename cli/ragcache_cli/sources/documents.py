@@ -132,24 +132,6 @@ def read_content(file: DocumentFile) -> bytes:
     return content
 
 
-def read_text(file: DocumentFile) -> str:
-    """Read a document that is text.
-
-    Raises:
-        InvalidInput: The file is not readable text within the size limit.
-    """
-    try:
-        text = read_content(file).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start})"
-        raise InvalidInput(file.where, problem, "convert it to text in UTF-8") from error
-    if "\0" in text:
-        raise InvalidInput(file.where, "is binary", "convert it to text in UTF-8")
-    if not text.strip():
-        raise InvalidInput(file.where, "is empty", "write something, or leave it out")
-    return text
-
-
 def read_fields(file: DocumentFile) -> dict[str, Any]:
     """Read the fields of a document that is a line of JSON. Raises InvalidInput."""
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from ragcache_cli.clients.gateway_client import CollectionDocument, DocumentContent
-from ragcache_cli.sources.documents import DocumentFile, read_content, read_fields, read_text
+from ragcache_cli.sources.documents import DocumentFile, read_content, read_fields
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, RagCacheError
@@ -19,6 +19,8 @@ ORIGIN = "ragcache-origin"
 """Metadata key of the source of a document."""
 DIGEST = "ragcache-digest"
 """Metadata key of the digest of the document as sent."""
+WARNINGS = "ragcache-warnings"
+"""Metadata key of the warnings of the gateway, one a line."""
 
 WELL, PARTLY, MISTAKE = 0, 1, 2
 MOST_RESULT_BYTES = 4096
@@ -28,7 +30,7 @@ _LONGEST_PROBLEM = 300
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure. ``source`` and ``document`` are empty if neither caused it."""
+    """A failure or warning. ``source`` and ``document`` are empty if neither caused it."""
 
     source: str
     document: str
@@ -41,6 +43,7 @@ class Result:
 
     ``documents`` and ``chunks`` count what the owner has in the collection now. ``finished`` is
     False if the gateway was lost before every document was tried. ``revision`` names the content.
+    ``warnings`` are of documents that are in the collection, written now or before.
     """
 
     finished: bool
@@ -51,6 +54,7 @@ class Result:
     deleted: int = 0
     revision: str = ""
     failures: tuple[Failure, ...] = ()
+    warnings: tuple[Failure, ...] = ()
 
     @property
     def exit_status(self) -> int:
@@ -58,14 +62,14 @@ class Result:
         return PARTLY if self.failures or not self.finished else WELL
 
     def to_json(self, most_bytes: int = MOST_RESULT_BYTES) -> str:
-        """Return one JSON object of bounded size: the failures that fit, and their total."""
-        whole = asdict(self)
-        shown: list[dict[str, str]] = []
-        whole["failures"] = shown
+        """Return one JSON object of bounded size: what fits of the failures and warnings."""
+        whole = asdict(self) | {"failures": [], "warnings": []}
         whole["failureCount"] = len(self.failures)
+        whole["warningCount"] = len(self.warnings)
         text = json.dumps(whole)
-        for failure in self.failures:
-            shown.append({name: _short(value) for name, value in asdict(failure).items()})
+        lists = (("failures", self.failures), ("warnings", self.warnings))
+        for name, one in ((name, one) for name, every in lists for one in every):
+            whole[name].append({key: _short(value) for key, value in asdict(one).items()})
             longer = json.dumps(whole)
             if len(longer) > most_bytes:
                 break
@@ -169,12 +173,13 @@ class OwnedDocument:
     origin: str
     digest: str
     chunks: int
+    warnings: str = ""
 
     @classmethod
     def of(cls, held: CollectionDocument) -> OwnedDocument:
         """Read it from the document's metadata."""
         owner, origin, digest = (held.metadata.get(key, "") for key in (OWNER, ORIGIN, DIGEST))
-        return cls(owner, origin, digest, held.chunks)
+        return cls(owner, origin, digest, held.chunks, held.metadata.get(WARNINGS, ""))
 
 
 def said(error: RagCacheError) -> str:
@@ -210,10 +215,6 @@ def read_document(file: DocumentFile) -> tuple[DocumentContent, str]:
         canonical = json.dumps(fields, sort_keys=True).encode()
         return DocumentContent(fields), _digest(file.kind.media_type, canonical)
     media_type = file.kind.media_type
-    if file.kind.is_plain:
-        text = read_text(file)
-        fields = {"text": text, "content_type": media_type}
-        return DocumentContent(fields), _digest(media_type, text.encode())
     content = read_content(file)
     return DocumentContent({"content_type": media_type}, content), _digest(media_type, content)
 

@@ -56,11 +56,16 @@ def make_status(
         status["progress"] = progress
     if last is not None and last.outcome.verdict in ("complete", "partial"):
         status |= {"documents": last.outcome.documents, "chunks": last.outcome.chunks}
+        status["warnings"] = list(last.outcome.warnings)
+        status["warningCount"] = last.outcome.warning_count
     if last is not None and last.outcome.verdict == "complete":
         status |= {"lastSyncTime": format_time(last.at), "sourceRevision": str(last.revision)}
     if last is not None:
         status["failures"] = list(last.outcome.failures)
-    kept = ("documents", "chunks", "lastSyncTime", "sourceRevision", "failures")
+    kept = (
+        *("documents", "chunks", "lastSyncTime", "sourceRevision"),
+        *("failures", "warnings", "warningCount"),
+    )
     return {**{key: before[key] for key in kept if key in before}, **status}
 
 
@@ -110,6 +115,8 @@ def _synced(situation: Situation, step: SyncStep) -> ConditionState:
 
 def _state_of(outcome: Outcome) -> ConditionState:
     count = f"{outcome.documents} documents in {outcome.chunks} chunks"
+    if outcome.warning_count:
+        count += f", {outcome.warning_count} documents with warnings"
     match outcome.verdict:
         case "complete":
             of_revision = f", revision {outcome.revision}" if outcome.revision else ""

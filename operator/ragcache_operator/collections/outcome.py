@@ -26,6 +26,8 @@ class Outcome:
         revision: Revision of the sources, as the sync reports it.
         failures: The failures that fit into the status.
         failure_count: Number of all failures.
+        warnings: What the gateway did not read of documents that it stored, as far as it fits.
+        warning_count: Number of all documents with warnings.
     """
 
     verdict: SyncVerdict
@@ -37,6 +39,8 @@ class Outcome:
     revision: str = ""
     failures: tuple[str, ...] = ()
     failure_count: int = 0
+    warnings: tuple[str, ...] = ()
+    warning_count: int = 0
 
     def to_json(self) -> str:
         """Return the outcome as text for an annotation of the Job."""
@@ -49,7 +53,8 @@ class Outcome:
             fields = json.loads(text)
             if fields["verdict"] not in get_args(SyncVerdict):
                 raise ValueError(fields["verdict"])
-            return cls(**{**fields, "failures": tuple(fields["failures"])})
+            lists = {name: tuple(fields[name]) for name in ("failures", "warnings")}
+            return cls(**{**fields, **lists})
         except (ValueError, TypeError, KeyError):
             return cls("failed", "the outcome annotation is invalid")
 
@@ -75,9 +80,13 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     try:
         result = json.loads(last_line)
         failures = tuple(filter(None, map(_failure, result["failures"])))
+        warnings = tuple(map(_failure, result["warnings"]))
         numbers = {name: int(result[name]) for name in _NUMBERS}
         finished, revision = bool(result["finished"]), str(result["revision"])
-        count = int(result["failureCount"])
+        counts = {
+            "failure_count": int(result["failureCount"]),
+            "warning_count": int(result["warningCount"]),
+        }
     except (ValueError, TypeError, KeyError):
         cause = last_line or f"exit code {exit_code}"
         message = f"{ended.get('reason') or 'Error'}: {cause}"
@@ -90,16 +99,15 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     message = failures[0] if failures else ""
     if verdict in ("refused", "failed"):
         message = message or f"the sync exited with code {exit_code}"
-    return Outcome(
-        verdict, message, failures=failures, failure_count=count, revision=revision, **numbers
-    )
+    lists = {"failures": failures, "warnings": warnings}
+    return Outcome(verdict, message, revision=revision, **lists, **counts, **numbers)
 
 
 _NUMBERS = ("documents", "chunks", "written", "deleted")
 
 
 def _failure(failure: Mapping[str, Any]) -> str:
-    """Format a failure as one line of source, document and problem."""
+    """Format a failure or warning as one line of source, document and problem."""
     parts = (failure["source"], failure["document"], failure["problem"])
     return ": ".join(str(part) for part in parts if part)
 

@@ -175,3 +175,7 @@ class RagCollectionStatus(ManifestModel):
     """Revision of the sources at the last successful sync."""
     failures: Annotated[tuple[str, ...], Field(strict=False), _ATOMIC] = ()
     """Documents that the last sync could not write, each with the reason."""
+    warning_count: int | None = None
+    """Number of documents that were not read in full, or with an assumption."""
+    warnings: Annotated[tuple[str, ...], Field(strict=False), _ATOMIC] = ()
+    """The first of these documents, each with what was not read, such as scanned pages."""

@@ -15,6 +15,7 @@ from ragcache_cli.local.state_file import PlatformRecord, write_record
 from ragcache_cli.main import app
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.gateway import World
+from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
 from tests.kit.sources import HTML, pdf
 
 
@@ -51,6 +52,26 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
     assert json.loads(stored["a"].metadata) == {"team": "core"}
     again = await ragcache("ingest", tmp_path)
     assert again.stdout == "0 written, 5 unchanged, 2 skipped in collection 'default'\n"
+
+
+async def test_what_was_not_read_is_printed(platform: World, tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(pdf_file([Page(lines("Page one.")), Page(SCAN)]))
+    result = await ragcache("ingest", tmp_path / "a.pdf")
+    assert result.exit_code == 0, result.output
+    assert "warning a.pdf: not read, since without text: page 2 (images)" in result.stderr
+    as_json = await ragcache("ingest", tmp_path / "a.pdf", "--output", "json")
+    document, counts = map(json.loads, as_json.stdout.splitlines())
+    assert len(document["warnings"]) == counts["warnings"] == 1
+
+
+async def test_an_encoding_is_for_files_of_text(platform: World, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Größe".encode("cp850"))
+    (tmp_path / "b.pdf").write_bytes(pdf(["Page one."]))
+    (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"id": "c", "text": "C."}')
+    result = await ragcache("ingest", tmp_path, "--encoding", "cp850")
+    assert result.exit_code == 0, result.output
+    assert platform.retriever.documents["a.txt"].text == "Größe"
+    assert sorted(platform.retriever.documents) == ["a.txt", "b.pdf", "c"]
 
 
 async def test_collections_are_managed(platform: World) -> None:

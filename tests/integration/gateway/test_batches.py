@@ -11,6 +11,7 @@ import httpx
 
 from ragcache_gateway.http.batch import CONCURRENCY
 from tests.kit.gateway import World
+from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
 from tests.kit.sources import HTML, pdf
 from tests.kit.wait import until
 
@@ -68,6 +69,15 @@ async def test_each_document_of_a_form_has_events(gateway: World) -> None:
     stored = gateway.retriever.documents
     assert stored["docs/b.html"].text.startswith("# Billing")
     assert (stored["c.pdf"].text, stored["c.pdf"].title) == ("Page one.", "C")
+
+
+async def test_what_was_not_read_is_in_the_event(gateway: World) -> None:
+    content = pdf_file([Page(lines("Page one.")), Page(SCAN)])
+    files = [("file", ("a.pdf", content)), ("file", ("b.txt", b"\xef\xbb\xbfText."))]
+    documents, _ = events_of(await gateway.client.post(PATH, files=files))
+    done = {one["id"]: one for one in documents if one["state"] == "done"}
+    assert "page 2 (images)" in done["a.pdf"]["warnings"][0]
+    assert "warnings" not in done["b.txt"]
 
 
 async def test_a_repeated_batch_changes_nothing(gateway: World) -> None:

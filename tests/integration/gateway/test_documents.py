@@ -14,6 +14,7 @@ import pytest
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_kv.model.folder import load_model_folder
 from tests.kit.gateway import World, world
+from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
 
 MIB = 1 << 20
 
@@ -100,6 +101,39 @@ async def test_a_file_is_written_from_a_form(gateway: World) -> None:
     assert json.loads(stored.metadata) == {"team": "core"}
 
 
+async def test_what_was_not_read_is_in_the_answer_and_in_the_metadata(gateway: World) -> None:
+    content = pdf_file([Page(lines("Page one.")), Page(SCAN)])
+    form: dict[str, Any] = {"files": {"file": ("a.pdf", content)}, "data": {"metadata": "{}"}}
+    for changed in (True, False):
+        written = (await gateway.client.post("/v1/documents", **form)).json()
+        assert written["changed"] is changed
+        (warning,) = written["warnings"]
+        assert "page 2 (images)" in warning
+        assert written["metadata"] == {"ragcache-warnings": warning}
+    assert (await put(gateway)).json()["warnings"] == []
+
+
+async def test_the_encoding_of_a_file_is_named_marked_or_assumed(gateway: World) -> None:
+    text = "Das Gerät ist groß und läuft über Nacht für alle Räume."
+
+    async def sent(encoding: str, **fields: str) -> dict[str, Any]:
+        file = {"file": ("a.txt", text.encode(encoding))}
+        reply = await gateway.client.post("/v1/documents", files=file, data=fields)
+        assert reply.status_code == 200, reply.text
+        assert gateway.retriever.documents["a.txt"].text == text
+        return dict(reply.json())
+
+    assert (await sent("utf-16"))["warnings"] == []
+    assert (await sent("utf-8-sig"))["warnings"] == []
+    assert (await sent("cp850", encoding="cp850"))["warnings"] == []
+    assert "taken to be cp1252" in (await sent("cp1252"))["warnings"][0]
+
+
+async def test_replacement_characters_are_reported(gateway: World) -> None:
+    written = (await put(gateway, text="K\ufffdse")).json()
+    assert "1 replacement characters" in written["warnings"][0]
+
+
 async def test_a_bad_form_names_the_field(gateway: World) -> None:
     cases: list[tuple[str, bytes, dict[str, str], str]] = [
         ("a.pdf", b"%PDF-1.7", {}, "file"),
@@ -111,6 +145,9 @@ async def test_a_bad_form_names_the_field(gateway: World) -> None:
         ("a.txt", b"x", {"colection": "x"}, "colection"),
         ("a.txt", b"x", {"content_type": "rtf"}, "content_type"),
         ("a.rtf", b"x", {}, "file"),
+        ("a.txt", b"x", {"encoding": "base64"}, "encoding"),
+        ("a.txt", b"\xff", {"encoding": "ascii"}, "file"),
+        ("a.pdf", b"x", {"encoding": "ascii"}, "encoding"),
     ]
     for name, content, fields, param in cases:
         response = await gateway.client.post(

@@ -123,6 +123,16 @@ async def test_the_prompt_names_the_document_before_each_passage(
     assert not any("[Band saw" in text for text in texts)
 
 
+async def test_a_hit_names_its_pages(platform: Platform) -> None:
+    content = pdf(["Refunds take two days.", "Invoices go to the desk."])
+    for name, sent in (("a.pdf", content), ("b.txt", b"Refunds take two days.")):
+        await platform.world.client.post("/v1/documents", files={"file": (name, sent)})
+    body = {"query": "refunds two days"}
+    hits = (await platform.world.client.post("/v1/search", json=body)).json()["data"]
+    pages = {hit["document_id"]: (hit["page"], hit["page_end"]) for hit in hits}
+    assert pages == {"a.pdf": (1, 2), "b.txt": (None, None)}
+
+
 async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None:
     events = await platform.batch(
         document("a", team="core", year="2023"),

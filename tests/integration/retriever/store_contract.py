@@ -269,6 +269,7 @@ class DocumentsContract:
         middle = found[rows[2]]
         assert [c.text for c in (*middle.before, middle.chunk, *middle.after)] == ["1", "2", "3"]
         assert middle.chunk.heading_path == ("A", "B")
+        assert (middle.chunk.page, middle.chunk.page_end) == (3, 4)
         assert middle.chunk.tokenizer == "tokenizer"
         assert middle.chunk.token_ids == np.arange(1, dtype="<u4").tobytes()
         stored = store.reads.find("c", "d")

@@ -1189,6 +1189,8 @@ class Chunk(_message.Message):
     CONTENT_HASH_FIELD_NUMBER: _builtins.int
     UPDATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    PAGE_END_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """stable while the chunk's text and position stay: document id, '#', ordinal"""
     document_id: _builtins.str
@@ -1208,6 +1210,10 @@ class Chunk(_message.Message):
     """Line before the text in prompts, with its line break: names the document and the section. Empty
     if the collection has no labels, or if the chunk's first lines say the same.
     """
+    page: _builtins.int
+    """of its first text, from 1; 0: the document has no pages"""
+    page_end: _builtins.int
+    """of its last text"""
     @_builtins.property
     def heading_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1224,10 +1230,12 @@ class Chunk(_message.Message):
         content_hash: _builtins.str = ...,
         updated_unix_ms: _builtins.int = ...,
         label: _builtins.str = ...,
+        page: _builtins.int = ...,
+        page_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "label", b"label", "ordinal", b"ordinal", "text", b"text", "title", b"title", "token_ids", b"token_ids", "tokenizer_identity", b"tokenizer_identity", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "document_id", b"document_id", "heading_path", b"heading_path", "id", b"id", "label", b"label", "ordinal", b"ordinal", "page", b"page", "page_end", b"page_end", "text", b"text", "title", b"title", "token_ids", b"token_ids", "tokenizer_identity", b"tokenizer_identity", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

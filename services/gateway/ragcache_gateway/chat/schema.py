@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
-from ragcache_gateway.documents.search_schema import SearchOptions
+from ragcache_gateway.documents.search_schema import PAGE_END_HELP, PAGE_HELP, SearchOptions
 from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
 from ragcache_gateway.explain.schema import Explanation
 from ragcache_gateway.prompts.conversation import Layout
@@ -371,6 +371,8 @@ class Citation(BaseModel):
     title: str
     chunk: str = Field(description="Id of the chunk: document id, '#', position in the document.")
     heading_path: list[str]
+    page: int | None = Field(description=PAGE_HELP)
+    page_end: int | None = Field(description=PAGE_END_HELP)
     score: float = Field(description="Cosine similarity, or the fused or reranked score.")
     version: str = Field(description="`content_hash` of the document that the chunk is from.")
     updated: str | None = Field(description="When that version was written (ISO 8601, UTC).")

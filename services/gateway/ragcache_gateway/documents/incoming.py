@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.documents.schema import DocumentFields
-from ragcache_gateway.extraction.extracted import ExtractedText
+from ragcache_gateway.extraction.encodings import decode_named, decode_plain
+from ragcache_gateway.extraction.extracted import (
+    ExtractedText,
+    UnreadableDocument,
+    bounded_warnings,
+)
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 TEXT_FORMATS = (DocumentFormat.TEXT, DocumentFormat.MARKDOWN, DocumentFormat.HTML)
 """Formats that JSON can carry."""
+
+
+WARNINGS = "ragcache-warnings"
+"""Metadata key of the warnings of a document."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDocument:
+    """A document as the retriever gets it.
+
+    Args:
+        warnings: What of it was not read, and what was assumed.
+    """
+
+    message: pb.Document
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +45,7 @@ class IncomingDocument:
     Args:
         field: Names the content in errors: ``file`` or ``text``.
         line: Of a file of JSON lines, from 1.
+        encoding: Of the content, if the client names it.
     """
 
     fields: DocumentFields
@@ -30,13 +53,14 @@ class IncomingDocument:
     content: bytes
     field: str
     line: int | None = None
+    encoding: str | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the content."""
         return len(self.content)
 
-    async def to_message(self, extractor: TextExtractor) -> pb.Document:
+    async def read(self, extractor: TextExtractor) -> ReadDocument:
         """Read the text and convert to the retriever's message.
 
         Raises:
@@ -44,20 +68,46 @@ class IncomingDocument:
             Unavailable: The reader of its format does not start.
         """
         fields = self.fields
-        if self.kind.is_plain:
-            markdown = self.kind is DocumentFormat.MARKDOWN
-            read = ExtractedText(decode(self.content, self.field), markdown)
-        else:
-            read = await extractor.extract(self.content, self.kind, self.field)
-        return pb.Document(
+        read = await self._extract(extractor)
+        warnings = bounded_warnings((*read.warnings, *_warnings_of(read.text)))
+        # The client knows better than the document.
+        metadata = {**read.metadata, **fields.metadata}
+        if warnings:
+            metadata[WARNINGS] = "\n".join(warnings)
+        message = pb.Document(
             collection=fields.collection,
             id=fields.id,
             title=fields.title or read.title,
             text=read.text,
             content_type=pb.CONTENT_TYPE_MARKDOWN if read.markdown else pb.CONTENT_TYPE_TEXT,
-            # The client knows better than the document.
-            metadata=json.dumps({**read.metadata, **fields.metadata}, ensure_ascii=False),
+            metadata=json.dumps(metadata, ensure_ascii=False),
         )
+        return ReadDocument(message, warnings)
+
+    async def _extract(self, extractor: TextExtractor) -> ExtractedText:
+        content = self.content
+        try:
+            if self.encoding is not None:
+                text = decode_named(content, self.encoding)
+            elif self.kind.is_plain:
+                text = decode_plain(content)
+            else:
+                text = None
+        except UnreadableDocument as error:
+            raise InvalidInput(self.field, error.problem, error.fix) from error
+        if text is not None and self.kind.is_plain:
+            return ExtractedText(text, self.kind is DocumentFormat.MARKDOWN)
+        if text is not None:
+            # The mark goes before what the page says of its encoding.
+            content = BOM_UTF8 + text.encode()
+        return await extractor.extract(content, self.kind, self.field)
+
+
+def _warnings_of(text: str) -> tuple[str, ...]:
+    count = text.count("\ufffd")
+    if not count:
+        return ()
+    return (f"the text has {count} replacement characters (U+FFFD), which an earlier tool put in",)
 
 
 def text_document(fields: DocumentFields, text: str) -> IncomingDocument:
@@ -73,23 +123,4 @@ def text_document(fields: DocumentFields, text: str) -> IncomingDocument:
             f"{fields.content_type!r} cannot be sent in JSON",
             f"send a file as multipart/form-data, or text of one of {known}",
         )
-    return IncomingDocument(fields, kind, text.encode(), "text")
-
-
-def decode(content: bytes, field: str) -> str:
-    """Decode the text of a file. Raises InvalidInput if it is not text."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            field,
-            f"is not UTF-8 text (byte {error.start})",
-            "send text in UTF-8, or name the format of the file",
-        ) from error
-    if "\0" in text:
-        raise InvalidInput(
-            field, "is binary (it contains NUL bytes)", "send text, or name the format of the file"
-        )
-    if not text.strip():
-        raise InvalidInput(field, "is empty", "send a document with text")
-    return text
+    return IncomingDocument(fields, kind, text.encode(), "text", "utf-8")

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ragcache_core.documents.formats import DocumentFormat, format_of_name, format_of_type
+from ragcache_gateway.extraction.encodings import is_encoding
 from ragcache_wire.rest_fields.fields import INTEGRAL, Text, validation_error
 from ragcache_wire.rest_fields.metadata import MetadataIn, MetadataOut, Name
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -38,6 +39,10 @@ LABELS_HELP: Final = (
 LEXICAL_WEIGHT_HELP: Final = (
     "Share of the lexical score (BM25) in the scores of hybrid searches; the similarity of "
     "embeddings has the rest."
+)
+WARNINGS_HELP: Final = (
+    "What of the document was not read, and what was assumed. The metadata ragcache-warnings keeps "
+    "them."
 )
 _INDEX_KINDS: Final[dict[IndexName, pb.IndexKind.ValueType]] = {
     "auto": pb.INDEX_KIND_AUTO,
@@ -89,6 +94,22 @@ class DocumentFields(BaseModel):
         return named or format_of_name(self.id) or DocumentFormat.TEXT
 
 
+def _known_encoding(value: str) -> str:
+    if not is_encoding(value):
+        raise validation_error("is no known encoding", "send a name such as utf-16 or cp1252")
+    return value
+
+
+class FileFields(DocumentFields):
+    """What a client says of a file."""
+
+    encoding: Annotated[str, AfterValidator(_known_encoding)] | None = Field(
+        default=None,
+        description="Of text, Markdown or HTML. Left out: by its mark, UTF-8, or a guess that "
+        "`warnings` names.",
+    )
+
+
 class DocumentIn(DocumentFields):
     """A document to insert, or to replace the one with its id."""
 
@@ -129,6 +150,7 @@ class DocumentWritten(DocumentInfo):
     removed_variants: int | None = Field(
         description="Variants deleted with its old chunks; null: later, the cache store is away."
     )
+    warnings: list[str] = Field(description=WARNINGS_HELP)
 
 
 class DocumentDeleted(BaseModel):

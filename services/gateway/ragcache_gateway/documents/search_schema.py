@@ -105,6 +105,16 @@ class SearchRequest(SearchOptions):
     )
 
 
+PAGE_HELP: Final = "First page of the chunk, from 1; null: the document has no pages."
+PAGE_END_HELP: Final = "Last page of the chunk; null: it is on one page, or has none."
+
+
+def pages_of(chunk: pb.Chunk) -> dict[str, int | None]:
+    """Return the fields ``page`` and ``page_end`` of a chunk."""
+    is_on_several = chunk.page_end > chunk.page
+    return {"page": chunk.page or None, "page_end": chunk.page_end if is_on_several else None}
+
+
 class ChunkOut(BaseModel):
     """A chunk of a document."""
 
@@ -113,6 +123,8 @@ class ChunkOut(BaseModel):
     title: str
     heading_path: list[str]
     ordinal: int = Field(description="Position in the document, from 0.")
+    page: int | None = Field(description=PAGE_HELP)
+    page_end: int | None = Field(description=PAGE_END_HELP)
     text: str
     version: str = Field(description="`content_hash` of the document that the chunk is from.")
     updated: str | None = Field(description="When that version was written (ISO 8601, UTC).")
@@ -204,6 +216,7 @@ def chunk_out(chunk: pb.Chunk) -> ChunkOut:
         title=chunk.title,
         heading_path=list(chunk.heading_path),
         ordinal=chunk.ordinal,
+        **pages_of(chunk),
         text=chunk.text,
         version=chunk.content_hash,
         updated=updated_text(chunk.updated_unix_ms),

@@ -16,6 +16,7 @@ from ragcache_core.planner.request_plan import (
     PlanSeconds,
     RequestPlan,
 )
+from ragcache_gateway.documents.search_schema import pages_of
 from ragcache_gateway.explain.schema import (
     ExplainedAlternative,
     ExplainedGuess,
@@ -58,6 +59,8 @@ class PromptPart(NamedTuple):
     title: str | None = None
     rank: int | None = None
     decision: ChunkDecision | None = None
+    page: int | None = None
+    page_end: int | None = None
 
     @property
     def key(self) -> ChunkKey | None:
@@ -141,7 +144,16 @@ def prompt_parts(
         chunk, rank = passage.chunk, passage.rank
         decision = next(decisions, None)
         parts.append(
-            PromptPart(start, end, chunk.id, chunk.document_id, chunk.title, rank, decision)
+            PromptPart(
+                start,
+                end,
+                chunk.id,
+                chunk.document_id,
+                chunk.title,
+                rank,
+                decision,
+                **pages_of(chunk),
+            )
         )
     if chunk_starts[-1] < len(prompt.token_ids):
         end = len(prompt.token_ids)
@@ -269,6 +281,8 @@ def _explain_part(part: PromptPart, use: PartUse) -> ExplainedPart:
         chunk=part.chunk,
         document_id=part.document_id,
         title=part.title,
+        page=part.page,
+        page_end=part.page_end,
         rank=part.rank,
         start=part.start,
         tokens=part.end - part.start,

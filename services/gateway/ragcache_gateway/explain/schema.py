@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from ragcache_gateway.documents.search_schema import PAGE_END_HELP, PAGE_HELP
+
 Outcome = Literal["cached", "loaded", "blended", "computed", "unknown"]
 PlannedAction = Literal["cached", "load", "blend", "compute"]
 GuessOutcome = Literal["confirmed", "wrong", "failed", "abandoned", "warm-up"]
@@ -22,6 +24,8 @@ class ExplainedPart(BaseModel):
     )
     document_id: str | None = None
     title: str | None = None
+    page: int | None = Field(default=None, description=PAGE_HELP)
+    page_end: int | None = Field(default=None, description=PAGE_END_HELP)
     rank: int | None = Field(
         default=None, description="Rank of the hit that brought the chunk, from 0."
     )

@@ -1,8 +1,8 @@
 """Reads the text of documents in other formats, outside the gateway's process.
 
-Parsers of HTML, PDF and office files work on what strangers write. They run in processes with few
-rights: a limit of CPU time, memory and output for each document, and the gateway's environment and
-its memory are not there. A document that takes too much of a limit is refused.
+Parsers of HTML, PDF and office files and guesses of encodings work on what strangers write. They
+run in processes with few rights: a limit of CPU time, memory and output for each document, and the
+gateway's environment and its memory are not there. A document that takes too much is refused.
 """
 
 from __future__ import annotations

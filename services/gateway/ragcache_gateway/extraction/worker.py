@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ragcache_core.documents.formats import DocumentFormat
+from ragcache_gateway.extraction.encodings import read_plain
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
 from ragcache_gateway.extraction.html.reader import read_html
-from ragcache_gateway.extraction.readers import read_office, read_pdf
+from ragcache_gateway.extraction.office import read_office
+from ragcache_gateway.extraction.pdf import read_pdf
 
 _DONE: Final = 0
 _REFUSED: Final = 3
@@ -101,6 +103,8 @@ def _read_document(name: str, content: bytes) -> tuple[dict[str, Any], int]:
 
 def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
     match kind:
+        case DocumentFormat.TEXT | DocumentFormat.MARKDOWN:
+            return read_plain(content, kind)
         case DocumentFormat.HTML:
             return read_html(content)
         case DocumentFormat.PDF:

@@ -20,6 +20,7 @@ from ragcache_core.access.caller import Caller, NotAllowed
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.retriever_errors import to_rest_error
+from ragcache_gateway.documents.schema import WARNINGS_HELP
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.batch_parser import BatchItem, BatchParser, RefusedDocument
@@ -55,6 +56,7 @@ class BatchEvent(BaseModel):
         default=None, description="With done; false: the same document was stored already."
     )
     chunks: int | None = Field(default=None, description="With done: chunks of the document.")
+    warnings: list[str] | None = Field(default=None, description=f"With done. {WARNINGS_HELP}")
     error: ErrorDetail | None = Field(default=None, description="With failed.")
 
 
@@ -234,15 +236,16 @@ class DocumentBatch:
             if earlier is not None:
                 # Of two documents with one id the later one stays.
                 await earlier
-            message = await item.to_message(self._extractor)
-            reply, _ = await self._writer.write(message)
+            read = await item.read(self._extractor)
+            reply, _ = await self._writer.write(read.message)
             chunks = reply.document.num_chunks
             if reply.changed:
                 self._summary.written += 1
                 self._summary.chunks += chunks
             else:
                 self._summary.unchanged += 1
-            await self._report(index, item, "done", changed=reply.changed, chunks=chunks)
+            told = {"warnings": list(read.warnings)} if read.warnings else {}
+            await self._report(index, item, "done", changed=reply.changed, chunks=chunks, **told)
         except RagCacheError as error:
             await self._fail(index, item, to_rest_error(error))
         except Exception:

@@ -19,7 +19,7 @@ from ragcache_core.documents.formats import DocumentFormat, format_of_name, form
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
 from ragcache_core.retrieval.metadata import name_of
 from ragcache_gateway.documents.incoming import IncomingDocument
-from ragcache_gateway.documents.schema import DocumentFields
+from ragcache_gateway.documents.schema import FileFields
 from ragcache_gateway.http.upload import file_document, json_document, json_object
 
 MAX_FIELD_BYTES = 1 << 16
@@ -245,11 +245,14 @@ class FormParser:
     def _end_field(self, name: str) -> None:
         if self._is_too_large:
             self._refusal = _too_large(name, MAX_FIELD_BYTES)
-        elif name not in DocumentFields.model_fields:
-            known = ", ".join(("file", *DocumentFields.model_fields))
+        elif name not in FileFields.model_fields:
+            known = ", ".join(("file", *FileFields.model_fields))
             self._refusal = InvalidInput(name, "is no field of this form", f"send {known}")
         else:
-            self._fields[name] = self._content.decode("utf-8", "replace")
+            try:
+                self._fields[name] = self._content.decode()
+            except UnicodeDecodeError:
+                self._refusal = InvalidInput(name, "is not UTF-8", "send the field in UTF-8")
 
     def _file(self, file_name: str) -> BatchItem:
         name = self._fields.get("id") or file_name

@@ -17,10 +17,10 @@ from ragcache_core.documents.formats import (
 )
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.documents.incoming import IncomingDocument, text_document
-from ragcache_gateway.documents.schema import DocumentFields, DocumentIn
+from ragcache_gateway.documents.schema import DocumentIn, FileFields
 from ragcache_gateway.http.errors import validate
 
-_MAX_FIELDS = len(DocumentFields.model_fields)
+_MAX_FIELDS = len(FileFields.model_fields)
 
 
 async def read_document(request: Request) -> IncomingDocument:
@@ -46,7 +46,7 @@ def json_document(fields: dict[str, Any]) -> IncomingDocument:
 def json_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises InvalidInput for anything else."""
     try:
-        value = json.loads(body.decode())
+        value = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidInput("body", "is not UTF-8", "send JSON in UTF-8") from error
     # Deeply nested JSON raises a RecursionError, which is not a ValueError.
@@ -70,21 +70,23 @@ def file_document(
         InvalidInput: A field is wrong. The error names it.
     """
     for name in texts:
-        if name not in DocumentFields.model_fields:
-            known = ", ".join(("file", *DocumentFields.model_fields))
+        if name not in FileFields.model_fields:
+            known = ", ".join(("file", *FileFields.model_fields))
             raise InvalidInput(name, "is no field of this form", f"send {known}")
     # A form sends an empty text for a field that is left out.
     values: dict[str, Any] = {name: text for name, text in texts.items() if text}
     if "metadata" in values:
         values["metadata"] = _metadata(values["metadata"])
-    fields = validate(DocumentFields, {"id": file_name, **values})
+    fields = validate(FileFields, {"id": file_name, **values})
     kind = _format(fields, file_name, media_type)
     if kind is DocumentFormat.JSON_LINES:
         raise InvalidInput("file", "has several documents", "send it to POST /v1/documents:batch")
-    return IncomingDocument(fields, kind, content, "file")
+    if fields.encoding is not None and not (kind.is_plain or kind is DocumentFormat.HTML):
+        raise InvalidInput("encoding", f"is for text, and the file is {kind}", "leave it out")
+    return IncomingDocument(fields, kind, content, "file", fields.encoding)
 
 
-def _format(fields: DocumentFields, file_name: str, media_type: str) -> DocumentFormat:
+def _format(fields: FileFields, file_name: str, media_type: str) -> DocumentFormat:
     """Return the format of a file: what the client names, else by file name, else by media type."""
     if fields.content_type is not None:
         return fields.format()

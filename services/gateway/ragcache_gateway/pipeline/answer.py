@@ -12,7 +12,7 @@ from ragcache_gateway.chat.schema import (
     AnswerQuality,
     Citation,
 )
-from ragcache_gateway.documents.search_schema import updated_text
+from ragcache_gateway.documents.search_schema import pages_of, updated_text
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.completion import (
     ENGINE,
@@ -38,6 +38,7 @@ def cite(passages: Iterable[Passage]) -> list[Citation]:
             title=passage.chunk.title,
             chunk=passage.chunk.id,
             heading_path=list(passage.chunk.heading_path),
+            **pages_of(passage.chunk),
             score=round(passage.score or 0.0, 6),
             version=passage.chunk.content_hash,
             updated=updated_text(passage.chunk.updated_unix_ms),

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.documents.pages import PAGE_BREAK, PageBreaks
 
-CHUNKER_VERSION = 2
+CHUNKER_VERSION = 3
 """Increase it when documents would be split otherwise. Stored documents are then rebuilt."""
 
 CountTokens = Callable[[str], int]
@@ -62,11 +63,14 @@ _SENTENCE_END = re.compile(
 class Chunk:
     """A part of a document.
 
-    ``heading_path`` holds the titles of the sections it begins in, outermost first.
+    ``heading_path`` holds the titles of the sections it begins in, outermost first. ``page`` and
+    ``page_end`` are its first and last page, from 1; 0 in a document without pages.
     """
 
     text: str
     heading_path: tuple[str, ...]
+    page: int = 0
+    page_end: int = 0
 
 
 class _Border(enum.IntEnum):
@@ -133,7 +137,9 @@ def split_document(
         count_tokens: Returns the number of tokens of a text encoded by itself.
     """
     text = _normalised(text)
-    splitter = _Splitter(text, chunking, count_tokens)
+    breaks = PageBreaks(text)
+    # To a reader of a chunk, a new page is a new line.
+    splitter = _Splitter(text.replace(PAGE_BREAK, "\n"), breaks, chunking, count_tokens)
     return list(splitter.chunks(_UnitWindow(splitter.units(markdown))))
 
 
@@ -180,7 +186,10 @@ class _UnitWindow:
 
 
 class _Splitter:
-    def __init__(self, text: str, chunking: Chunking, count_tokens: CountTokens) -> None:
+    def __init__(
+        self, text: str, breaks: PageBreaks, chunking: Chunking, count_tokens: CountTokens
+    ) -> None:
+        self._breaks = breaks
         self._text = text
         self._size = chunking.size_tokens
         self._overlap = chunking.overlap_tokens
@@ -345,8 +354,9 @@ class _Splitter:
             leading = first
             while units[leading].kind is _Kind.HEADING and leading + 1 < end:
                 leading += 1
-            text = self._text[units[start].start : units[end - 1].end]
-            yield Chunk(text, units[leading].heading_path)
+            span = units[start].start, units[end - 1].end
+            pages = self._breaks.pages(*span)
+            yield Chunk(self._text[slice(*span)], units[leading].heading_path, *pages)
             start = self._overlap_start(units, start, end) if units.has(end) else end
             first = end
             units.drop_before(start)

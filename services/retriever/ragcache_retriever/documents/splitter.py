@@ -199,8 +199,8 @@ class _SplitterProcess:
         worker = self._worker or await self._start()
         await _write(worker.process, header, text)
         found = SplitDocument([], [], [])
-        async for chunk_text, heading_path, num_bytes in _read_lines(worker.process):
-            found.chunks.append(Chunk(chunk_text, tuple(heading_path)))
+        async for chunk_text, heading_path, pages, num_bytes in _read_lines(worker.process):
+            found.chunks.append(Chunk(chunk_text, tuple(heading_path), *pages))
             packed = await _read_ids(worker.process, num_bytes)
             found.token_ids.append(packed)
             found.digests.append(token_digest(np.frombuffer(packed, "<u4")))

@@ -49,7 +49,8 @@ def main() -> None:
         for chunk in chunks:
             label = "" if name is None else passage_label(name, chunk.heading_path, chunk.text)
             ids = tokenizer.token_ids(label + chunk.text)
-            line = json.dumps([chunk.text, chunk.heading_path, len(ids)], ensure_ascii=False)
+            pages = chunk.page, chunk.page_end
+            line = json.dumps([chunk.text, chunk.heading_path, pages, len(ids)], ensure_ascii=False)
             sink.write(line.encode() + b"\n" + ids)
         _end_reply(sink)
 

@@ -125,6 +125,8 @@ def _chunk_message(chunk: StoredChunk, tokenizer: str) -> pb.Chunk:
         content_hash=chunk.content_hash,
         updated_unix_ms=chunk.updated_unix_ms,
         label=label,
+        page=chunk.page,
+        page_end=chunk.page_end,
     )
 
 

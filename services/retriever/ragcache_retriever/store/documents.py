@@ -90,6 +90,8 @@ _CHUNK = (
     "ordinal",
     "token_digest",
     "heading_path",
+    "page",
+    "page_end",
     "text",
     "token_ids",
 )
@@ -461,6 +463,8 @@ class Documents:
                     ordinal,
                     digest,
                     json.dumps(chunk.heading_path, ensure_ascii=False),
+                    chunk.page,
+                    chunk.page_end,
                     chunk.text,
                     token_ids,
                 )

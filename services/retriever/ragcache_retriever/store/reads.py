@@ -165,6 +165,8 @@ def _around() -> Statement:
             documents.c.content_hash,
             documents.c.updated_unix_ms,
             generations.c.labels,
+            chunks.c.page,
+            chunks.c.page_end,
         )
         .select_from(middle)
         .join(chunks, is_near)
@@ -298,7 +300,7 @@ class DocumentReads:
 
 def _stored_chunk(row: Row) -> StoredChunk:
     chunk_row, document_id, title, ordinal, text, heading_path = row[:6]
-    token_ids, tokenizer, content_hash, updated_unix_ms, labels = row[6:]
+    token_ids, tokenizer, content_hash, updated_unix_ms, labels, page, page_end = row[6:]
     return StoredChunk(
         chunk_row,
         document_id,
@@ -311,6 +313,8 @@ def _stored_chunk(row: Row) -> StoredChunk:
         content_hash,
         updated_unix_ms,
         bool(labels),
+        page,
+        page_end,
     )
 
 

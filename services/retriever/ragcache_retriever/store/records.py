@@ -165,7 +165,7 @@ class ChunkSet:
 class StoredChunk:
     """A chunk of a document.
 
-    ``ordinal`` is its index in the document. ``has_label`` tells whether its tokens begin with its
+    ``ordinal`` is its index in the document, and its pages count from 1. ``has_label`` tells whether its tokens begin with its
     label.
     """
 
@@ -180,6 +180,8 @@ class StoredChunk:
     content_hash: str = ""
     updated_unix_ms: int = 0
     has_label: bool = False
+    page: int = 0
+    page_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ chunks = Table(
     Column("ordinal", Integer, nullable=False),
     Column("token_digest", LargeBinary, nullable=False),  # the gateway computes the chunk's key
     Column("heading_path", Text, nullable=False),  # JSON array of strings
+    Column("page", Integer, nullable=False),  # from 1; 0: the document has no pages
+    Column("page_end", Integer, nullable=False),
     Column("text", Text, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),  # uint32, little-endian
     UniqueConstraint("document", "generation", "ordinal"),

@@ -143,11 +143,20 @@ def test_only_ones_own_and_only_what_no_source_has_goes(
     )
 )
 def test_a_result_fits_where_it_goes_and_counts_what_does_not(failures: list[Failure]) -> None:
-    text = Result(finished=True, documents=3, failures=tuple(failures)).to_json()
+    result = Result(True, documents=3, failures=tuple(failures), warnings=tuple(failures[::-1]))
+    text = result.to_json()
     assert len(text.encode()) <= 4096
     said = json.loads(text)
-    assert said["failureCount"] == len(failures)
+    assert said["failureCount"] == said["warningCount"] == len(failures)
     assert len(said["failures"]) >= min(1, len(failures))
+
+
+def test_warnings_follow_the_failures() -> None:
+    warning = Failure("git x", "a.pdf", "page 2 was not read")
+    said = json.loads(Result(finished=True, warnings=(warning,)).to_json())
+    assert said["warnings"] == [
+        {"source": "git x", "document": "a.pdf", "problem": "page 2 was not read"}
+    ]
 
 
 def test_only_a_whole_success_ends_with_0() -> None:

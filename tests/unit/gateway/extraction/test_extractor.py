@@ -73,7 +73,7 @@ async def test_a_fragment_of_a_page_is_read_too(extractor: TextExtractor) -> Non
 async def test_pages_of_a_pdf_follow_each_other(extractor: TextExtractor) -> None:
     content = pdf(["Billing runs in eu-north.", "Page two."], title="Billing guide")
     read = await extractor.extract(content, DocumentFormat.PDF, "file")
-    assert read.text == "Billing runs in eu-north.\n\nPage two."
+    assert read.text == "Billing runs in eu-north.\n\fPage two."
     assert (read.markdown, read.title) == (False, "Billing guide")
     assert read.metadata == {"author": "Jane Roe"}
 
@@ -83,7 +83,7 @@ async def test_pages_of_a_pdf_follow_each_other(extractor: TextExtractor) -> Non
     [
         (pdf(["x"], encrypted=True), "is an encrypted PDF"),
         (pdf(["", ""]), "is a PDF without text"),
-        (pdf(["x"], image=True), "has only images of text"),
+        (pdf(["x", "y"], image=True), "has only images of text (pages 1-2)"),
         (b"%PDF-1.4 and nothing else", "is not a PDF, or is damaged"),
         (b"", "is not a PDF, or is damaged"),
     ],

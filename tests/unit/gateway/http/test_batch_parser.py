@@ -62,6 +62,33 @@ BODY = form(
 )
 
 
+def test_a_mark_before_a_line_of_json_is_no_text() -> None:
+    marked = b"\xef\xbb\xbf" + b'{"id": "a", "text": "x"}\n'
+    items = parse("application/jsonl", marked + marked)
+    assert [one.content for one in items if isinstance(one, IncomingDocument)] == [b"x", b"x"]
+
+
+def test_a_file_may_name_its_encoding() -> None:
+    kinds = [("a.txt", b"cp1252"), ("b.html", b"utf-16"), ("c.pdf", b"cp1252"), ("d.txt", b"rot13")]
+    parts = [
+        one
+        for name, encoding in kinds
+        for one in (part("encoding", encoding), part("file", b"x", file=name))
+    ]
+    read, page, *refused = parse(FORM, form(*parts))
+    assert isinstance(read, IncomingDocument)
+    assert isinstance(page, IncomingDocument)
+    assert (read.encoding, page.encoding) == ("cp1252", "utf-16")
+    assert [str(one.error).partition(":")[0] for one in refused] == ["encoding"] * 2  # type: ignore[union-attr]
+
+
+def test_a_field_that_is_not_utf_8_is_refused() -> None:
+    parts = part("title", b"Gr\xfc\xdfe"), part("file", b"x", file="a.txt")
+    (refused,) = parse(FORM, form(*parts))
+    assert isinstance(refused, RefusedDocument)
+    assert str(refused.error) == "title: is not UTF-8; send the field in UTF-8"
+
+
 def test_a_form_has_a_document_per_file_and_line() -> None:
     items = parse(FORM, BODY)
     assert described(items)[:4] == [

@@ -78,6 +78,19 @@ def test_a_partial_failure_leaves_the_rest_ready() -> None:
     assert "1 failures, the first: b.md: is empty" in condition["message"]
 
 
+def test_warnings_are_shown_and_stay_until_a_sync_ends() -> None:
+    warned = replace(WELL, warnings=("a.pdf: page 2 was not read",), warning_count=3)
+    made = status(warned)
+    assert (made["phase"], made["warningCount"]) == ("Ready", 3)
+    assert made["warnings"] == ["a.pdf: page 2 was not read"]
+    condition = find(made["conditions"], "Synced")
+    assert condition is not None
+    assert "3 documents with warnings" in condition["message"]
+    failed = status(Outcome("failed", "OOMKilled: Killed"), made)
+    assert (failed["warnings"], failed["warningCount"]) == (made["warnings"], 3)
+    assert status(WELL, failed)["warnings"] == []
+
+
 def test_without_documents_it_is_not_ready() -> None:
     assert said(status(replace(PARTLY, documents=0)), "Ready") == ("False", "PartlySynced")
 

@@ -261,7 +261,8 @@ def pod(exit_code: int, message: str, reason: str = "Error") -> Object:
 def result(**fields: Any) -> str:
     whole = {"documents": 2, "chunks": 4, "written": 1, "unchanged": 1, "deleted": 0}
     rest = {"finished": True, "revision": "1234", "failures": [], "failureCount": 0}
-    return json.dumps({**whole, **rest, **fields})
+    warned = {"warnings": [], "warningCount": 0}
+    return json.dumps({**whole, **rest, **warned, **fields})
 
 
 FAILURE = {"source": "configMap faq", "document": "a.md", "problem": "is empty"}
@@ -273,6 +274,11 @@ def test_the_outcome_is_read_from_the_result() -> None:
     partly = outcome_of({}, [pod(1, result(failures=[FAILURE], failureCount=7))])
     assert (partly.verdict, partly.failure_count) == ("partial", 7)
     assert partly.failures == ("configMap faq: a.md: is empty",)
+    warning = {**FAILURE, "document": "b.pdf", "problem": "page 2 was not read"}
+    warned = outcome_of({}, [pod(0, result(warnings=[warning], warningCount=3))])
+    assert (warned.verdict, warned.warning_count) == ("complete", 3)
+    assert warned.warnings == ("configMap faq: b.pdf: page 2 was not read",)
+    assert Outcome.from_json(warned.to_json()) == warned
     lost = {**FAILURE, "source": "", "document": ""}
     unfinished = result(finished=False, failures=[lost], failureCount=1)
     assert outcome_of({}, [pod(1, unfinished)]).verdict == "failed"

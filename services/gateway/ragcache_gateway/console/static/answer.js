@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { NOTHING, count, el, errorText, ms, percent, table } from "./dom.js";
-import { bottleneck, explainParts, savings, waterfall } from "./explain.js";
+import { bottleneck, explainParts, pagesOf, savings, waterfall } from "./explain.js";
 import { liveWaterfall, stageItem } from "./live.js";
 import { drawSteps } from "./steps.js";
 
@@ -81,7 +81,7 @@ function take(result, event) {
 function citationList(citations) {
   if (!citations.length) return "";
   const items = citations.map((one) =>
-    el("li", {}, `${one.title || one.document_id} `, el("code", {}, one.chunk), ` score ${one.score.toFixed(2)}`),
+    el("li", {}, `${one.title || one.document_id} `, el("code", {}, one.chunk), `${pagesOf(one)} score ${one.score.toFixed(2)}`),
   );
   return el("details", {}, el("summary", {}, `${citations.length} sources`), el("ol", {}, items));
 }

@@ -108,6 +108,12 @@ export function bottleneck(rows, firstTokenMs) {
   return { name: longest.name, durationMs, share: Math.min(1, durationMs / firstTokenMs) };
 }
 
+// The pages of a citation or a part, as the end of a phrase; empty if its document has none.
+export function pagesOf(one) {
+  if (!one.page) return "";
+  return one.page_end ? `, pages ${one.page}-${one.page_end}` : `, page ${one.page}`;
+}
+
 // The parts of the prompt in its order, with what computing them cost.
 export function explainParts(explanation) {
   const parts = explanation.parts;
@@ -117,7 +123,7 @@ export function explainParts(explanation) {
     if (part.chunk === null && parts.slice(i).some((one) => one.chunk !== null)) head += 1;
     return {
       name: part.chunk === null ? partName(parts, i, head) : part.title || part.document_id,
-      detail: part.chunk ?? "",
+      detail: part.chunk === null ? "" : part.chunk + pagesOf(part),
       rank: part.rank,
       outcome: OUTCOME_WORDS[part.outcome],
       kind: part.outcome,

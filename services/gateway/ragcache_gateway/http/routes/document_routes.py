@@ -15,6 +15,7 @@ from ragcache_gateway.documents.schema import (
     DocumentList,
     DocumentOut,
     DocumentWritten,
+    FileFields,
     document_info,
 )
 from ragcache_gateway.http.answer_stream import DONE, SIGN_OF_LIFE, encode_event
@@ -38,7 +39,7 @@ _FORM: dict[str, Any] = {
         "file": {
             "type": "string",
             "format": "binary",
-            "description": f"A file of {', '.join(FORMAT_OF_SUFFIX)}; text is in UTF-8.",
+            "description": f"A file of {', '.join(FORMAT_OF_SUFFIX)}.",
         },
         "id": {"type": "string", "description": "Left out: the file's name."},
         "collection": {"type": "string", "default": "default"},
@@ -51,6 +52,10 @@ _FORM: dict[str, Any] = {
         "metadata": {
             "type": "string",
             "description": "A JSON object of texts, numbers, truth values and lists of these.",
+        },
+        "encoding": {
+            "type": "string",
+            "description": FileFields.model_fields["encoding"].description,
         },
     },
 }
@@ -84,10 +89,15 @@ async def put_document(request: Request, services: Services, caller: Asking) -> 
     """The document is durable and searchable when this answers. An unchanged one is kept as is."""
     document = await read_document(request)
     caller.check_collection(document.fields.collection)
-    message = await cancel_on_disconnect(request.receive, document.to_message(services.extractor))
-    reply, removed = await services.documents.write(message)
+    read = await cancel_on_disconnect(request.receive, document.read(services.extractor))
+    reply, removed = await services.documents.write(read.message)
     info = document_info(reply.document)
-    return DocumentWritten(**info.model_dump(), changed=reply.changed, removed_variants=removed)
+    return DocumentWritten(
+        **info.model_dump(),
+        changed=reply.changed,
+        removed_variants=removed,
+        warnings=list(read.warnings),
+    )
 
 
 @router.post(
