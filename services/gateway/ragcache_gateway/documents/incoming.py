@@ -9,6 +9,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_gateway.documents.schema import DocumentFields
 from ragcache_gateway.extraction.extracted import ExtractedText
 from ragcache_gateway.extraction.extractor import TextExtractor
+from ragcache_gateway.extraction.markdown import has_hidden_parts
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 TEXT_FORMATS = (DocumentFormat.TEXT, DocumentFormat.MARKDOWN, DocumentFormat.HTML)
@@ -44,6 +45,8 @@ class IncomingDocument:
         if self.kind.is_plain:
             markdown = self.kind is DocumentFormat.MARKDOWN
             read = ExtractedText(decode(self.content, self.field), markdown)
+            if markdown and has_hidden_parts(read.text):
+                read = await extractor.extract(read.text.encode(), self.kind, self.field)
         else:
             read = await extractor.extract(self.content, self.kind, self.field)
         return pb.Document(

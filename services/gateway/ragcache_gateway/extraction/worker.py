@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Final
 
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
+from ragcache_gateway.extraction.markdown import read_markdown
 from ragcache_gateway.extraction.readers import read_html, read_office, read_pdf
 
 _DONE: Final = 0
@@ -100,6 +101,8 @@ def _read_document(name: str, content: bytes) -> tuple[dict[str, Any], int]:
 
 def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
     match kind:
+        case DocumentFormat.MARKDOWN:
+            return read_markdown(content.decode())
         case DocumentFormat.HTML:
             return read_html(content)
         case DocumentFormat.PDF:

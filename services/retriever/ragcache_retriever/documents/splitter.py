@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ragcache_core.documents.formats import is_code_name
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import ID_BYTES
@@ -94,7 +95,7 @@ class DocumentSplitter:
         """Split a document. A caller that is cancelled ends the work.
 
         Args:
-            document_id: Names the document in errors.
+            document_id: Names the document in errors. Its suffix tells code from other text.
             markdown: Whether to recognize headings and code fences.
 
         Raises:
@@ -141,6 +142,7 @@ class _SplitterProcess:
         """Split a document, and raise what ``DocumentSplitter.split`` raises."""
         header = {
             "markdown": markdown,
+            "code": is_code_name(document_id),
             "size_tokens": chunking.size_tokens,
             "overlap_tokens": chunking.overlap_tokens,
             "cpu_limit_s": self._limit.cpu_s(len(text)),

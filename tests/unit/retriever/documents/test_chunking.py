@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.documents.chunking import Chunk, CountTokens, first_heading, split_document
+from ragcache_retriever.documents.chunking import Chunk, first_heading, split_document
 from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.documents.token_counter import CountTokens
 from tests.kit.retriever import tokenizer_of
 
 SPECIAL_CHARACTERS = string.punctuation + string.whitespace + "…。！？」』”’）"  # noqa: RUF001
