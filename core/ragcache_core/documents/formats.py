@@ -83,9 +83,10 @@ def format_of_type(content_type: str) -> DocumentFormat | None:
 
 
 _CODE_SUFFIXES: Final = frozenset(
-    ".bash .c .cc .cfg .conf .cpp .cs .css .cue .go .gradle .graphql .h .hcl .hpp .ini .java .js "
-    ".json .jsx .kt .lua .php .pl .properties .proto .ps1 .py .r .rb .rs .scala .sh .sql .swift .tf "
-    ".toml .ts .tsx .xml .yaml .yml .zsh".split()
+    {".bash", ".c", ".cc", ".cfg", ".conf", ".cpp", ".cs", ".css", ".cue", ".go", ".gradle"}
+    | {".graphql", ".h", ".hcl", ".hpp", ".ini", ".java", ".js", ".json", ".jsx", ".kt", ".lua"}
+    | {".php", ".pl", ".properties", ".proto", ".ps1", ".py", ".r", ".rb", ".rs", ".scala", ".sh"}
+    | {".sql", ".swift", ".tf", ".toml", ".ts", ".tsx", ".xml", ".yaml", ".yml", ".zsh"}
 )
 
 

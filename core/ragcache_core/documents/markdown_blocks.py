@@ -176,7 +176,7 @@ class _Scanner:
             self._text_column = column + _CODE_COLUMNS
         elif self._start is None and column < self._text_column:
             self._text_column = column if column > 1 else 0
-        is_plain = item is None and not self._text.startswith(">", position)
+        is_plain = item is None and not self._text.startswith((">", "|"), position)
         if self._start is None:
             self._start = position
             self._may_be_title = is_plain and column < _CODE_COLUMNS
@@ -254,7 +254,8 @@ class _Scanner:
         if (tag := _HTML_HEADING.match(text, position, end)) is None:
             return None
         level = tag.group(1)
-        close = text.find("</h", tag.end(), tag.end() + _MAX_HEADING_CHARS)
+        rest = text[tag.end() : tag.end() + _MAX_HEADING_CHARS].lower()
+        close = tag.end() + rest.find("</h") if "</h" in rest else -1
         begin = text.find(">", tag.end(), close) + 1 if close >= 0 else 0
         close_end = close + len("</h1>")
         if not begin or text[close + 3 : close_end] != f"{level}>":

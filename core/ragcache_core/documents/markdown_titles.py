@@ -21,8 +21,10 @@ _MARKUP: Final = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # "{#id}", "{.class}" and "{: #id}" after a title.
-_ATTRIBUTES: Final = re.compile(r"\{\s*(?:[#.][\w:.-]|:)[^{}]*\}")
-_PERMALINK: Final = re.compile(r"\[[^\[\]\w]{0,4}\]\(#[^()]*\)")
+_ATTRIBUTES: Final = re.compile(r"\{\s*(?:[#.][\w:.-]|:|/\*)[^{}]*\}")
+_PERMALINK: Final = re.compile(
+    r"\[[^\[\]\w]{0,4}\]\(#[^()]*\)|<a\s[^<>]*>[^<>\w]{0,4}</a>|¶\s*$", re.IGNORECASE
+)
 _LINK: Final = re.compile(r"\[([^\[\]]+)\]\([^()\s]*(?:\s[^()]*)?\)")
 _ESCAPE: Final = re.compile(r"\\([!-/:-@\[-`{-~])")
 

@@ -147,12 +147,11 @@ def _yaml(content: str) -> dict[str, Value]:
 
     Raises:
         YAMLError: It is no YAML.
-        ValueError: It has no keys.
     """
     root = yaml.compose(content, Loader=yaml.BaseLoader)
+    data: dict[str, Value] = {}
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError("front matter has no keys")
-    data = {}
+        return data
     for key, node in root.value:
         value = _yaml_value(node)
         if isinstance(key, yaml.ScalarNode) and value is not None:
