@@ -22,7 +22,12 @@ from ragcache_core.documents.markdown_blocks import (
     front_matter,
     markdown_blocks,
 )
-from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument, short_line
+from ragcache_gateway.extraction.extracted import (
+    ExtractedText,
+    UnreadableDocument,
+    cleaned,
+    short_line,
+)
 
 _MAX_METADATA_CHARS: Final = 1 << 13
 """Most characters of keys and values. The retriever takes twice as many bytes."""
@@ -30,7 +35,7 @@ _MAX_METADATA_CHARS: Final = 1 << 13
 _SIGNS: Final = ("<!--", "]: #", "]: <")
 _INLINE: Final = re.compile(r"\\.|`++|<!--", re.DOTALL)
 _CODE_MARK: Final = re.compile(r"`+")
-_LEADING_BLANK_LINES: Final = re.compile(r"(?:[ \t]*+\n)*+")
+_LEADING_BLANK_LINES: Final = re.compile(r"\A(?:[ \t]*+\n)++")
 _INTEGER: Final = re.compile(r"0|-?[1-9]\d{0,14}")
 _FLOAT: Final = re.compile(r"-?(?:0|[1-9]\d{0,14})\.\d{1,15}")
 _TRUTH_VALUES: Final = {"true": True, "false": False}
@@ -48,21 +53,29 @@ def has_hidden_parts(text: str) -> bool:
 def read_markdown(text: str) -> ExtractedText:
     """Read a document without its front matter and comments.
 
+    Front matter without other text is the text.
+
     Raises:
-        UnreadableDocument: It has no other text.
+        UnreadableDocument: It has only comments.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     data: Mapping[str, Value] = {}
+    hidden = ""
     if (front := front_matter(text)) is not None:
         found = _data(text, front)
         if found is not None:
-            data, text = found, text[front.whole_end :]
-    text = "".join(_shown_parts(text))
-    text = text[_LEADING_BLANK_LINES.match(text).end() :]  # type: ignore[union-attr]
+            data, hidden, text = found, text[front.start : front.end], text[front.whole_end :]
+    text = _LEADING_BLANK_LINES.sub("", "".join(_shown_parts(text)), count=1)
     if not text.strip():
-        raise UnreadableDocument("has only front matter and comments", "add text to it")
+        text = hidden.strip()
+    if not text:
+        raise UnreadableDocument("has only comments", "add text to it")
     title = next((value for key, value in data.items() if key.lower() == "title"), "")
-    metadata = {key: _stored(value) for key, value in data.items() if key.lower() != "title"}
+    metadata = {
+        cleaned(key): cleaned(_stored(value))
+        for key, value in data.items()
+        if key.lower() != "title"
+    }
     return ExtractedText(text, markdown=True, title=short_line(_stored(title)), metadata=metadata)
 
 

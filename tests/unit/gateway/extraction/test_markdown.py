@@ -27,6 +27,7 @@ owners:
   - Bob
 empty:
 nested: {a: 1}
+control: "a\\0"
 text: |
   two
   lines
@@ -51,7 +52,8 @@ def test_front_matter_gives_title_and_metadata() -> None:
         "quoted": "4",
         "tags": "billing, money",
         "owners": "Ann, Bob",
-        "text": "two\nlines\n",
+        "text": "two\nlines",
+        "control": "a",
     }
 
 
@@ -126,10 +128,14 @@ def test_a_lone_backtick_hides_no_comment() -> None:
     assert read_markdown("a ` b <!-- c --> ``").text == "a ` b  ``"
 
 
-@pytest.mark.parametrize("text", ["---\na: 1\n---\n", "<!-- a -->\n", "---\na: 1\n---\n<!-- b -->"])
-def test_a_document_without_other_text_is_refused(text: str) -> None:
-    with pytest.raises(UnreadableDocument, match="only front matter and comments"):
-        read_markdown(text)
+def test_front_matter_without_other_text_is_the_text() -> None:
+    read = read_markdown("---\ntitle: Guides\nabout: all\n---\n<!-- b -->\n")
+    assert (read.text, read.title) == ("title: Guides\nabout: all", "Guides")
+
+
+def test_a_document_of_comments_is_refused() -> None:
+    with pytest.raises(UnreadableDocument, match="only comments"):
+        read_markdown("<!-- a -->\n\n<!-- b -->")
 
 
 @pytest.mark.parametrize(
