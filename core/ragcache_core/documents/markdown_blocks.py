@@ -106,8 +106,8 @@ def markdown_blocks(text: str) -> Iterator[Block]:
     """Yield the blocks of a document, in order. Together they hold all its text but white space.
 
     Args:
-        text: Its lines end with a line feed. What looks like front matter is code here: whoever
-            understands it has removed it.
+        text: Its lines end with a line feed. What looks like front matter is code here. The gateway
+            removes what it can read.
     """
     return _Scanner(text).blocks()
 

@@ -1,9 +1,9 @@
 """Splits a document into chunks, by the serving model's tokens.
 
 A chunk is a sequence of units (``units``), and its text is the slice of the document that they
-span, with its indentation. Only one thing is ever inserted: a chunk that begins inside a table has
-the rows that name the columns before its own, and one that begins inside a fence of code has the
-line that opens it. So a chunk can be read without the others, and its tokens never depend on its
+span, with its indentation. A chunk that begins inside a table has the rows that name the columns
+before its slice. One that begins inside a fence of code has the line that opens the fence. Nothing
+else is inserted. So a chunk can be read without the others, and its tokens never depend on its
 position.
 
 The splitter fills a chunk and then moves its end back to the strongest border that leaves it at
