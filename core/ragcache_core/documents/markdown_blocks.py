@@ -250,7 +250,7 @@ class _Scanner:
             closed = title.rstrip("#")
             if not closed or closed[-1].isspace():  # "## Title ##", but not "## C#"
                 title = closed
-            return self._titled(mark.start(1), end, title, len(mark.group(1)))
+            return self._titled(mark.start(1), end, title, len(mark.group(1))) if title else None
         if (tag := _HTML_HEADING.match(text, position, end)) is None:
             return None
         level = tag.group(1)

@@ -152,8 +152,8 @@ class _Splitter:
 
     def _fitting_head(self, start: int, end: int) -> Head | None:
         """Return the head to repeat before units[start:end], unless they do not fit with it."""
-        unit = self._units[start]
-        return unit.head if self._fits(self._size, start, end, unit.head) else None
+        head = self._units[start].head
+        return head if head and self._fits(self._size, start, end, head) else None
 
     def _fits(self, limit: int, start: int, end: int, head: Head | None) -> bool:
         begin, stop = self._units[start].start, self._units[end - 1].end
