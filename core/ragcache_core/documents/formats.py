@@ -80,3 +80,16 @@ def format_of_type(content_type: str) -> DocumentFormat | None:
     """Return the format of a name such as "html", or of a media type; None if it is unknown."""
     name = content_type.partition(";")[0].strip().lower()
     return _FORMAT_OF_NAME.get(name) or FORMAT_OF_MEDIA_TYPE.get(name)
+
+
+_CODE_SUFFIXES: Final = frozenset(
+    {".bash", ".c", ".cc", ".cfg", ".conf", ".cpp", ".cs", ".css", ".cue", ".go", ".gradle"}
+    | {".graphql", ".h", ".hcl", ".hpp", ".ini", ".java", ".js", ".json", ".jsx", ".kt", ".lua"}
+    | {".php", ".pl", ".properties", ".proto", ".ps1", ".py", ".r", ".rb", ".rs", ".scala", ".sh"}
+    | {".sql", ".swift", ".tf", ".toml", ".ts", ".tsx", ".xml", ".yaml", ".yml", ".zsh"}
+)
+
+
+def is_code_name(name: str) -> bool:
+    """Whether a file of this name has code or configuration, whose lines and indentation count."""
+    return PurePosixPath(name).suffix.lower() in _CODE_SUFFIXES

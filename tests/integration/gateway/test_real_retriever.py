@@ -133,6 +133,37 @@ async def test_a_hit_names_its_pages(platform: Platform) -> None:
     assert pages == {"a.pdf": (1, 2), "b.txt": (None, None)}
 
 
+MARKDOWN = """---
+title: Refunds
+team: billing
+---
+<!-- # Draft -->
+
+Refunds take two days.
+"""
+
+
+async def test_front_matter_and_comments_of_markdown_are_no_text(platform: Platform) -> None:
+    await platform.batch(
+        {"id": "a.md", "text": MARKDOWN},
+        {"id": "b.md", "text": MARKDOWN, "title": "Own", "metadata": {"team": "core"}},
+        {"id": "c.txt", "text": MARKDOWN},
+    )
+    client = platform.world.client
+    await client.post("/v1/documents", files={"file": ("d.md", MARKDOWN.encode())})
+    found = {}
+    for name in ("a.md", "b.md", "c.txt", "d.md"):
+        one = (await client.get(f"/v1/documents/{name}")).json()
+        found[name] = (one["title"], one["metadata"], one["text"])
+    text = "Refunds take two days.\n"
+    assert found == {
+        "a.md": ("Refunds", {"team": "billing"}, text),
+        "b.md": ("Own", {"team": "core"}, text),
+        "c.txt": ("c.txt", {}, MARKDOWN),
+        "d.md": ("Refunds", {"team": "billing"}, text),
+    }
+
+
 async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None:
     events = await platform.batch(
         document("a", team="core", year="2023"),

@@ -16,6 +16,7 @@ from ragcache_gateway.extraction.extracted import (
     bounded_warnings,
 )
 from ragcache_gateway.extraction.extractor import TextExtractor
+from ragcache_gateway.extraction.markdown import has_hidden_parts
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 TEXT_FORMATS = (DocumentFormat.TEXT, DocumentFormat.MARKDOWN, DocumentFormat.HTML)
@@ -95,8 +96,11 @@ class IncomingDocument:
                 text = None
         except UnreadableDocument as error:
             raise InvalidInput(self.field, error.problem, error.fix) from error
+        is_markdown = self.kind is DocumentFormat.MARKDOWN
+        if text is not None and is_markdown and has_hidden_parts(text):
+            return await extractor.extract(text.encode(), self.kind, self.field)
         if text is not None and self.kind.is_plain:
-            return ExtractedText(text, self.kind is DocumentFormat.MARKDOWN)
+            return ExtractedText(text, is_markdown)
         if text is not None:
             # The mark goes before what the page says of its encoding.
             content = BOM_UTF8 + text.encode()

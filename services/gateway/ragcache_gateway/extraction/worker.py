@@ -19,14 +19,15 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ragcache_core.documents.formats import DocumentFormat
-from ragcache_gateway.extraction.encodings import read_plain
+from ragcache_gateway.extraction.encodings import decode_plain, read_plain
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
 from ragcache_gateway.extraction.html.reader import read_html
+from ragcache_gateway.extraction.markdown import read_markdown
 from ragcache_gateway.extraction.office import read_office
 from ragcache_gateway.extraction.pdf import read_pdf
 
@@ -103,8 +104,12 @@ def _read_document(name: str, content: bytes) -> tuple[dict[str, Any], int]:
 
 def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
     match kind:
-        case DocumentFormat.TEXT | DocumentFormat.MARKDOWN:
+        case DocumentFormat.TEXT:
             return read_plain(content, kind)
+        case DocumentFormat.MARKDOWN:
+            text = decode_plain(content)
+            decoded = read_plain(content, kind) if text is None else ExtractedText(text, True)
+            return replace(read_markdown(decoded.text), warnings=decoded.warnings)
         case DocumentFormat.HTML:
             return read_html(content)
         case DocumentFormat.PDF:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ragcache_core.documents.formats import is_code_name
 from ragcache_core.documents.passages import document_name
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
@@ -96,7 +97,7 @@ class DocumentSplitter:
         """Split a document. A caller that is cancelled ends the work.
 
         Args:
-            document_id: Names the document in errors.
+            document_id: Names the document in errors. Its suffix tells code from other text.
             title: Names the document in labels, see ``document_name``. Empty: nothing does.
             markdown: Whether to recognize headings and code fences.
 
@@ -107,6 +108,7 @@ class DocumentSplitter:
         process = self._long if len(text) > LONG_DOCUMENT_CHARS else self._short
         header = {
             "markdown": markdown,
+            "code": is_code_name(document_id),
             "name": document_name(document_id, title) if chunking.labels else None,
             "size_tokens": chunking.size_tokens,
             "overlap_tokens": chunking.overlap_tokens,

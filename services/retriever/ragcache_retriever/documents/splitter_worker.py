@@ -42,6 +42,7 @@ def main() -> None:
         chunks = split_document(
             text,
             markdown=header["markdown"],
+            code=header["code"],
             chunking=Chunking(header["size_tokens"], header["overlap_tokens"]),
             count_tokens=tokenizer.count,
         )

@@ -165,8 +165,8 @@ class ChunkSet:
 class StoredChunk:
     """A chunk of a document.
 
-    ``ordinal`` is its index in the document, and its pages count from 1. ``has_label`` tells whether its tokens begin with its
-    label.
+    ``ordinal`` is its index in the document, and its pages count from 1. ``has_label`` tells
+    whether its tokens begin with its label.
     """
 
     row: int

@@ -63,6 +63,12 @@ async def test_the_main_part_of_a_page_becomes_markdown(extractor: TextExtractor
         assert other not in read.text
 
 
+async def test_markdown_is_read_without_its_front_matter(extractor: TextExtractor) -> None:
+    content = "---\ntitle: Über\n---\n<!-- no -->Text".encode()
+    read = await extractor.extract(content, DocumentFormat.MARKDOWN, "file")
+    assert (read.title, read.text, read.markdown) == ("Über", "Text", True)
+
+
 async def test_a_fragment_of_a_page_is_read_too(extractor: TextExtractor) -> None:
     read = await extractor.extract(b"<p>short</p>", DocumentFormat.HTML, "file")
     assert read.text == "short"
