@@ -89,6 +89,10 @@ class CompletionRequest(EndpointRequest):
         assert isinstance(self.prompt, str)
         return self.prompt
 
+    def warnings(self) -> list[str]:
+        """Say what the prompt lacks of the request."""
+        return []
+
     def engine_fields(self) -> dict[str, Any]:
         """Return the fields that the engine gets as they are."""
         return self.model_dump(exclude_unset=True, exclude={"ragcache"})

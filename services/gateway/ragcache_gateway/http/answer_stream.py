@@ -133,6 +133,7 @@ def _with_sources(chunk: dict[str, Any], answer: Answer) -> bytes:
 def _sources(answer: Answer) -> dict[str, Any]:
     sources: dict[str, Any] = {
         "citations": [citation.model_dump() for citation in answer.citations],
+        "warnings": answer.planned.warnings(),
         "queries": list(answer.planned.search.queries),
     }
     if answer.quality is not None:

@@ -232,6 +232,7 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
     search = planned.search
     extension = RagCacheAnswer(
         citations=answer.citations,
+        warnings=answer.planned.warnings(),
         queries=list(search.queries),
         timing_ms=answer_timing(search, planned.tokenize_s, first_token_s, total_s, record),
         cache=answer_cache_use(record),
