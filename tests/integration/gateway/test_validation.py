@@ -99,6 +99,11 @@ CONTENTS: Final[list[tuple[str, bytes, str, str]]] = [
 QUERIES: Final[list[tuple[str, str]]] = [
     *((f"/v1/cache/tree?limit={limit}", "limit") for limit in ("0", "501", "-1", "many")),
     ("/v1/documents?limit=many", "limit"),
+    ("/v1/documents?colection=a", "colection"),
+    ("/v1/collections?limit=1", "limit"),
+    ("/v1/models?kind=chat&page=2", "page"),
+    ("/v1/models?kind=speech", "kind"),
+    ("/healthz?verbose", "verbose"),
 ]
 
 

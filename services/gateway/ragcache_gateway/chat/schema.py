@@ -221,6 +221,14 @@ class RagCacheOptions(SearchOptions):
             "finds what recent system prompts have in common."
         ),
     )
+    cite: Literal["inline"] | None = Field(
+        default=None,
+        description=(
+            "inline: the answer has markers such as [1] after sentences that a chunk supports; the "
+            "number is that of the citation. `ragcache.inline_citations` has the quoted text. Only "
+            "for chats and responses that are texts."
+        ),
+    )
     explain: bool = Field(
         default=False,
         strict=True,
@@ -351,6 +359,15 @@ class ChatRequest(EndpointRequest):
             if message.content is None and message.role in ("user", "system", "developer"):
                 raise InvalidInput(f"messages[{i}].content", "is missing", "send a text")
             message.read(f"messages[{i}]")
+        extra = self.model_extra or {}
+        wanted = extra.get("response_format")
+        is_text = not isinstance(wanted, dict) or wanted.get("type") == "text"
+        if self.ragcache.cite and (not is_text or extra.get("structured_outputs")):
+            raise InvalidInput(
+                "ragcache.cite",
+                "adds markers, which break an answer of a given format",
+                "leave it out, or response_format and structured_outputs",
+            )
         return self
 
     def retrieves(self) -> bool:
@@ -388,10 +405,42 @@ class Citation(BaseModel):
     title: str
     chunk: str = Field(description="Id of the chunk: document id, '#', position in the document.")
     heading_path: list[str]
-    score: float = Field(description="Cosine similarity, or the fused or reranked score.")
+    score: float | None = Field(
+        description="Cosine similarity, or the fused or reranked score. Null for a neighbour of a "
+        "hit, which only `ragcache.cite` lists."
+    )
     version: str = Field(description="`content_hash` of the document that the chunk is from.")
     updated: str | None = Field(description="When that version was written (ISO 8601, UTC).")
     text_preview: str
+
+
+class InlineCitation(BaseModel):
+    """A marker in the answer: a sentence, and the text of a chunk that supports it.
+
+    Offsets count characters (Unicode code points), from 0.
+    """
+
+    choice: int = Field(description="Index of the choice.")
+    marker: str = Field(description="The number of the citation in brackets, from 1.")
+    start: int = Field(description="First character of the sentence in the answer.")
+    end: int = Field(description="After its last character. A space and the marker follow.")
+    document_id: str
+    title: str
+    chunk: str
+    quote: str = Field(description="The text of the chunk that supports the sentence.")
+    quote_start: int = Field(description="First character of the quote in the chunk's text.")
+    quote_end: int
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the document is known by its URL."""
+        return self.document_id.startswith(("http://", "https://"))
+
+    def url_fields(self) -> dict[str, Any]:
+        """Return OpenAI's fields of a citation of a URL. The range is that of the marker."""
+        start = self.end + 1
+        named = {"url": self.document_id, "title": self.title or self.document_id}
+        return {**named, "start_index": start, "end_index": start + len(self.marker)}
 
 
 class AnswerTiming(BaseModel):
@@ -481,6 +530,9 @@ class RagCacheAnswer(BaseModel):
     quality: AnswerQuality | None = Field(
         default=None, description="Null if the question did not ask for a blend."
     )
+    inline_citations: list[InlineCitation] | None = Field(
+        default=None, description="Only with `ragcache.cite`, in the order of the markers."
+    )
     explanation: Explanation | None = Field(
         default=None, description="Only with `ragcache.explain`; see /v1/requests/{request_id}."
     )
@@ -563,6 +615,7 @@ class RagCacheChunk(BaseModel):
     timing_ms: AnswerTiming | None = None
     cache: AnswerCacheUse | None = None
     quality: AnswerQuality | None = None
+    inline_citations: list[InlineCitation] | None = None
     explanation: Explanation | None = None
 
 
