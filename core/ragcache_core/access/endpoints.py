@@ -10,7 +10,7 @@ from typing import Final
 
 from ragcache_core.access.caller import Scope
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics"})
+OPEN_PATHS: Final = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """Paths without a key: kubelets and Prometheus call them. They show no text of a client."""
 
 CONSOLE_PATH: Final = "/console"
@@ -29,9 +29,19 @@ _ASK_PATHS: Final = frozenset(
     }
 )
 _ASK_PREFIXES: Final = ("/v1/models/", "/v1/requests/")
-_HEALTH_PATHS: Final = frozenset({"/healthz", "/readyz"})
+_HEALTH_PATHS: Final = frozenset({"/health", "/healthz", "/readyz"})
 _WRITE_PATHS: Final = frozenset({"/v1/collections", "/v1/documents", "/v1/documents:batch"})
 _WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/")
+
+
+def plain_path(path: str) -> str:
+    """Return a path without doubled slashes at its beginning and after ``/v1``.
+
+    Clients whose base URL ends with a slash send them. Ids of documents keep theirs.
+    """
+    if path.startswith("//"):
+        path = f"/{path.lstrip('/')}"
+    return f"/v1/{path[4:].lstrip('/')}" if path.startswith("/v1//") else path
 
 
 def needed_scope(path: str) -> Scope | None:

@@ -29,9 +29,11 @@ from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.body_limit import BodyLimit
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
 from ragcache_gateway.http.middleware.key_check import KeyCheck, PortGuard
+from ragcache_gateway.http.middleware.plain_path import PlainPath
 from ragcache_gateway.http.middleware.request_pools import RequestLimit, RequestPools
 from ragcache_gateway.http.middleware.request_span import RequestSpans, record_refusal
 from ragcache_gateway.http.openapi import describe
+from ragcache_gateway.http.query_check import CHECKED_QUERY
 from ragcache_gateway.http.routes import (
     backup_routes,
     chat_routes,
@@ -138,7 +140,7 @@ def create_app(
     app.state.drain = drain or Drain()
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     for routes in _ROUTES:
-        app.include_router(routes.router)
+        app.include_router(routes.router, dependencies=[CHECKED_QUERY])
     if settings.console == "on":
         app.include_router(console_routes.router)
     pools = RequestPools(settings, limits, metrics)
@@ -170,6 +172,7 @@ def create_app(
     )
     app.add_middleware(RequestSpans, tracer=spans)
     app.add_middleware(AccessLog, metrics=metrics)
+    app.add_middleware(PlainPath)
     _translate_errors(app, metrics)
     return app
 

@@ -260,10 +260,22 @@ async def test_texts_are_reranked(gateway: World) -> None:
 
 async def test_models_are_listed_and_found(client: openai.AsyncOpenAI) -> None:
     names = [one.id async for one in client.models.list()]
-    assert names == [MODEL, "ragcache-embedder", "ragcache-reranker"]
+    assert names == [MODEL]
+    others = [one.id async for one in client.models.list(extra_query={"kind": "embedding"})]
+    assert others == ["ragcache-embedder"]
+    every = [one.id async for one in client.models.list(extra_query={"kind": "all"})]
+    assert every == [MODEL, "ragcache-embedder", "ragcache-reranker"]
+    assert (await client.models.retrieve("ragcache-embedder")).to_dict()["kind"] == "embedding"
     assert (await client.models.retrieve(MODEL)).created > 1_700_000_000
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("other")
+
+
+async def test_a_base_url_may_end_with_slashes(gateway: World) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.base_url}//v1/", api_key="none") as client:
+        assert [one.id async for one in client.models.list()] == [MODEL]
+    for path in ("/v1//models", "//v1//models", "//health", "/health"):
+        assert (await gateway.client.get(gateway.base_url + path)).status_code == 200
 
 
 async def test_a_response_has_text_usage_and_citations(
@@ -369,7 +381,7 @@ GUIDE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 async def test_the_examples_of_the_guide_run(gateway: World, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     program = tmp_path / "examples.py"
     settings = f"url, model = {gateway.base_url!r}, {MODEL!r}\n"
     program.write_text(settings + "\n".join(blocks))
@@ -379,5 +391,5 @@ async def test_the_examples_of_the_guide_run(gateway: World, tmp_path: Path) -> 
     )
     output, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0, errors.decode()
-    assert output.decode().count("It runs in eu-north.") == 2
+    assert output.decode().count("It runs in eu-north.") == 3
     assert "billing.md 0.9" in output.decode()

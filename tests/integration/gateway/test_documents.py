@@ -46,6 +46,28 @@ async def test_a_document_can_be_written_read_listed_and_deleted(gateway: World)
     assert response.json()["error"]["code"] == "document_not_found"
 
 
+async def test_a_query_names_the_collection_of_documents_that_name_none(gateway: World) -> None:
+    for name in ("a", "b"):
+        await gateway.client.put(f"/v1/collections/{name}", json={})
+    path = "/v1/documents?collection=a"
+    for fields, collection in (({}, "a"), ({"collection": "b"}, "b")):
+        body = {"id": "x.md", "text": "Text.", **fields}
+        written = (await gateway.client.post(path, json=body)).json()
+        assert written["collection"] == collection
+        form = {"file": ("x.md", b"Text.")}
+        written = (await gateway.client.post(path, files=form, data=fields)).json()
+        assert written["collection"] == collection
+    unknown = await gateway.client.post("/v1/documents?colection=a", json=body)
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["message"] == (
+        "colection: is no query parameter of /v1/documents; send collection"
+    )
+
+
+async def test_a_parameter_of_azures_clients_is_ignored(gateway: World) -> None:
+    assert (await gateway.client.get("/v1/models?api-version=2026-01-01")).status_code == 200
+
+
 async def test_pages_follow_each_other(gateway: World) -> None:
     for name in "abc":
         await put(gateway, id=name)

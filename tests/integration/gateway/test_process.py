@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,6 +17,7 @@ import pytest
 
 from harness.processes import free_port
 from tests.kit.gateway import World, world
+from tests.kit.wait import until
 
 
 def environment(model: Path, listen: str) -> dict[str, str]:
@@ -98,39 +102,79 @@ def environment_with(gateway: World, listen: str, **changes: str) -> dict[str, s
     }
 
 
-@pytest.mark.parametrize("long_grace", [True, False])
-async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
-    tiny_model: Path, long_grace: bool
-) -> None:
+@asynccontextmanager
+async def running(
+    fakes: World, grace_s: int
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, int, httpx.AsyncClient], None]:
+    """Run the process with fakes of the other components, and check that it stops cleanly."""
     port = free_port()
-    async with world(tiny_model) as fakes:
-        grace = {"RAGCACHE_STOP_GRACE_S": "600" if long_grace else "1"}
-        process = await start(environment_with(fakes, f"127.0.0.1:{port}", **grace))
-        try:
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
-            ) as client:
-                await until_it_answers(client)
-                fakes.engine.pause = asyncio.Event()
-                ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
-                answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
-                await asyncio.wait_for(fakes.engine.waiting.wait(), 60)
-                process.send_signal(signal.SIGTERM)
-                await until_it_refuses_connections(port)
-                if long_grace:
-                    fakes.engine.pause.set()
-                    assert (await answer).text.endswith("data: [DONE]\n\n")
-                else:
-                    with pytest.raises(httpx.TransportError):
-                        await asyncio.wait_for(answer, 60)
-            _, log = await asyncio.wait_for(process.communicate(), 60)
-        finally:
-            fakes.engine.pause = None
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    grace = {"RAGCACHE_STOP_GRACE_S": str(grace_s)}
+    process = await start(environment_with(fakes, f"127.0.0.1:{port}", **grace))
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
+        ) as client:
+            await until_it_answers(client)
+            yield process, port, client
+        _, log = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        fakes.engine.pause = None
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode == 0
     assert b"Traceback" not in log
+
+
+async def test_a_stop_lets_answers_in_flight_end_within_the_grace(tiny_model: Path) -> None:
+    async with world(tiny_model) as fakes, running(fakes, 600) as (process, port, client):
+        fakes.engine.pause = asyncio.Event()
+        ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
+        await asyncio.wait_for(fakes.engine.waiting.wait(), 60)
+        process.send_signal(signal.SIGTERM)
+        await until_it_refuses_connections(port)
+        fakes.engine.pause.set()
+        assert (await answer).text.endswith("data: [DONE]\n\n")
+
+
+MESSAGES = [{"role": "user", "content": "Where?"}]
+STREAMS = [
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/completions", {"prompt": "Where?"}),
+    ("/v1/completions", {"prompt": "Where?", "ragcache": {}}),
+    ("/v1/responses", {"input": "Where?"}),
+]
+
+
+async def test_the_end_of_the_grace_cuts_streams_with_an_error_event(tiny_model: Path) -> None:
+    async with (
+        world(tiny_model) as fakes,
+        running(fakes, 1) as (process, _, client),
+        AsyncExitStack() as stack,
+    ):
+        fakes.engine.pause = asyncio.Event()
+        streams = []
+        for path, body in STREAMS:
+            ask = client.stream("POST", path, json={**body, "stream": True})
+            lines = (await stack.enter_async_context(ask)).aiter_lines()
+            assert await anext(lines), "the answer has begun"
+            streams.append(lines)
+        whole = asyncio.create_task(
+            client.post("/v1/chat/completions", json={"messages": MESSAGES})
+        )
+        await until(lambda: len(fakes.engine.requests) == len(STREAMS) + 1, "all are in flight")
+        process.send_signal(signal.SIGTERM)
+        ends = [[line async for line in lines if line][-1] for lines in streams]
+        *chats, response = (json.loads(end.removeprefix("data: ")) for end in ends)
+        assert {one["error"]["code"] for one in chats} == {"gateway_unavailable"}
+        assert response["type"] == "response.failed"
+        assert "has stopped" in response["response"]["error"]["message"]
+        refused = await whole
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "gateway_unavailable",
+        )
 
 
 @pytest.mark.parametrize(

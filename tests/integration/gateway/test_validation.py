@@ -50,7 +50,7 @@ BODIES: Final[list[tuple[str, dict[str, Any], str]]] = [
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type"),
             (
-                {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+                {"input": [{"role": "user", "content": [{"type": "input_scent"}]}]},
                 "input[0].content[0].type",
             ),
         )
@@ -60,7 +60,8 @@ BODIES: Final[list[tuple[str, dict[str, Any], str]]] = [
     (CHAT, {**QUESTION, "ragcache": {"top_k": 10_000}}, "ragcache.top_k"),
     (CHAT, {**QUESTION, "functions": [{"name": "look"}]}, "functions"),
     (CHAT, {**QUESTION, "echo": True}, "echo"),
-    (CHAT, {**QUESTION, "max_tokens": 100_000}, "max_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 900}]}, "messages"),
+    (RESPONSES, {"input": " "}, "input"),
     (
         CHAT,
         {**QUESTION, "ragcache": {"filter": {"must": [{"key": "a"}]}}},
@@ -99,6 +100,11 @@ CONTENTS: Final[list[tuple[str, bytes, str, str]]] = [
 QUERIES: Final[list[tuple[str, str]]] = [
     *((f"/v1/cache/tree?limit={limit}", "limit") for limit in ("0", "501", "-1", "many")),
     ("/v1/documents?limit=many", "limit"),
+    ("/v1/documents?colection=a", "colection"),
+    ("/v1/collections?limit=1", "limit"),
+    ("/v1/models?kind=chat&page=2", "page"),
+    ("/v1/models?kind=speech", "kind"),
+    ("/healthz?verbose", "verbose"),
 ]
 
 

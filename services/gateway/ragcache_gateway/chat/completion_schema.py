@@ -71,6 +71,8 @@ class CompletionRequest(EndpointRequest):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompletionRequest:
+        if self.ragcache.cite:
+            raise InvalidInput("ragcache.cite", "is for chats and responses", "leave it out")
         if not self.retrieves():
             return self
         if not isinstance(self.prompt, str):
@@ -88,6 +90,10 @@ class CompletionRequest(EndpointRequest):
         """Return the text to search for and to continue."""
         assert isinstance(self.prompt, str)
         return self.prompt
+
+    def warnings(self) -> list[str]:
+        """Say what the prompt lacks of the request."""
+        return []
 
     def engine_fields(self) -> dict[str, Any]:
         """Return the fields that the engine gets as they are."""

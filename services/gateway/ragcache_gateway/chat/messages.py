@@ -11,6 +11,9 @@ from ragcache_gateway.chat.schema import ChatMessage, ChatRequest
 from ragcache_gateway.prompts.conversation import Conversation, Turn
 
 _SYSTEM_ROLES: Final = ("system", "developer")
+_TEMPLATE_ROLES: Final = {"developer": "system", "function": "tool"}
+"""Roles of turns by names that templates know."""
+
 _TEMPLATE_FIELDS: Final = (
     "tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort",
 )  # fmt: skip
@@ -22,23 +25,25 @@ _RESERVED_ARGUMENTS: Final = frozenset(
         "tokenizer_kwargs",
     }
 ) - {"reasoning_effort"}
-_MESSAGE_FIELDS: Final = frozenset({"role", "content"})
+_MESSAGE_FIELDS: Final = frozenset({"role", "content", "refusal"})
 
 
 def read_conversation(request: ChatRequest) -> Conversation:
     """Split the messages of a request into system prompt and turns.
 
     Raises:
-        InvalidInput: The system prompt is shorter than its stable prefix, a tool call cannot be
-            read, or an argument of the template is reserved. The error names the field.
+        InvalidInput: There is no text, the system prompt is shorter than its stable prefix, a tool
+            call cannot be read, or an argument of the template is reserved. It names the field.
     """
     messages = request.messages
     num_system = 0
     while num_system < len(messages) and messages[num_system].role in _SYSTEM_ROLES:
         num_system += 1
-    system_texts = (message.text() for message in messages[:num_system])
+    system_texts = (message.body.text for message in messages[:num_system])
     system = "\n\n".join(filter(str.strip, system_texts))
     turns = tuple(_turn(message, i) for i, message in enumerate(messages) if i >= num_system)
+    if not (system or turns):
+        raise InvalidInput("messages", "have no text", "send a question")
     stable_prefix = request.ragcache.stable_prefix
     if stable_prefix is not None and stable_prefix > len(system):
         raise InvalidInput(
@@ -61,14 +66,16 @@ def question_field(messages: Sequence[ChatMessage]) -> str:
 def _turn(message: ChatMessage, i: int) -> Turn:
     fields = message.model_dump(exclude_unset=True, exclude=set(_MESSAGE_FIELDS))
     fields = {name: value for name, value in fields.items() if value not in (None, [], {})}
-    calls = fields.get("tool_calls")
-    if calls is not None:
+    called = fields.pop("function_call", None)
+    calls = fields.get("tool_calls") or (
+        [{"id": f"call_{i}", "function": called}] if called else ()
+    )
+    if calls:
         fields["tool_calls"] = [
             _tool_call(call, f"messages[{i}].tool_calls[{n}].function")
             for n, call in enumerate(calls)
         ]
-    role = "system" if message.role in _SYSTEM_ROLES else message.role
-    return Turn(role, message.text(), fields)
+    return Turn(_TEMPLATE_ROLES.get(message.role, message.role), message.body.text, fields)
 
 
 def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:

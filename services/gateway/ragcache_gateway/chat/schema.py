@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
+from ragcache_gateway.chat.content import MessageText, media_warnings, read_content
 from ragcache_gateway.documents.search_schema import PAGE_END_HELP, PAGE_HELP, SearchOptions
 from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
 from ragcache_gateway.explain.schema import Explanation
@@ -81,6 +83,7 @@ def _values(body: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384
 MAX_SEARCHES = 8
 
 _TEXT_ONLY: Final = "leave it out; messages and answers are text"
@@ -98,15 +101,6 @@ REFUSED_FIELDS: Final[RefusedFields] = {
 no effect, and the fix. Null has no effect in any field."""
 
 
-class TextPart(BaseModel):
-    """A part of a message's content; only text is supported."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
 def _tag(value: object) -> str | None:
     if isinstance(value, str):
         return "~text"
@@ -114,7 +108,8 @@ def _tag(value: object) -> str | None:
 
 
 Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Tag("~list")],
+    Annotated[str, Tag("~text")]
+    | Annotated[list[str | dict[str, Any]], Field(max_length=MAX_PARTS), Tag("~list")],
     Discriminator(_tag),
 ]
 
@@ -130,17 +125,35 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = Field(
-        default=None, description="Only an assistant's message with tool calls may lack it."
+        default=None,
+        description="A text, or parts of the types text, refusal and thinking. Thoughts are not "
+        "repeated to the model. Images, audio, videos and files are left out, and "
+        "`ragcache.warnings` says so. Null is empty; a user's message may not have it.",
     )
+    refusal: str | None = Field(default=None, description="Content of an answer that refused.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    _read: MessageText = PrivateAttr(default=MessageText(""))
 
-    def text(self) -> str:
-        """Return the content as one text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content or ())
+    def read(self, path: str) -> None:
+        """Read the content.
+
+        Args:
+            path: Of the message, for errors.
+
+        Raises:
+            InvalidInput: A part cannot be read. The error names it.
+        """
+        found = read_content(self.content, f"{path}.content")
+        if self.refusal and self.role == "assistant" and not found.text:
+            found = replace(found, text=self.refusal, is_plain=False)
+        self._read = found
+
+    @property
+    def body(self) -> MessageText:
+        """What the prompt has of the content."""
+        return self._read
 
 
 class StreamOptions(BaseModel):
@@ -216,6 +229,14 @@ class RagCacheOptions(SearchOptions):
             "prompt follows the documents, but for its stable_prefix, so that a date or a user in "
             "it does not prevent the reuse of their KV; the answer may differ, because models "
             "attend to positions differently. Default: the platform's setting."
+        ),
+    )
+    cite: Literal["inline"] | None = Field(
+        default=None,
+        description=(
+            "inline: the answer has markers such as [1] after sentences that a chunk supports; the "
+            "number is that of the citation. `ragcache.inline_citations` has the quoted text. Only "
+            "for chats and responses that are texts."
         ),
     )
     explain: bool = Field(
@@ -345,23 +366,46 @@ class ChatRequest(EndpointRequest):
                 "max_completion_tokens", f"differs from max_tokens {old}", "send one of the two"
             )
         for i, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
+            if message.content is None and message.role in ("user", "system", "developer"):
                 raise InvalidInput(f"messages[{i}].content", "is missing", "send a text")
+            message.read(f"messages[{i}]")
+        extra = self.model_extra or {}
+        wanted = extra.get("response_format")
+        is_text = not isinstance(wanted, dict) or wanted.get("type") == "text"
+        if self.ragcache.cite and (not is_text or extra.get("structured_outputs")):
+            raise InvalidInput(
+                "ragcache.cite",
+                "adds markers, which break an answer of a given format",
+                "leave it out, or response_format and structured_outputs",
+            )
         return self
 
     def retrieves(self) -> bool:
-        """Whether the answer comes from documents."""
-        return self.ragcache.retrieves(default=True)
+        """Whether the answer comes from documents. Without a user's message there is no query."""
+        return self.ragcache.retrieves(default=any(one.role == "user" for one in self.messages))
 
     def answer_tokens(self) -> int | None:
         """Return the most tokens the answer may have; None if the client sets no limit."""
         return self.max_completion_tokens or self.max_tokens
 
+    def warnings(self) -> list[str]:
+        """Say what the prompt lacks of the request."""
+        found = media_warnings(kind for one in self.messages for kind in one.body.left_out)
+        if not self.retrieves() and self.ragcache.retrieve is None:
+            found.append("messages: none is of the user, so no documents were searched")
+        return found
+
     def engine_fields(self) -> dict[str, Any]:
-        """Return the fields that the engine gets as they are."""
-        return self.model_dump(
-            exclude_unset=True, exclude={"ragcache", "max_tokens", "max_completion_tokens"}
-        )
+        """Return the fields that the engine gets as they are, with the text of other content.
+
+        vLLM would ignore the token ids of the prompt beside content that is not text.
+        """
+        exclude = {"ragcache", "max_tokens", "max_completion_tokens"}
+        fields = self.model_dump(exclude_unset=True, exclude=exclude)
+        for message, sent in zip(self.messages, fields["messages"], strict=True):
+            if not message.body.is_plain:
+                sent["content"] = message.body.text
+        return fields
 
 
 class Citation(BaseModel):
@@ -373,10 +417,42 @@ class Citation(BaseModel):
     heading_path: list[str]
     page: int | None = Field(description=PAGE_HELP)
     page_end: int | None = Field(description=PAGE_END_HELP)
-    score: float = Field(description="Cosine similarity, or the fused or reranked score.")
+    score: float | None = Field(
+        description="Cosine similarity, or the fused or reranked score. Null for a neighbour of a "
+        "hit, which only `ragcache.cite` lists."
+    )
     version: str = Field(description="`content_hash` of the document that the chunk is from.")
     updated: str | None = Field(description="When that version was written (ISO 8601, UTC).")
     text_preview: str
+
+
+class InlineCitation(BaseModel):
+    """A marker in the answer: a sentence, and the text of a chunk that supports it.
+
+    Offsets count characters (Unicode code points), from 0.
+    """
+
+    choice: int = Field(description="Index of the choice.")
+    marker: str = Field(description="The number of the citation in brackets, from 1.")
+    start: int = Field(description="First character of the sentence in the answer.")
+    end: int = Field(description="After its last character. A space and the marker follow.")
+    document_id: str
+    title: str
+    chunk: str
+    quote: str = Field(description="The text of the chunk that supports the sentence.")
+    quote_start: int = Field(description="First character of the quote in the chunk's text.")
+    quote_end: int
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the document is known by its URL."""
+        return self.document_id.startswith(("http://", "https://"))
+
+    def url_fields(self) -> dict[str, Any]:
+        """Return OpenAI's fields of a citation of a URL. The range is that of the marker."""
+        start = self.end + 1
+        named = {"url": self.document_id, "title": self.title or self.document_id}
+        return {**named, "start_index": start, "end_index": start + len(self.marker)}
 
 
 class AnswerTiming(BaseModel):
@@ -457,11 +533,17 @@ class RagCacheAnswer(BaseModel):
     """Where an answer comes from, and what it cost."""
 
     citations: list[Citation]
+    warnings: list[str] = Field(
+        default=[], description="What the prompt or the answer lacks of what was requested."
+    )
     queries: list[str] = Field(description="What was searched for; empty without retrieval.")
     timing_ms: AnswerTiming
     cache: AnswerCacheUse
     quality: AnswerQuality | None = Field(
         default=None, description="Null if the question did not ask for a blend."
+    )
+    inline_citations: list[InlineCitation] | None = Field(
+        default=None, description="Only with `ragcache.cite`, in the order of the markers."
     )
     explanation: Explanation | None = Field(
         default=None, description="Only with `ragcache.explain`; see /v1/requests/{request_id}."
@@ -540,10 +622,12 @@ class RagCacheChunk(BaseModel):
     """The ragcache extension: citations in the first chunk of a stream, the rest in the last."""
 
     citations: list[Citation] | None = None
+    warnings: list[str] | None = None
     queries: list[str] | None = None
     timing_ms: AnswerTiming | None = None
     cache: AnswerCacheUse | None = None
     quality: AnswerQuality | None = None
+    inline_citations: list[InlineCitation] | None = None
     explanation: Explanation | None = None
 
 

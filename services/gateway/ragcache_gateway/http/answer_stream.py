@@ -5,9 +5,10 @@ The gateway parses the first event and the last ones, and passes those between t
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.explain.progress import AnyStageEvent, Progress
 from ragcache_gateway.http.client_writer import ClientWriter
-from ragcache_gateway.http.errors import to_http
+from ragcache_gateway.http.errors import stopping, to_http
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.pipeline.account import account
 from ragcache_gateway.pipeline.answer import Answer, relay_events
@@ -27,11 +28,14 @@ from ragcache_gateway.pipeline.plain_completion import PlainCompletion
 from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.pipeline.steps import answer_question
 from ragcache_gateway.responses.request_schema import ResponseRequest
-from ragcache_gateway.responses.response_events import ResponseEvents
+from ragcache_gateway.responses.response_events import ResponseEvents, failure_event
 from ragcache_gateway.responses.response_object import head_of, response_usage
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""
+
+_OPTIONAL: Final = ("inline_citations", "explanation")
+"""Fields of the last event that only some requests ask for."""
 
 SIGN_OF_LIFE = b": waiting\n\n"
 """A comment, which clients ignore."""
@@ -53,6 +57,8 @@ async def write_answer(
 
     def deliver(events: list[bytes]) -> bool:
         nonlocal is_first
+        if answer.inline is not None:
+            events = list(map(answer.inline.mark_event, events))
         if is_first:
             is_first = False
             client.write(_with_sources(json.loads(events[0]), answer))
@@ -61,13 +67,29 @@ async def write_answer(
             client.write(_encode_all(events))
         return client.is_full
 
-    try:
+    with _error_as_event(client, encode_event):
         await relay_events(services, answer.engine, completion, num_choices, deliver, client.drain)
-    except RagCacheError as error:
-        client.write(encode_event(to_http(error).body))
-        return
-    last = completion.last_chunk
+        await _write_end(services, answer, client, is_first=is_first, include_usage=include_usage)
+
+
+async def _write_end(
+    services: ChatServices,
+    answer: Answer,
+    client: ClientWriter,
+    *,
+    is_first: bool,
+    include_usage: bool,
+) -> None:
+    """Write the last events of an answer.
+
+    Args:
+        is_first: Whether no event was written yet.
+    """
+    assert isinstance(answer.completion, Completion)
+    last = answer.completion.last_chunk
     assert last is not None, "a stream that ends without an error has ended every choice"
+    if answer.inline is not None:
+        answer.inline.mark_chunk(last)
     if is_first:
         last["ragcache"] = _sources(answer)
     text, end = _split_end(last)
@@ -78,7 +100,8 @@ async def write_answer(
     if client.is_full:
         await client.drain()
     costs = await account(services, answer)
-    shown = {"timing_ms", "cache"} | ({"explanation"} if costs.extension.explanation else set())
+    shown = {"timing_ms", "cache"}
+    shown |= {one for one in _OPTIONAL if getattr(costs.extension, one) is not None}
     fields = costs.extension.model_dump(mode="json", include=shown)
     if include_usage:
         usage = costs.usage and costs.usage.model_dump(exclude_unset=True)
@@ -99,21 +122,33 @@ async def write_plain(
         client.write(_encode_all(events))
         return client.is_full
 
-    try:
+    with _error_as_event(client, encode_event):
         await relay_events(
             services, plain.engine, completion, plain.num_choices, deliver, client.drain
         )
+        assert completion.last_chunk is not None
+        client.write(encode_event(completion.last_chunk))
+        if include_usage and completion.usage is not None:
+            fields = ("id", "object", "created", "model")
+            end = {name: completion.last_chunk.get(name) for name in fields}
+            usage = completion.usage.model_dump(exclude_unset=True)
+            client.write(encode_event({**end, "choices": [], "usage": usage}))
+        client.write(DONE)
+
+
+@contextmanager
+def _error_as_event(
+    client: ClientWriter, encode: Callable[[dict[str, Any]], bytes]
+) -> Generator[None, None, None]:
+    """Make a failure the last event of a stream, and also the cancel of a gateway that stops."""
+    try:
+        yield
     except RagCacheError as error:
-        client.write(encode_event(to_http(error).body))
-        return
-    assert completion.last_chunk is not None
-    client.write(encode_event(completion.last_chunk))
-    if include_usage and completion.usage is not None:
-        fields = ("id", "object", "created", "model")
-        end = {name: completion.last_chunk.get(name) for name in fields}
-        usage = completion.usage.model_dump(exclude_unset=True)
-        client.write(encode_event({**end, "choices": [], "usage": usage}))
-    client.write(DONE)
+        client.write(encode(to_http(error).body))
+    except asyncio.CancelledError:
+        # If the client has left, the write does nothing.
+        client.write(encode(to_http(stopping()).body))
+        raise
 
 
 def encode_event(value: Mapping[str, Any]) -> bytes:
@@ -133,6 +168,7 @@ def _with_sources(chunk: dict[str, Any], answer: Answer) -> bytes:
 def _sources(answer: Answer) -> dict[str, Any]:
     sources: dict[str, Any] = {
         "citations": [citation.model_dump() for citation in answer.citations],
+        "warnings": answer.planned.warnings(),
         "queries": list(answer.planned.search.queries),
     }
     if answer.quality is not None:
@@ -192,6 +228,9 @@ async def write_staged(
             services.metrics.upstream_failures.labels(error.component).inc()
         client.write(encode_event(to_http(to_rest_error(error)).body))
         return
+    except asyncio.CancelledError:
+        client.write(encode_event(to_http(stopping()).body))
+        raise
     finally:
         # Guesses end when the stack closes, after the end of the response.
         progress.end()
@@ -208,8 +247,11 @@ async def write_response(
 
     def write_chunk(chunk: dict[str, Any]) -> ResponseEvents:
         nonlocal events
+        if answer.inline is not None:
+            answer.inline.mark_chunk(chunk)
         if events is None:
-            events = ResponseEvents(head_of(request, chunk))
+            cited = None if answer.inline is None else answer.inline.citations
+            events = ResponseEvents(head_of(request, chunk), cited)
             client.write(_encode(events.begin()))
         client.write(_encode(events.add(chunk)))
         return events
@@ -219,22 +261,20 @@ async def write_response(
             write_chunk(orjson.loads(chunk))
         return client.is_full
 
-    try:
+    def encode_failure(error: dict[str, Any]) -> bytes:
+        return _encode([failure_event(error)] if events is None else events.fail(error))
+
+    with _error_as_event(client, encode_failure):
         await relay_events(services, answer.engine, completion, 1, deliver, client.drain)
-    except RagCacheError as error:
-        if events is not None:
-            client.write(_encode(events.fail(to_http(error).body)))
-        return
-    last = completion.last_chunk
-    assert last is not None, "a stream that ends without an error has ended every choice"
-    ending = write_chunk(last)
-    if client.is_full:
-        await client.drain()
-    costs = await account(services, answer)
-    usage = None if costs.usage is None else costs.usage.model_dump(exclude_unset=True)
-    client.write(
-        _encode(ending.end(response_usage(usage), costs.extension.model_dump(mode="json")))
-    )
+        last = completion.last_chunk
+        assert last is not None, "a stream that ends without an error has ended every choice"
+        ending = write_chunk(last)
+        if client.is_full:
+            await client.drain()
+        costs = await account(services, answer)
+        usage = None if costs.usage is None else costs.usage.model_dump(exclude_unset=True)
+        extension = costs.extension.model_dump(mode="json")
+        client.write(_encode(ending.end(response_usage(usage), extension)))
 
 
 def _encode(events: Iterable[dict[str, Any]]) -> bytes:

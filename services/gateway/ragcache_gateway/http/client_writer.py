@@ -147,7 +147,16 @@ class TokenStream(Response):
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         writer = client_writer(scope, send, self._send_timeout_s)
-        await self._write_events(writer)
-        if writer.is_full:
-            await writer.drain()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await self._write_events(writer)
+        except asyncio.CancelledError:
+            # Its error event is part of the stream.
+            await _end(writer, send)
+            raise
+        await _end(writer, send)
+
+
+async def _end(writer: ClientWriter, send: Send) -> None:
+    if writer.is_full:
+        await writer.drain()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -76,6 +76,11 @@ class TooBusy(RagCacheError):
         self.retry_after_s = retry_after_s
 
 
+def stopping() -> Unavailable:
+    """Return the error of a request that a stop of the gateway has cancelled."""
+    return Unavailable("gateway", "it has stopped before the answer was complete")
+
+
 class NotAuthenticated(RagCacheError):
     """A request without a valid key. The error never has what the client sent."""
 

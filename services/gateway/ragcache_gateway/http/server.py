@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 4096
 """Connections that wait for the event loop. Thousands of clients may connect at once."""
 
+_MAX_END_S: Final = 2.0
+"""Time for cancelled requests to end, at most a quarter of the grace period."""
+
 
 class GatewayProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which also shows its connection to the application."""
@@ -48,6 +51,9 @@ class DrainingServer(uvicorn.Server):
     Load balancers learn from readiness that they must choose another gateway. Until they have, they
     still send requests, and these are answered. A second signal stops at once.
 
+    Requests that last longer than the grace period are cancelled shortly before its end, so that
+    their streams can end with an error event.
+
     Args:
         drain_s: Time between SIGTERM and the stop. 0: stop at once.
     """
@@ -62,6 +68,21 @@ class DrainingServer(uvicorn.Server):
         """Start to serve."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the requests in flight, then close what they use."""
+        grace_s = self.config.timeout_graceful_shutdown or 0
+        wait_s = grace_s - min(_MAX_END_S, grace_s / 4)
+        cut = asyncio.get_running_loop().call_later(wait_s, self._cut_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut_requests(self) -> None:
+        log.info("server: requests cut count=%d", len(self.server_state.tasks))
+        for task in self.server_state.tasks:
+            task.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to stop."""

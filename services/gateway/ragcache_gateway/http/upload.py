@@ -23,13 +23,19 @@ from ragcache_gateway.http.errors import validate
 _MAX_FIELDS = len(FileFields.model_fields)
 
 
-async def read_document(request: Request) -> IncomingDocument:
-    """Read the document of a request. Raises InvalidInput naming the field."""
+async def read_document(request: Request, collection: str) -> IncomingDocument:
+    """Read the document of a request. Raises InvalidInput naming the field.
+
+    Args:
+        collection: Of a document that names none.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return file_document(*await _read_form(request))
+        texts, file_name, media_type, content = await _read_form(request)
+        texts["collection"] = texts.get("collection") or collection
+        return file_document(texts, file_name, media_type, content)
     if kind == "application/json":
-        return json_document(json_object(await request.body()))
+        return json_document({"collection": collection, **json_object(await request.body())})
     raise InvalidInput(
         "Content-Type",
         f"is {kind!r}" if kind else "is missing",

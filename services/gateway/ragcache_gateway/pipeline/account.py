@@ -233,10 +233,12 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
     search = planned.search
     extension = RagCacheAnswer(
         citations=answer.citations,
+        warnings=answer.planned.warnings(),
         queries=list(search.queries),
         timing_ms=answer_timing(search, planned.tokenize_s, first_token_s, total_s, record),
         cache=answer_cache_use(record),
         quality=answer.quality,
+        inline_citations=answer.inline and answer.inline.citations(),
         explanation=explain(answered) if is_explained else None,
     )
     result = AnswerAccount(answer_usage(usage, record), extension)
@@ -249,8 +251,10 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
 async def complete(services: ChatServices, answer: Answer) -> dict[str, Any]:
     """Return an answer in one piece: the engine's response, and where it comes from."""
     assert isinstance(answer.completion, WholeCompletion)
-    costs = await account(services, answer)
     body = answer.completion.body
+    if answer.inline is not None:
+        answer.inline.mark_whole(body)
+    costs = await account(services, answer)
     extension = costs.extension
     if answer.planned.question.is_trial:
         extension.first_token_logprobs = first_token_logprobs(body)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from ragcache_gateway.engines.completion import (
 )
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
 from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.inline_citations import InlineCiter
 from ragcache_gateway.pipeline.plan import PlannedQuestion
 from ragcache_gateway.prompts.passages import Passage
 from ragcache_gateway.speculation.speculative_search import EndedPrefill
@@ -28,10 +30,20 @@ PREVIEW_CHARS = 200
 _PREVIEW_SOURCE_CHARS = 4 * PREVIEW_CHARS
 
 
-def cite(passages: Iterable[Passage]) -> list[Citation]:
-    """Make a citation of each passage that is a hit, best first."""
+def cited_passages(passages: Sequence[Passage], *, with_neighbours: bool = False) -> list[Passage]:
+    """Return the passages that are hits, best first.
+
+    Args:
+        with_neighbours: Whether passages beside a hit come after them.
+    """
     hits = [passage for passage in passages if passage.score is not None]
     hits.sort(key=lambda passage: -(passage.score or 0.0))
+    neighbours = [passage for passage in passages if passage.score is None]
+    return hits + neighbours if with_neighbours else hits
+
+
+def cite(passages: Iterable[Passage]) -> list[Citation]:
+    """Make a citation of each passage."""
     return [
         Citation(
             document_id=passage.chunk.document_id,
@@ -39,12 +51,12 @@ def cite(passages: Iterable[Passage]) -> list[Citation]:
             chunk=passage.chunk.id,
             heading_path=list(passage.chunk.heading_path),
             **pages_of(passage.chunk),
-            score=round(passage.score or 0.0, 6),
+            score=None if passage.score is None else round(passage.score, 6),
             version=passage.chunk.content_hash,
             updated=updated_text(passage.chunk.updated_unix_ms),
             text_preview=preview(passage.chunk.text),
         )
-        for passage in hits
+        for passage in passages
     ]
 
 
@@ -68,6 +80,7 @@ class Answer:
         sent_s: When the request was sent, on the planner's clock.
         prefills: What engines computed during the search.
         created: Unix time in seconds.
+        inline: Adds markers to the answer; None: none were requested.
     """
 
     planned: PlannedQuestion
@@ -79,6 +92,7 @@ class Answer:
     citations: list[Citation]
     prefills: tuple[EndedPrefill, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    inline: InlineCiter | None = None
 
     @property
     def id(self) -> str:
@@ -107,6 +121,10 @@ async def generate(
         InvalidInput: The engine refused the request.
     """
     planner, question, reuse = services.planner, planned.question, planned.question.reuse
+    is_inline = question.request.ragcache.cite == "inline"
+    cited = cited_passages(planned.prompt.passages, with_neighbours=is_inline)
+    # Splitting many chunks takes milliseconds, which would delay other streams.
+    inline = await asyncio.to_thread(InlineCiter, cited) if is_inline else None
     preferred = planner.engine_of(planned.plan)
     sent_s = planner.now()
     completion: Completion | WholeCompletion
@@ -141,8 +159,9 @@ async def generate(
         completion=completion,
         first_token_s=first_token_s,
         sent_s=sent_s,
-        citations=cite(planned.prompt.passages),
+        citations=cite(cited),
         prefills=prefills,
+        inline=inline,
     )
 
 

@@ -76,6 +76,10 @@ class PlannedQuestion(OrderedPrompt):
     request: EngineRequest
     tokenize_s: float
 
+    def warnings(self) -> list[str]:
+        """Say what the prompt lacks of the request and of what was found."""
+        return [*self.question.request.warnings(), *self.prompt.warnings]
+
     def sizes(self) -> dict[str, int]:
         """Return the prompt's sizes, for traces."""
         return {

@@ -78,7 +78,7 @@ def read_question(
     else:
         conversation = Conversation.asking(None, request.question())
     if request.retrieves() and not conversation.question.strip():
-        raise InvalidInput(text_field(request), "is empty", "send a question")
+        raise InvalidInput(text_field(request), "has no text", "send a question")
     reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
     gated = services.gate.apply(reuse, is_trial=options.trial)
     return Question(request, caller, conversation, gated, started)

@@ -64,11 +64,16 @@ class TemplateFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPrompt:
-    """A prompt, the passages in it, and how many tokens the answer may have."""
+    """A prompt, the passages in it, and how many tokens the answer may have.
+
+    Args:
+        warnings: What the prompt lacks of what was found, and the answer of its tokens.
+    """
 
     prompt: Prompt
     passages: tuple[Passage, ...]
     max_tokens: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,14 @@ class PromptParts:
     Args:
         documents: The passages of each document, best rank first.
         chunks: The tokens of each of these passages.
+        warnings: As in ``AnswerPrompt``.
     """
 
     frame: TemplateFrame
     documents: tuple[tuple[Passage, ...], ...]
     chunks: tuple[tuple[ChunkTokens, ...], ...]
     max_tokens: int
+    warnings: tuple[str, ...] = ()
 
     def join(self, order: Sequence[int] | None = None) -> AnswerPrompt:
         """Return the prompt.
@@ -103,7 +110,7 @@ class PromptParts:
             [chunk.digest for chunk in chunks],
         )
         prompt = replace(prompt, comes_once=frame.comes_once)
-        return AnswerPrompt(prompt, passages, self.max_tokens)
+        return AnswerPrompt(prompt, passages, self.max_tokens, self.warnings)
 
 
 class PromptThread:
@@ -183,7 +190,6 @@ class PromptBuilder:
             InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        self._check_answer(max_tokens)
         frame = self.frame(conversation, with_documents=with_documents, domain=domain)
         return self._with_chunks(frame, hits, max_tokens)
 
@@ -196,7 +202,6 @@ class PromptBuilder:
             InvalidInput: The text leaves no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        self._check_answer(max_tokens)
         self._check_length(len(text))
         frame = TemplateFrame(self._tokenizer.beginning(), self._tokenizer.encode_template(text))
         return self._with_chunks(frame, hits, max_tokens)
@@ -209,11 +214,13 @@ class PromptBuilder:
         self, frame: TemplateFrame, hits: Sequence[pb.Hit], max_tokens: int
     ) -> PromptParts:
         frame_tokens = len(frame.head) + len(frame.tail)
-        budget_tokens = self._max_model_len - max_tokens - frame_tokens
+        # A client that always sends a large limit must not lose its documents to it.
+        kept_tokens = min(max_tokens, self._max_model_len // 4)
+        budget_tokens = self._max_model_len - kept_tokens - frame_tokens
         if budget_tokens < 0:
             raise InvalidInput(
                 "messages",
-                f"take {frame_tokens} tokens, which with {max_tokens} for the answer is more than "
+                f"take {frame_tokens} tokens, which with {kept_tokens} for the answer is more than "
                 f"the {self._max_model_len} of the model",
                 "shorten them or lower max_tokens",
             )
@@ -230,7 +237,23 @@ class PromptBuilder:
             for _, group in itertools.groupby(passages, key=lambda one: one.chunk.document_id)
         )
         chunks = tuple(tuple(tokens_of[one.chunk.id] for one in group) for group in documents)
-        return PromptParts(frame, documents, chunks, max_tokens)
+        used_tokens = frame_tokens + sum(len(one.ids) for group in chunks for one in group)
+        left_tokens = min(max_tokens, self._max_model_len - used_tokens)
+        warnings = []
+        num_hits = len({hit.chunk.id for hit in hits})
+        num_lost = num_hits - sum(one.score is not None for one in passages)
+        if num_lost:
+            warnings.append(
+                f"passages: {num_lost} of {num_hits} left out, because {budget_tokens} tokens are "
+                "left for documents; lower max_tokens or shorten the messages"
+            )
+        if left_tokens < max_tokens:
+            warnings.append(
+                f"max_tokens: lowered from {max_tokens} to {left_tokens}, because the prompt takes "
+                f"{used_tokens} of the model's {self._max_model_len} tokens; lower ragcache.top_k "
+                "for a longer answer"
+            )
+        return PromptParts(frame, documents, chunks, left_tokens, tuple(warnings))
 
     def frame(
         self,
@@ -272,6 +295,10 @@ class PromptBuilder:
         try:
             text = self._tokenizer.render(messages, conversation.template)
         except TEMPLATE_ERRORS as error:
+            if system and not conversation.turns:
+                # Some templates want a user's message, and some programs send instructions alone.
+                asked = replace(Conversation.asking(None, system), template=conversation.template)
+                return self.frame(asked, with_documents=False, domain=domain)
             raise InvalidInput(
                 "messages",
                 f"are refused by the model's chat template: {error}",
@@ -324,14 +351,6 @@ class PromptBuilder:
         name = f"\0{text}"
         known = self._chunks.get(name)
         return known or self._chunks.put(name, PackedIds.of(self.encode_chunk(text)))
-
-    def _check_answer(self, max_tokens: int) -> None:
-        if max_tokens >= self._max_model_len:
-            raise InvalidInput(
-                "max_tokens",
-                f"is {max_tokens}, and question and answer together have {self._max_model_len}",
-                "lower it",
-            )
 
     def _check_length(self, num_chars: int) -> None:
         if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:

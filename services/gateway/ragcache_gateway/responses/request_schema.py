@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.errors import InvalidInput
+from ragcache_gateway.chat.content import read_content
 from ragcache_gateway.chat.schema import MAX_MESSAGES, AnswerRequest, RefusedFields
 from ragcache_wire.rest_fields.fields import PositiveCount
 
@@ -16,7 +17,7 @@ _NO_STATE: Final = "leave it out and send the whole conversation; the gateway ke
 REFUSED_FIELDS: Final[RefusedFields] = {
     "background": ((False,), _NO_STATE),
     "conversation": ((), _NO_STATE),
-    "include": (([],), "leave it out"),
+    "include": (([], ["reasoning.encrypted_content"]), "leave it out"),
     "max_tool_calls": ((), "leave it out; the client runs the tools"),
     "messages": ((), "send input"),
     "previous_response_id": ((), _NO_STATE),
@@ -27,7 +28,6 @@ REFUSED_FIELDS: Final[RefusedFields] = {
 """Fields that need state, or tools that run elsewhere: the values that have no effect, and the
 fix."""
 
-_TEXT_TYPES: Final = ("input_text", "output_text", "text")
 _OWN_FIELDS: Final = frozenset(
     {"input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice"}
 )
@@ -94,10 +94,10 @@ class ResponseRequest(AnswerRequest):
 
 
 def _messages(given: str | list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    if not given or (isinstance(given, str) and not given.strip()):
+        raise InvalidInput("input", "is empty", "send a question")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not given:
-        raise InvalidInput("input", "is empty", "send a question")
     if len(given) > MAX_MESSAGES:
         raise InvalidInput("input", f"has {len(given)} items", f"send at most {MAX_MESSAGES}")
     messages: list[dict[str, Any]] = []
@@ -137,19 +137,10 @@ def _role(item: Mapping[str, Any], path: str) -> str:
     return str(role)
 
 
-def _content(content: object, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidInput(path, "is no text", "send a text or a list of texts")
-    texts = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in _TEXT_TYPES:
-            raise InvalidInput(
-                f"{path}[{i}].type", "is no text; other content is not supported", "send input_text"
-            )
-        texts.append(_text(part, "text", f"{path}[{i}]"))
-    return "\n".join(texts)
+def _content(content: Any, path: str) -> Any:
+    """Check a content, and return it as a chat has it. Raises InvalidInput."""
+    read_content(content, path)
+    return [] if content is None else content
 
 
 def _text(item: Mapping[str, Any], name: str, path: str) -> str:

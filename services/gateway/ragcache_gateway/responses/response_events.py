@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ragcache_gateway.chat.schema import InlineCitation
 from ragcache_gateway.responses.response_object import (
     ResponseHead,
+    annotations_of,
     call_item,
     message_item,
     reasoning_item,
@@ -16,14 +18,28 @@ from ragcache_gateway.responses.response_object import (
 Event = dict[str, Any]
 
 
+def failure_event(error: Mapping[str, Any]) -> Event:
+    """Return the event of a failure before the first chunk."""
+    message = str(error["error"]["message"])
+    base = {"type": "error", "sequence_number": 0, "param": None}
+    return {**base, "code": "server_error", "message": message}
+
+
 class ResponseEvents:
     """Follows one answer and returns the events that each chunk stands for.
 
     Output items come one after the other: an item ends when the next one begins.
+
+    Args:
+        cited: Returns what the markers in the answer so far stand for. None: it has none.
     """
 
-    def __init__(self, head: ResponseHead) -> None:
+    def __init__(
+        self, head: ResponseHead, cited: Callable[[], Sequence[InlineCitation]] | None = None
+    ) -> None:
         self._head = head
+        self._cited = cited
+        self._cited_chars = 0  # of earlier messages
         self._next_number = 0
         self._output: list[dict[str, Any]] = []
         self._kind = ""  # of the open item: msg, rs or fc; empty: none is open
@@ -118,9 +134,15 @@ class ResponseEvents:
         """Yield the events that end the open item."""
         kind, text = self._kind, self._text
         if kind == "msg":
-            item = message_item(self._item_id, text)
+            annotations = annotations_of(self._cited() if self._cited else (), self._cited_chars)
+            self._cited_chars += len(text)
+            item = message_item(self._item_id, text, annotations=annotations)
+            for i, one in enumerate(annotations):
+                kind = "response.output_text.annotation.added"
+                yield self._event(kind, **self._at(), annotation_index=i, annotation=one)
             yield self._event("response.output_text.done", **self._at(), text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._at(), part=text_part(text))
+            part = text_part(text, annotations)
+            yield self._event("response.content_part.done", **self._at(), part=part)
         elif kind == "rs":
             item = reasoning_item(self._item_id, text)
             yield self._event("response.reasoning_text.done", **self._at(), text=text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ragcache_gateway.chat.schema import RagCacheAnswer
+from ragcache_gateway.chat.schema import InlineCitation, RagCacheAnswer
 from ragcache_gateway.responses.request_schema import ResponseRequest
 
 
@@ -104,7 +104,10 @@ def response_of(request: ResponseRequest, completion: Mapping[str, Any]) -> dict
     calls = message.get("tool_calls") or []
     if message.get("content") or not calls:
         item_id = head.item_id("msg", len(output))
-        output.append(message_item(item_id, message.get("content") or ""))
+        cited = completion["ragcache"].get("inline_citations") or ()
+        annotations = annotations_of(map(InlineCitation.model_validate, cited))
+        text = message.get("content") or ""
+        output.append(message_item(item_id, text, annotations=annotations))
     for call in calls:
         function = call["function"]
         item_id = head.item_id("fc", len(output))
@@ -117,16 +120,41 @@ def response_of(request: ResponseRequest, completion: Mapping[str, Any]) -> dict
     )
 
 
-def message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+def annotations_of(citations: Iterable[InlineCitation], start: int = 0) -> list[dict[str, Any]]:
+    """Return OpenAI's annotations of a text.
+
+    Args:
+        start: First character of the text in the whole answer.
+    """
+    found: list[dict[str, Any]] = []
+    for one in citations:
+        if one.end < start:
+            continue
+        moved = one.model_copy(update={"end": one.end - start})
+        if one.is_url:
+            found.append({"type": "url_citation", **moved.url_fields()})
+        else:
+            file = {"file_id": one.document_id, "filename": one.title, "index": moved.end}
+            found.append({"type": "file_citation", **file})
+    return found
+
+
+def message_item(
+    item_id: str,
+    text: str,
+    status: str = "completed",
+    annotations: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
     """Return an output item with text; one in progress has no content yet."""
-    content = [text_part(text)] if status == "completed" else []
+    content = [text_part(text, annotations)] if status == "completed" else []
     base = {"id": item_id, "type": "message", "role": "assistant"}
     return {**base, "status": status, "content": content}
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str, annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Return the content of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    base = {"type": "output_text", "text": text}
+    return {**base, "annotations": list(annotations), "logprobs": []}
 
 
 def call_item(

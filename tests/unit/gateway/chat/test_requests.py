@@ -14,7 +14,7 @@ from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
-from ragcache_gateway.chat.schema import MAX_DEPTH, REFUSED_FIELDS, ChatRequest
+from ragcache_gateway.chat.schema import MAX_DEPTH, MAX_PARTS, REFUSED_FIELDS, ChatRequest
 from ragcache_gateway.engines.completion import (
     CONTROL_FIELDS,
     client_body,
@@ -56,7 +56,7 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+        ({"messages": [{"role": "system"}]}, "messages[0].content"),
         ({"tools": [{"function": {"description": "\0"}}]}, "tools[0].function.description"),
         ({"tools": [{"function": {"\0": 1}}]}, "tools[0].function"),
         ({"chat_template_kwargs": {"a": float("inf")}}, "chat_template_kwargs.a"),
@@ -64,8 +64,12 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "\0"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
             "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["a", {"type": "text"}]}]},
+            "messages[0].content[1].text",
         ),
         ({"ragcache": []}, "ragcache"),
         ({"ragcache": {"top_k": 0}}, "ragcache.top_k"),
@@ -167,6 +171,91 @@ def test_messages_reach_the_engine_as_they_were_sent() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "b", "name": "look"},
     ]
     assert body_of(read(messages=messages))["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"role": "assistant", "content": None, "refusal": "I may not."}, "I may not."),
+        (
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                    {"type": "reasoning", "text": "So."},
+                    {"type": "text", "text": "Oslo."},
+                ],
+            },
+            "Oslo.",
+        ),
+        ({"role": "tool", "tool_call_id": "c", "content": []}, ""),
+        ({"role": "tool", "tool_call_id": "c", "content": ""}, ""),
+        ({"role": "tool", "tool_call_id": "c"}, ""),
+        ({"role": "user", "content": ["Which", {"text": "pump?"}]}, "Which\npump?"),
+        # vLLM would take the second field for an image, and ignore the token ids.
+        ({"role": "user", "content": [{"type": "text", "text": "a", "image_url": "b"}]}, "a"),
+    ],
+)
+def test_content_of_any_shape_reaches_template_and_engine_as_text(
+    message: dict[str, Any], text: str
+) -> None:
+    request = read(messages=[message, *ASK["messages"]])
+    assert read_conversation(request).turns[0].to_template()["content"] == text
+    assert (body_of(request)["messages"][0].get("content") or "") == text
+    assert not request.warnings()
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "1 image "),
+        ({"type": "input_image", "image_url": "https://example.com/a.png"}, "1 image "),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "1 audio record"),
+        ({"type": "video_url", "video_url": {"url": "https://example.com/a"}}, "1 video "),
+        ({"type": "file", "file": {"file_id": "f"}}, "1 file "),
+    ],
+)
+def test_a_part_that_is_no_text_is_left_out_with_a_warning(
+    part: dict[str, Any], named: str
+) -> None:
+    request = read(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+    assert read_conversation(request).question == "a"
+    assert body_of(request)["messages"] == [{"role": "user", "content": "a"}]
+    (warning,) = request.warnings()
+    assert warning.startswith(f"messages: {named}")
+    twice = read(messages=[{"role": "user", "content": ["a", part]}] * 2)
+    assert twice.warnings()[0].startswith("messages: 2 ")
+
+
+def test_messages_without_a_user_retrieve_nothing_unless_they_say_so() -> None:
+    alone = [{"role": "system", "content": "Write a title about pumps."}]
+    request = read(messages=alone)
+    assert not request.retrieves()
+    assert "no documents were searched" in request.warnings()[0]
+    assert read(messages=alone, ragcache={"retrieve": True}).retrieves()
+    off = read(messages=alone, ragcache={"retrieve": False})
+    assert not off.retrieves()
+    assert not off.warnings()
+
+
+def test_messages_without_any_text_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="messages: have no text"):
+        read_conversation(read(messages=[{"role": "system", "content": ""}]))
+
+
+def test_a_call_in_the_old_form_is_a_tool_call() -> None:
+    old = {"role": "assistant", "function_call": {"name": "look", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "look", "content": "ice"}
+    called, turn, _ = read_conversation(read(messages=[old, result, *ASK["messages"]])).turns
+    assert called.fields["tool_calls"][0]["function"] == {"name": "look", "arguments": {"a": 1}}
+    assert turn.role == "tool"
+
+
+def test_a_message_with_endless_parts_is_refused() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read(messages=[{"role": "user", "content": ["a"] * (MAX_PARTS + 1)}])
+    assert caught.value.field == "messages[0].content"
 
 
 def test_a_chat_has_its_tokens_in_the_transfer_parameters_and_a_completion_as_prompt() -> None:

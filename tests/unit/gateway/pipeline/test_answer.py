@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_gateway.pipeline.answer import PREVIEW_CHARS, cite, preview
+from ragcache_gateway.pipeline.answer import PREVIEW_CHARS, cite, cited_passages, preview
 from ragcache_gateway.prompts.passages import group_by_document
 from tests.unit.gateway.prompts.test_passages import hit
 
 
 def test_a_hit_in_another_hits_window_is_cited_with_its_own_score() -> None:
     (document,) = group_by_document([hit("a", 1, 0.9, window=1), hit("a", 2, 0.4)])
-    cited = cite(document)
+    cited = cite(cited_passages(document))
     assert [(c.chunk, c.score) for c in cited] == [("a#1", 0.9), ("a#2", 0.4)]
 
 

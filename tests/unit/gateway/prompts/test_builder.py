@@ -185,19 +185,57 @@ def test_a_document_cannot_add_messages(tokenizer: ChatTokenizer, builder: Promp
     assert decode(tokenizer, ids) == text + CHUNK_SEPARATOR
 
 
-@given(sizes=st.lists(st.integers(1, 300), max_size=8), max_tokens=st.integers(1, 900))
+@given(sizes=st.lists(st.integers(1, 300), max_size=8), max_tokens=st.integers(1, 5000))
 def test_prompt_and_answer_fit_the_model(
     builder: PromptBuilder, sizes: list[int], max_tokens: int
 ) -> None:
     hits = [hit(f"{n}", "a " * size) for n, size in enumerate(sizes)]
-    try:
-        built = builder.build(QUESTION, hits, max_tokens)
-    except InvalidInput:
-        fixed = len(builder.build(QUESTION, [], 1).prompt.token_ids)
-        assert fixed + max_tokens + (sizes[0] if sizes else 0) > 1000
-        return
-    assert len(built.prompt.token_ids) + built.max_tokens <= 1024
+    built = builder.build(QUESTION, hits, max_tokens)
+    left_tokens = 1024 - len(built.prompt.token_ids)
+    assert built.max_tokens == min(max_tokens, left_tokens)
+    assert built.max_tokens >= min(max_tokens, 256)
     assert bool(built.passages) == bool(hits)
+    named = {warning.partition(":")[0] for warning in built.warnings}
+    assert ("passages" in named) == (len(built.passages) < len(hits))
+    assert ("max_tokens" in named) == (built.max_tokens < max_tokens)
+
+
+def test_a_large_limit_gives_way_to_the_passages_and_says_so(builder: PromptBuilder) -> None:
+    hits = [hit(f"{n}", "a " * 60) for n in range(4)]
+    few, many = (builder.build(QUESTION, hits, limit) for limit in (20, 1000))
+    assert len(few.passages) == len(many.passages) == 4
+    assert not few.warnings
+    (warning,) = many.warnings
+    assert warning.startswith(f"max_tokens: lowered from 1000 to {many.max_tokens}, ")
+
+
+def test_passages_without_space_are_counted(builder: PromptBuilder) -> None:
+    hits = [hit(f"{n}", "a " * 200) for n in range(5)]
+    built = builder.build(QUESTION, hits, 1024)
+    assert built.warnings[0].startswith(f"passages: {5 - len(built.passages)} of 5 left out")
+
+
+def test_messages_that_leave_no_quarter_for_a_long_answer_are_refused(
+    builder: PromptBuilder,
+) -> None:
+    long = Conversation.asking("S", "a " * 850)
+    used_tokens = len(builder.build(long, [], 1).prompt.token_ids)
+    assert 1024 - 256 < used_tokens < 1024
+    with pytest.raises(InvalidInput, match="messages: take"):
+        builder.build(long, [], 4000)
+
+
+def test_a_template_that_wants_a_user_gets_lone_instructions_as_the_users(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    template = (
+        "{% if messages[-1].role != 'user' %}{{ raise_exception('no user query') }}{% endif %}"
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    )
+    tokenizer = with_template(tiny_model, tmp_path, template)
+    alone = Conversation("Write a title.", ())
+    built = build(tokenizer).build(alone, [], 5, with_documents=False)
+    assert decode(tokenizer, built.prompt.token_ids) == "<user>Write a title."
 
 
 def test_messages_that_cannot_fit_are_not_tokenized(builder: PromptBuilder) -> None:

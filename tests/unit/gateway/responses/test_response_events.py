@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_gateway.responses.request_schema import ResponseRequest
-from ragcache_gateway.responses.response_events import ResponseEvents
+from ragcache_gateway.responses.response_events import ResponseEvents, failure_event
 from ragcache_gateway.responses.response_object import head_of, response_of
 
 HEAD = {"id": "chatcmpl-1", "created": 5, "model": "m"}
@@ -64,3 +64,8 @@ def test_a_stream_ends_with_the_response_of_the_whole_answer(
     opened = [one["item"]["id"] for one in events if one["type"] == "response.output_item.added"]
     ended = [one["item"]["id"] for one in events if one["type"] == "response.output_item.done"]
     assert opened == ended == [item["id"] for item in whole["output"]]
+
+
+def test_a_failure_before_the_first_chunk_is_an_event_of_its_own() -> None:
+    event = failure_event({"error": {"message": "the gateway is stopping"}})
+    assert (event["type"], event["message"]) == ("error", "the gateway is stopping")

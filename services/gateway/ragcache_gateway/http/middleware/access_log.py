@@ -9,6 +9,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_gateway.http.disconnect import ClientDisconnected
+from ragcache_gateway.http.errors import response_to, stopping
 from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.middleware.request_span import TRACE_KEY
 from ragcache_gateway.telemetry.metrics import Metrics
@@ -19,7 +20,7 @@ from ragcache_wire.telemetry.metric_registry import exemplar
 log = logging.getLogger(__name__)
 
 _API_PREFIX = "/v1/"
-_QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+_QUIET = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 
 
 class AccessLog:
@@ -36,10 +37,12 @@ class AccessLog:
             return
         start = time.perf_counter()
         status = 500
+        has_begun = False
 
         async def record_status(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 status = message["status"]
             await send(message)
 
@@ -50,13 +53,15 @@ class AccessLog:
             if status == 500:
                 status = CLIENT_CLOSED_STATUS
         except asyncio.CancelledError:
-            # The server cancels requests when its grace period is over, and closes the connection.
+            # The server cancels requests at the end of its grace period.
             # Raising the error further would only log a traceback for each request.
             log.warning(
                 "access log: request cancelled by shutdown method=%s path=%r",
                 scope["method"],
                 scope["path"],
             )
+            if not has_begun:
+                await response_to(stopping())(scope, receive, record_status)
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(route, status).inc()

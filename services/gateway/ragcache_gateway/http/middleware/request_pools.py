@@ -27,6 +27,7 @@ QUESTION_PATHS: Final = frozenset(
 
 STATUS_PATHS: Final = frozenset(
     {
+        "/health",
         "/healthz",
         "/readyz",
         "/metrics",

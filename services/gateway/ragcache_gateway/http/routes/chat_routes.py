@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
@@ -41,6 +41,9 @@ router = APIRouter(tags=["answers"], responses=ERRORS)
 _STARTED = int(time.time())
 
 
+Kind = Literal["chat", "embedding", "rerank"]
+
+
 class Model(BaseModel):
     """A model that clients can request."""
 
@@ -51,6 +54,7 @@ class Model(BaseModel):
     root: str = Field(description="The same as id.")
     parent: None = None
     max_model_len: int | None = Field(description="Null for models that do not answer.")
+    kind: Kind = Field(description="What it is for.")
 
 
 class ModelList(BaseModel):
@@ -162,17 +166,26 @@ async def capture_chunks(
     return await cancel_on_disconnect(request.receive, capture(services.chat, body, caller))
 
 
+_KINDS: Final[dict[str, Kind]] = {
+    EMBEDDER: "embedding",
+    RERANKER: "rerank",
+}
+"""What the models other than the served one are for. Clients offer what is listed for chats."""
+
+ModelKind = Annotated[Kind | Literal["all"], Query(description="Which models to list.")]
+
+
 @router.get("/v1/models", summary="List the served models")
-async def models(services: Services) -> ModelList:
-    """Return the model that answers, and those of embeddings and reranking."""
-    names = (services.chat.model.name, EMBEDDER, RERANKER)
-    return ModelList(data=[_model(services, name) for name in names])
+async def models(services: Services, kind: ModelKind = "chat") -> ModelList:
+    """Return the model that answers; with `kind`, also those of embeddings and reranking."""
+    found = [_model(services, name) for name in (services.chat.model.name, *_KINDS)]
+    return ModelList(data=[one for one in found if kind in ("all", one.kind)])
 
 
 @router.get("/v1/models/{name:path}", summary="Return a served model")
 async def model(name: str, services: Services) -> Model:
     """Return one model. 404 if it is not served."""
-    if name not in (services.chat.model.name, EMBEDDER, RERANKER):
+    if name not in (services.chat.model.name, *_KINDS):
         raise NotFound("model", name, "see GET /v1/models")
     return _model(services, name)
 
@@ -180,7 +193,8 @@ async def model(name: str, services: Services) -> Model:
 def _model(services: GatewayServices, name: str) -> Model:
     served = services.chat.model
     max_model_len = served.max_model_len if name == served.name else None
-    return Model(id=name, root=name, created=_STARTED, max_model_len=max_model_len)
+    kind = _KINDS.get(name, "chat")
+    return Model(id=name, root=name, created=_STARTED, max_model_len=max_model_len, kind=kind)
 
 
 @router.get("/v1/requests/{request_id}", summary="Explain where an answer's KV came from")

@@ -31,6 +31,9 @@ from ragcache_wire.rest_fields.fields import Text
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})
 
 CollectionName = Annotated[Text, Query(description="The collection the documents are in.")]
+DefaultCollection = Annotated[
+    Text, Query(description="The collection of documents that name none themselves.")
+]
 
 _FORM: dict[str, Any] = {
     "type": "object",
@@ -85,9 +88,14 @@ _BATCH_FORM: dict[str, Any] = {
         }
     },
 )
-async def put_document(request: Request, services: Services, caller: Asking) -> DocumentWritten:
+async def put_document(
+    request: Request,
+    services: Services,
+    caller: Asking,
+    collection: DefaultCollection = "default",
+) -> DocumentWritten:
     """The document is durable and searchable when this answers. An unchanged one is kept as is."""
-    document = await read_document(request)
+    document = await read_document(request, collection)
     caller.check_collection(document.fields.collection)
     read = await cancel_on_disconnect(request.receive, document.read(services.extractor))
     reply, removed = await services.documents.write(read.message)
@@ -139,7 +147,7 @@ async def put_documents(
     request: Request,
     services: Services,
     caller: Asking,
-    collection: CollectionName = "default",
+    collection: DefaultCollection = "default",
 ) -> Response:
     """A document that fails stops no other. A repetition of a batch changes nothing.
 

@@ -51,6 +51,7 @@ class QualityState(BaseModel):
     report: dict[str, Any] | None = Field(description="The last report of this model.")
 
 
+@router.get("/health", summary="The same as /healthz, by vLLM's name")
 @router.get("/healthz", summary="Whether the process answers")
 async def healthz() -> Alive:
     """Report that the process answers."""

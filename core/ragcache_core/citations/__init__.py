@@ -1,0 +1,1 @@
+"""Which retrieved text supports a sentence of an answer."""
