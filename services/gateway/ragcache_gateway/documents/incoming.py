@@ -87,13 +87,12 @@ class IncomingDocument:
 
     async def _extract(self, extractor: TextExtractor) -> ExtractedText:
         content = self.content
+        text: str | None = None
         try:
             if self.encoding is not None:
                 text = decode_named(content, self.encoding)
             elif self.kind.is_plain:
                 text = decode_plain(content)
-            else:
-                text = None
         except UnreadableDocument as error:
             raise InvalidInput(self.field, error.problem, error.fix) from error
         is_markdown = self.kind is DocumentFormat.MARKDOWN
@@ -127,4 +126,4 @@ def text_document(fields: DocumentFields, text: str) -> IncomingDocument:
             f"{fields.content_type!r} cannot be sent in JSON",
             f"send a file as multipart/form-data, or text of one of {known}",
         )
-    return IncomingDocument(fields, kind, text.encode(), "text", "utf-8")
+    return IncomingDocument(fields, kind, text.encode(), "text", encoding="utf-8")

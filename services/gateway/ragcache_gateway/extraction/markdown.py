@@ -82,7 +82,7 @@ def _as_text(value: MetadataValue) -> str:
     """Return a value as one text."""
     if isinstance(value, bool):
         return str(value).lower()
-    return ", ".join(value) if isinstance(value, list) else str(value)
+    return ", ".join(map(_as_text, value)) if isinstance(value, list) else str(value)
 
 
 def _shown_parts(text: str) -> Iterator[str]:

@@ -89,7 +89,7 @@ def file_document(
         raise InvalidInput("file", "has several documents", "send it to POST /v1/documents:batch")
     if fields.encoding is not None and not (kind.is_plain or kind is DocumentFormat.HTML):
         raise InvalidInput("encoding", f"is for text, and the file is {kind}", "leave it out")
-    return IncomingDocument(fields, kind, content, "file", fields.encoding)
+    return IncomingDocument(fields, kind, content, "file", encoding=fields.encoding)
 
 
 def _format(fields: FileFields, file_name: str, media_type: str) -> DocumentFormat:
