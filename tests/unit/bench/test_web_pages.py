@@ -1,4 +1,4 @@
-"""Pages for the measurement of text extraction are known word by word, and the reader keeps text."""
+"""Each word of a made page is text or navigation, and the reader keeps the text."""
 
 from __future__ import annotations
 
