@@ -41,13 +41,14 @@ def read_html(content: bytes) -> ExtractedText:
     body = _body(root)
     main = main_part(body)
     headings = list(main.iter("h1"))
-    title = about.title(headings or list(body.iter("h1")))
+    others = [] if headings else list(body.iter("h1"))
+    title = about.title(headings, others)
     text = cleaned(markdown(main)) or _whole(content)
     if not text and is_cut:
         raise UnreadableDocument("has elements nested more than 2,000 deep", "send its text")
     if not text:
         raise _refusal(has_scripts=has_scripts)
-    if not headings and any(heading_text(one) == title for one in body.iter("h1")):
+    if any(heading_text(one) == title for one in others):
         # The heading of the page is before its main part.
         text = f"# {title}\n\n{text}"
     warnings = (

@@ -100,6 +100,12 @@ def test_linked_data_that_is_wrong_is_passed_over(script: str) -> None:
         ("<title>Hall A - Hall B</title>", "", "Hall A - Hall B"),
         ("<title>x</title><meta property='og:title' content='Crane 7'>", "", "Crane 7"),
         ("<title>Crane 7: use</title>", "<h1>Works</h1><h1>Crane 7</h1>", "Crane 7"),
+        ("<title>Works - Crane 7</title>", "<h1>Crane 7</h1>", "Crane 7"),
+        (
+            "<title>Crane 7 - Works</title>",
+            "<h1>Works</h1><main><p>It lifts a ton.</p></main>",
+            "Crane 7",
+        ),
         ("", "<h1>Use of <code>crane</code></h1>", "Use of crane"),
         ("", "", ""),
     ],

@@ -82,6 +82,19 @@ def test_a_page_of_links_is_not_empty() -> None:
     assert read_html(page.encode()).text == "- Home\n- Plants\n- Staff"
 
 
+def test_an_index_is_not_taken_for_navigation() -> None:
+    entries = "".join(f'<p><a href="/{i}">Valve {i}</a> <a>a</a> <a>b</a></p>' for i in range(60))
+    page = f"<body><div><h1>Index</h1><p>{SENTENCE * 4}</p><div>{entries}</div></div></body>"
+    text = read_html(page.encode()).text
+    assert [i for i in range(60) if f"Valve {i} a b" not in text] == []
+
+
+def test_links_between_texts_stay() -> None:
+    links = "".join(f'<a href="/{i}">Valve {i}</a> ' for i in range(4))
+    page = f"<body><div>{MENU}</div><p>{SENTENCE * 4}</p><p>{links}</p><p>{SENTENCE * 4}</p></body>"
+    assert "\n\nValve 0 Valve 1 Valve 2 Valve 3\n\n" in read_html(page.encode()).text
+
+
 def test_a_heading_before_the_main_part_is_its_heading() -> None:
     page = f"""<head><title>Boiler - Works</title></head><body><header><h1>Works</h1></header>
         <div><h1>Boiler</h1></div><main><p>{SENTENCE}</p></main></body>"""
